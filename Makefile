@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check unit cluster soak bench format clean
+
+$(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
+	bash scripts/bootstrap.sh $(VENV)
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/elastic demo $(DEMO_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest -m "not soak"
+
+unit: $(STAMP)
+	$(BIN)/pytest -m "not soak and not cluster"
+
+cluster: $(STAMP)
+	$(BIN)/pytest -m "cluster and not soak"
+
+soak: $(STAMP)
+	$(BIN)/pytest -m soak --timeout 7200
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/restart.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

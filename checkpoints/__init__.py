@@ -1,0 +1,1 @@
+"""Checkpoints that are listed only when whole, durable and verified."""

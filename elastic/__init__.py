@@ -1,0 +1,1 @@
+"""Elastic, fault-tolerant training: see README.md."""

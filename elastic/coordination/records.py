@@ -1,0 +1,311 @@
+"""What stands in etcd: one frozen dataclass per key of PROTOCOL section 1, as strict JSON.
+
+Every record carries ``version``. A key whose value is not JSON, has another version, an
+unknown or missing field or a value of the wrong type is a :class:`RecordError` that names the
+key: a newer library's record must stop an older agent with a sentence, not in a crash loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from elastic.errors import ConfigError, RecordError
+
+RECORD_VERSION = 1
+
+_FORBIDDEN_IN_RUN_ID = re.compile(r"[/\x00-\x1f\x7f]")
+
+
+class NodeState(str, Enum):
+    """Where a node stands (PROTOCOL section 1)."""
+
+    ARRIVED = "arrived"  # in next_rendezvous
+    STARTING = "starting"  # workers spawned
+    READY = "ready"  # all its workers reached the step loop
+    LEAVING = "leaving"  # told to go
+    FAILED = "failed"  # workers died, restart under way
+    FINISHED = "finished"  # its workers ended with success
+
+
+class WorldState(str, Enum):
+    ACTIVE = "active"
+    PAUSED = "paused"  # fewer than min_nodes: agree, save, wait
+
+
+class Cause(str, Enum):
+    """Why a world was formed."""
+
+    FIRST = "first"
+    LOST = "lost"  # a member is gone
+    LEFT = "left"  # a member was told to leave
+    TROUBLE = "trouble"  # a failure with everyone alive
+    JOINED = "joined"  # newcomers
+    PAUSED = "paused"  # fewer than min_nodes are left
+    RESUMED = "resumed"  # enough nodes again
+    TAKEOVER = "takeover"  # every member of the last world is gone
+
+
+class Outcome(str, Enum):
+    SUCCESS = "success"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """Enough to prove on the same host that a process is gone, even after pids are reused."""
+
+    host: str
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A node's place in a world. Rank order is list order; ``nproc`` workers each."""
+
+    node_id: str
+    name: str
+    nproc: int
+    role: str
+    liveness_host: str
+    liveness_port: int
+    process: ProcessIdentity
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The agreed world: key ``world``. Only compare-and-swap writes it."""
+
+    generation: int
+    members: tuple[Member, ...]
+    store_host: str
+    store_port: int
+    nonce: str
+    mode: str  # "restart" | "in-process"
+    switch_at_step: int | None
+    state: WorldState
+    min_nodes: int
+    max_nodes: int
+    lineage: tuple[int, ...]  # earlier generations, newest last, at most 32
+    cause: Cause
+    reason: str  # a sentence for people
+    time_s: float  # wall clock, for people
+    committed_step: int | None = None  # a floor: if set, a start from zero is refused
+    version: int = RECORD_VERSION
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return sum(m.nproc for m in self.members)
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        return tuple(m.node_id for m in self.members)
+
+    def first_rank_of(self, node_id: str) -> int:
+        """Global rank of the node's local rank 0."""
+        rank = 0
+        for member in self.members:
+            if member.node_id == node_id:
+                return rank
+            rank += member.nproc
+        raise KeyError(node_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A live agent: key ``nodes/{node_id}``, on its lease."""
+
+    node_id: str
+    name: str  # ELASTIC_NODE_NAME, else the host name: what people see, and what flaps
+    nproc: int
+    role: str
+    address: str  # where the others reach this node (--local-addr)
+    ports: tuple[int, ...]  # free ports for the group's store, used as ports[generation % n]
+    liveness_port: int
+    process: ProcessIdentity
+    state: NodeState
+    in_process: bool
+    min_nodes: int
+    max_nodes: int
+    library: str  # torch-elastic-harness version
+    torch: str
+    running: World | None  # the world record its workers run, for a wiped etcd
+    arrived_for: int  # the last generation this node is done with, when arrived
+    failure: str | None  # what its workers ended with, when it arrived after a failure
+    failure_exit_code: int | None
+    joined_at_s: float  # wall clock, for people and seniority among newcomers
+    version: int = RECORD_VERSION
+
+    def as_member(self) -> Member:
+        return Member(
+            node_id=self.node_id,
+            name=self.name,
+            nproc=self.nproc,
+            role=self.role,
+            liveness_host=self.address,
+            liveness_port=self.liveness_port,
+            process=self.process,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader:
+    """Key ``leader``, on the leader's lease."""
+
+    node_id: str
+    address: str
+    liveness_port: int
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Key ``trouble/{node_id}``: what a node's workers saw in ``generation``."""
+
+    node_id: str
+    generation: int
+    error: str
+    accused: tuple[str, ...] = ()
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """Key ``done``: set once, never changed."""
+
+    outcome: Outcome
+    reason: str
+    exit_code: int
+    generation: int
+    final_step: int | None
+    time_s: float
+    version: int = RECORD_VERSION
+
+
+Record = World | Node | Leader | Trouble | Done
+R = TypeVar("R", World, Node, Leader, Trouble, Done)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names under ``{prefix}/{run_id}/``."""
+
+    root: str  # ends with "/"
+
+    @staticmethod
+    def of(prefix: str, run_id: str) -> Keys:
+        """Check both parts and join them. Raises ConfigError."""
+        if not run_id or _FORBIDDEN_IN_RUN_ID.search(run_id):
+            raise ConfigError(
+                f"run id {run_id!r} cannot be part of an etcd key",
+                hint="use --rdzv-id with at least one character, without '/' "
+                "and control characters",
+            )
+        if not prefix.startswith("/") or re.search(r"[\x00-\x1f\x7f]", prefix):
+            raise ConfigError(
+                f"prefix {prefix!r} must start with '/' and hold no control characters",
+                hint="set prefix in --rdzv-conf, or ELASTIC_PREFIX",
+            )
+        return Keys(f"{prefix.rstrip('/')}/{run_id}/")
+
+    @property
+    def nodes(self) -> str:
+        return f"{self.root}nodes/"
+
+    def node(self, node_id: str) -> str:
+        return f"{self.root}nodes/{node_id}"
+
+    @property
+    def leader(self) -> str:
+        return f"{self.root}leader"
+
+    @property
+    def world(self) -> str:
+        return f"{self.root}world"
+
+    @property
+    def troubles(self) -> str:
+        return f"{self.root}trouble/"
+
+    def trouble(self, node_id: str) -> str:
+        return f"{self.root}trouble/{node_id}"
+
+    @property
+    def done(self) -> str:
+        return f"{self.root}done"
+
+
+def encode(record: Record) -> bytes:
+    """The record as JSON with sorted keys: equal records are equal bytes."""
+    return json.dumps(asdict(record), sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode(cls: type[R], key: str, value: bytes) -> R:
+    """Parse strictly. Raises RecordError naming ``key`` and the field."""
+    try:
+        data = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _broken(key, f"is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise _broken(key, f"is a JSON {type(data).__name__}, not an object")
+    if data.get("version") != RECORD_VERSION:
+        raise RecordError(
+            f"{key}: record version {data.get('version')!r}, this library reads {RECORD_VERSION}",
+            hint="run the same version of torch-elastic-harness on every node, "
+            "or use another --rdzv-id",
+        )
+    return typing.cast(R, _build(cls, data, key, ""))
+
+
+def _broken(key: str, what: str) -> RecordError:
+    return RecordError(
+        f"{key}: the record {what}",
+        hint="another program may have written it; delete the key, or use another --rdzv-id",
+    )
+
+
+def _build(cls: type, data: dict[str, Any], key: str, path: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in fields(cls)}
+    unknown, missing = sorted(set(data) - known), sorted(known - set(data))
+    if unknown or missing:
+        said = [f"{w} {', '.join(n)}" for w, n in (("unknown", unknown), ("missing", missing)) if n]
+        raise _broken(key, f"has in {path or 'the top'}: {'; '.join(said)}")
+    return cls(**{n: _value(hints[n], v, key, f"{path}.{n}".lstrip(".")) for n, v in data.items()})
+
+
+def _value(hint: Any, value: Any, key: str, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        inner = next(a for a in typing.get_args(hint) if a is not type(None))
+        return _value(inner, value, key, path)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _broken(key, f"has {path}={value!r}, expected a list")
+        inner = typing.get_args(hint)[0]
+        return tuple(_value(inner, v, key, f"{path}[{i}]") for i, v in enumerate(value))
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise _broken(key, f"has {path}={value!r}, expected an object")
+        return _build(typing.cast(type, hint), value, key, path)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            names = ", ".join(str(m.value) for m in hint)
+            raise _broken(key, f"has {path}={value!r}, expected one of: {names}") from None
+    accepted = (int, float) if hint is float else (hint,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        raise _broken(key, f"has {path}={value!r}, expected {hint.__name__}")
+    return float(value) if hint is float else value

@@ -1,0 +1,109 @@
+"""Every error this package raises on purpose.
+
+::
+
+    ElasticError                     exit code 1
+    ├── ConfigError (ValueError)     2   an option, endpoint, run id or argument is wrong
+    ├── CoordinationError            69  the store cannot be used
+    │   ├── StoreUnreachable         69  no endpoint answers
+    │   ├── StoreRefused             69  wrong certificate, user or password
+    │   ├── StoreTooOld              69  etcd before 3.4
+    │   └── RecordError              69  a key holds what this version cannot read
+    ├── NodeRefused                  2   this node cannot mix with the running job
+    ├── JobFailed                    1   the job has ended without success
+    ├── BudgetSpent                  70  too many failures without progress
+    ├── JoinTimeout                  1   not enough nodes came in time
+    ├── Preempted                    75  told to leave, and left
+    └── TrainingError                1   misuse inside a worker
+        ├── NoWorld                  1   asked for the world before there is one
+        └── CheckpointRequired       65  no valid checkpoint where one was required
+
+The message says what happened and where; ``hint`` says what to do. ``exit_code`` is what
+``elastic run`` ends with.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ElasticError(Exception):
+    """Base of the tree. ``str()`` is the message, followed by the hint on a line of its own."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class ConfigError(ElasticError, ValueError):
+    """An option, endpoint, run id or argument is wrong; nothing has been changed."""
+
+    exit_code = 2
+
+
+class CoordinationError(ElasticError):
+    """The store that nodes agree through cannot be used."""
+
+    exit_code = 69
+
+
+class StoreUnreachable(CoordinationError):
+    """No endpoint of the store answers. Names every endpoint tried and its reason."""
+
+
+class StoreRefused(CoordinationError):
+    """The store answers and refuses: wrong certificate, user or password."""
+
+
+class StoreTooOld(CoordinationError):
+    """The store's version is older than 3.4."""
+
+
+class RecordError(CoordinationError):
+    """A key holds a record that this version cannot read. Names the key."""
+
+
+class NodeRefused(ElasticError):
+    """This node cannot mix with the running job (other min/max, other version)."""
+
+    exit_code = 2
+
+
+class JobFailed(ElasticError):
+    """The job ended without success."""
+
+
+class BudgetSpent(ElasticError):
+    """Too many failures in the window without progress between them."""
+
+    exit_code = 70
+
+
+class JoinTimeout(ElasticError):
+    """Not enough nodes came in time."""
+
+
+class Preempted(ElasticError):
+    """This node was told to leave, and left."""
+
+    exit_code = 75
+
+
+class TrainingError(ElasticError):
+    """The worker's API is used in a way that cannot work."""
+
+
+class NoWorld(TrainingError):
+    """The world was asked for before there is one."""
+
+
+class CheckpointRequired(TrainingError):
+    """Steps were committed earlier, and no checkpoint of them can be loaded."""
+
+    exit_code = 65

@@ -1,0 +1,134 @@
+"""Everything that can happen, as frozen dataclasses: what journals hold and logs say.
+
+An event says what happened; who and when (node, rank, generation, wall and monotonic time) is
+added by :mod:`elastic.telemetry.journal` when it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base. The class name, in kebab case, is the event's name in the journal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeArrived(Event):
+    """This node waits for a world."""
+
+    after_generation: int
+    failure: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldFormed(Event):
+    """A world was agreed."""
+
+    generation: int
+    nodes: tuple[str, ...]
+    size: int
+    state: str
+    mode: str
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldEntered(Event):
+    """This node hands its workers the world."""
+
+    generation: int
+    first_rank: int
+    size: int
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersEnded(Event):
+    """This node's workers ended, or were stopped, by themselves or by torchrun."""
+
+    generation: int
+    failure: str | None
+    exit_code: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderChanged(Event):
+    """Another node leads (or none does)."""
+
+    leader: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSuspected(Event):
+    """A member gave reason to doubt that it lives."""
+
+    suspect: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Event):
+    """A member is gone."""
+
+    lost: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreTrouble(Event):
+    """The store failed a call, cut a watch, or was wiped; what is done about it."""
+
+    error: str
+    consequence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseLost(Event):
+    """The store says that this node's lease is gone."""
+
+    consequence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeaving(Event):
+    """This node was told to leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnded(Event):
+    """The job is over."""
+
+    outcome: str
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRestored(Event):
+    """A worker got its state back (or started fresh)."""
+
+    source: str  # "initial" | checkpoint name
+    step: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint was committed, as seen by this rank."""
+
+    name: str
+    step: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSkipped(Event):
+    """A checkpoint could not be saved or used; training goes on with the others."""
+
+    name: str
+    reason: str

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Makes the virtual environment named by $1 and installs the project with all it needs,
+# the etcd binary included. Safe to repeat.
+set -euo pipefail
+venv=${1:?usage: bootstrap.sh VENV}
+cd "$(dirname "$0")/.."
+
+python=""
+for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10; do
+  if [ -n "$candidate" ] && command -v "$candidate" >/dev/null &&
+    "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    python=$candidate
+    break
+  fi
+done
+if [ -z "$python" ]; then
+  echo "bootstrap: no Python >= 3.10 was found; install one, or set PYTHON=/path/to/python3" >&2
+  exit 2
+fi
+
+if [ ! -x "$venv/bin/pip" ]; then
+  # Debian ships python3 without ensurepip; its package brings it.
+  if ! "$python" -c 'import ensurepip, venv' 2>/dev/null && command -v apt-get >/dev/null &&
+    [ "$(id -u)" = 0 ]; then
+    apt-get update -q && apt-get install -qy python3-venv
+  fi
+  "$python" -m venv "$venv"
+fi
+"$venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
