@@ -99,6 +99,7 @@ class World:
     reason: str  # a sentence for people
     time_s: float  # wall clock, for people
     committed_step: int | None = None  # a floor: if set, a start from zero is refused
+    library: str = ""  # torch-elastic-harness version of the job; "": not known
     version: int = RECORD_VERSION
 
     @property

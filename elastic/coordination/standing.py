@@ -1,0 +1,170 @@
+"""Where each member of the current world stands: who goes on, who is gone and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.coordination.records import Cause, Node, NodeState, World, WorldState
+from elastic.coordination.view import Liveness, MissingMember, NodeView, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gone:
+    """A member that is not in the next world."""
+
+    node_id: str
+    cause: Cause  # LOST or LEFT
+    sentence: str
+    proved: bool  # it certainly makes no progress any more
+    last_sign_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The members of ``world``, each in one place, in rank order."""
+
+    world: World
+    running: tuple[NodeView, ...]  # run this generation, or are about to
+    out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
+    gone: tuple[Gone, ...]
+    finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
+    troubles: tuple[str, ...]  # sentences of running members that reported trouble
+
+    @property
+    def in_process(self) -> bool:
+        """Those who still run can change worlds without a restart."""
+        return bool(self.running) and all(n.node.in_process for n in self.running)
+
+    @property
+    def survivors(self) -> tuple[NodeView, ...]:
+        """Who goes on, in rank order.
+
+        In-process members do not wait for one that restarts its workers: it comes back as a
+        newcomer once it is ready. If nobody runs any more, all restart together.
+        """
+        if self.in_process and self.world.state is WorldState.ACTIVE:
+            return self.running
+        place = {node_id: i for i, node_id in enumerate(self.world.node_ids)}
+        return tuple(sorted(self.running + self.out, key=lambda n: place[n.node.node_id]))
+
+    @property
+    def changed(self) -> bool:
+        """The world cannot go on as it is."""
+        if self.world.state is WorldState.PAUSED:  # its members wait: nothing can be broken
+            return bool(self.gone)
+        return bool(self.gone or self.out or self.troubles)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What is wrong, for people."""
+        said = tuple(g.sentence for g in self.gone)
+        if self.world.state is WorldState.ACTIVE:
+            said += tuple(_failure(n.node) for n in self.out) + self.troubles
+        return said
+
+    def unbroken(self, survivor: Node) -> bool:
+        """Nobody of the group that this node runs failed or vanished (leaving is neither)."""
+        if survivor.running is None or self.troubles:
+            return False
+        broken = {n.node.node_id for n in self.out}
+        broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        return broken.isdisjoint(survivor.running.node_ids)
+
+
+def stand(view: View, world: World) -> Standing:
+    """Sort the members of ``world``."""
+    present = {n.node.node_id: n for n in view.nodes}
+    missing = {m.member.node_id: m for m in view.missing}
+    running, out, gone = [], [], []
+    finished = [n.node.name for n in view.nodes if n.node.state is NodeState.FINISHED]
+    for member in world.members:
+        n = present.get(member.node_id)
+        if n is None:
+            m = missing.get(member.node_id) or MissingMember(
+                member=member, proved_dead=False, last_sign_s=view.world_since_s
+            )
+            if m.finished:
+                finished.append(member.name)
+            else:
+                gone.append(_lease_over(m))
+        elif n.node.state is NodeState.FINISHED:
+            continue
+        elif reason := _gone(n):
+            gone.append(reason)
+        elif _is_out(n.node, world):
+            out.append(n)
+        else:
+            running.append(n)
+    return Standing(
+        world=world,
+        running=tuple(running),
+        out=tuple(out),
+        gone=tuple(gone),
+        finished=tuple(finished),
+        troubles=_troubles(view, world, running),
+    )
+
+
+def _lease_over(m: MissingMember) -> Gone:
+    how = "its process is dead" if m.proved_dead else "silent, and its lease is over"
+    return Gone(
+        node_id=m.member.node_id,
+        cause=Cause.LOST,
+        sentence=f"{m.member.name} is lost ({how})",
+        proved=m.proved_dead,
+        last_sign_s=m.last_sign_s,
+    )
+
+
+def _gone(n: NodeView) -> Gone | None:
+    if n.liveness is Liveness.DEAD:
+        cause, sentence = Cause.LOST, f"{n.node.name} is lost (its process is dead)"
+    elif n.node.state is NodeState.LEAVING:
+        cause, sentence = Cause.LEFT, f"{n.node.name} leaves"
+    elif n.node.state is NodeState.FAILED:
+        cause, sentence = Cause.LOST, _failure(n.node)
+    else:
+        return None
+    return Gone(
+        node_id=n.node.node_id,
+        cause=cause,
+        sentence=sentence,
+        proved=True,
+        last_sign_s=n.state_since_s,
+    )
+
+
+def _is_out(node: Node, world: World) -> bool:
+    if node.state is not NodeState.ARRIVED:
+        return False
+    # A planned world never has members without workers: one that waits for a world lost its
+    # workers before the switch, whatever generation they ran.
+    return node.arrived_for >= world.generation or world.switch_at_step is not None
+
+
+def _failure(node: Node) -> str:
+    if node.failure:
+        return f"{node.name} failed: {node.failure}"
+    if node.failure_exit_code:
+        return f"{node.name} failed with exit code {node.failure_exit_code}"
+    return f"{node.name} left generation {node.arrived_for}"
+
+
+def _troubles(view: View, world: World, running: list[NodeView]) -> tuple[str, ...]:
+    """Trouble of the generation that its reporter runs; older reports were answered already.
+
+    While a planned switch is pending its members still run the world before: their trouble
+    counts. An immediate world is itself the answer to trouble of the world before.
+    """
+    nodes = {n.node.node_id: n.node for n in running}
+    said = []
+    for trouble in view.troubles:
+        node = nodes.get(trouble.node_id)
+        if node is None:
+            continue
+        floor = world.generation
+        if world.switch_at_step is not None and node.running is not None:
+            floor = min(floor, node.running.generation)
+        if trouble.generation >= floor:
+            said.append(f"{node.name} reports: {trouble.error}")
+    return tuple(said)
