@@ -1,0 +1,333 @@
+"""A cluster of torchrun nodes on one machine, made to be hurt: the base of every kill test.
+
+Each node is a real ``python -m torch.distributed.run`` in a session of its own with its own log.
+Ledgers, journals, checkpoints and logs lie in one folder::
+
+    with LocalCluster(["127.0.0.1:2379"], "train.py", tmp_path, min_nodes=2, max_nodes=3) as c:
+        c.start_nodes(3)
+        c.wait_training(nodes=3)
+        c.leader().kill()
+        c.wait_training(nodes=2)
+        c.wait_ended(timeout_s=60)
+        c.ledger().assert_exactly_once(n=1000, epochs=3)
+
+Leaving the block ends everything that the cluster started, and nothing else; if it is left by an
+exception, the ends of all logs go to stderr first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.coordination.keyvalue import KeyValue
+from elastic.coordination.records import Keys, World, decode
+from elastic.testing.ledger import Ledger, LedgerReader
+from elastic.testing.node import LocalNode
+from elastic.testing.processes import Process, kill_at_once, marked_with
+
+T = TypeVar("T")
+_POLL_S = 0.05
+
+
+class ClusterTimeout(AssertionError):
+    """Something did not happen in time. Carries the ends of the logs."""
+
+
+class LocalCluster:
+    """Nodes of one job.
+
+    Args:
+        endpoints: of etcd, ``host:port``; with ``backend="c10d"`` the store's, one.
+        script: the training script.
+        folder: takes ledger, journal, checkpoints and logs.
+        args: of the script.
+        run_id: ``--rdzv-id``; a fresh one by default.
+        nproc: workers per node, unless a node is started with another number.
+        conf: ``--rdzv-conf``.
+        env: added to the nodes' environment, over this process's own.
+        flags: more flags for torchrun.
+        open_store: connects to the job's store for :meth:`world` and :meth:`leader`; by default
+            an ``EtcdStore`` without TLS and password.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        script: str | Path,
+        folder: Path,
+        *,
+        args: Sequence[str] = (),
+        run_id: str | None = None,
+        min_nodes: int = 1,
+        max_nodes: int = 3,
+        nproc: int = 1,
+        backend: str = "etcd-v3",
+        max_restarts: int = 100,
+        conf: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+        flags: Sequence[str] = (),
+        open_store: Callable[[], KeyValue] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.endpoints = tuple(endpoints)
+        self.script = Path(script)
+        self.folder = folder
+        self.args = tuple(args)
+        self.run_id = run_id or f"test-{uuid.uuid4().hex[:8]}"
+        self.min_nodes = min_nodes
+        self.max_nodes = max_nodes
+        self.nproc = nproc
+        self.backend = backend
+        self.max_restarts = max_restarts
+        self.conf = dict(conf or {})
+        self.env = dict(env or {})
+        self.flags = tuple(flags)
+        self.nodes: list[LocalNode] = []
+        self._open_store = open_store or self._open_etcd
+        self._store: KeyValue | None = None
+        self._clock = clock
+        self._token = uuid.uuid4().hex
+        for part in ("logs", "ledger", "journal", "checkpoints"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        self._reader = LedgerReader(folder / "ledger")
+
+    # Nodes -----------------------------------------------------------------------------------
+
+    def start_node(
+        self,
+        name: str | None = None,
+        *,
+        nproc: int | None = None,
+        min_nodes: int | None = None,
+        max_nodes: int | None = None,
+        endpoints: Sequence[str] | None = None,
+        conf: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> LocalNode:
+        """Start one more node; what is given differs from the cluster's own settings."""
+        name = name or f"node{len(self.nodes)}"
+        if any(node.name == name and node.running for node in self.nodes):
+            raise ValueError(f"a node named {name!r} is running already")
+        smallest = self.min_nodes if min_nodes is None else min_nodes
+        largest = self.max_nodes if max_nodes is None else max_nodes
+        settings = {**self.conf, **(conf or {})}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={smallest}:{largest}",
+            f"--nproc-per-node={nproc or self.nproc}",
+            f"--max-restarts={self.max_restarts}",
+            f"--rdzv-backend={self.backend}",
+            f"--rdzv-endpoint={','.join(endpoints or self.endpoints)}",
+            f"--rdzv-id={self.run_id}",
+            "--local-addr=127.0.0.1",
+            *(
+                [f"--rdzv-conf={','.join(f'{k}={v}' for k, v in settings.items())}"]
+                * bool(settings)
+            ),
+            *self.flags,
+            str(self.script),
+            *self.args,
+        ]
+        node = LocalNode(
+            name,
+            command,
+            {**self._environment(name), **(env or {})},
+            f"{self._token}/{len(self.nodes)}",
+            self.folder / "logs" / f"{len(self.nodes)}-{name}.log",
+            clock=self._clock,
+        )
+        self.nodes.append(node)
+        return node
+
+    def start_nodes(self, count: int) -> list[LocalNode]:
+        """Start several nodes with the cluster's settings."""
+        return [self.start_node() for _ in range(count)]
+
+    @property
+    def running(self) -> list[LocalNode]:
+        """Nodes whose agent runs, oldest first."""
+        return [node for node in self.nodes if node.running]
+
+    def node(self, name: str) -> LocalNode:
+        """The newest node of that name."""
+        return next(node for node in reversed(self.nodes) if node.name == name)
+
+    # What the job says ------------------------------------------------------------------------
+
+    def ledger(self) -> Ledger:
+        """What the workers have written down until now."""
+        return self._reader.read()
+
+    def world(self) -> World | None:
+        """The world as it stands in the store."""
+        return self._record(World, self._keys.world)
+
+    def generation(self) -> int:
+        """The newest agreed generation, 0 before the first."""
+        world = self.world()
+        return world.generation if world else 0
+
+    def leader(self) -> LocalNode:
+        """The node that leads now. Waits a moment for one."""
+        return self.wait_for(self._leader_node, 15.0, "a leader among the running nodes")
+
+    def node_of_rank(self, rank: int) -> LocalNode:
+        """The node that runs this rank in the current world."""
+        world = self.world()
+        if world is None:
+            raise LookupError("there is no world yet")
+        for member in world.members:
+            first = world.first_rank_of(member.node_id)
+            if first <= rank < first + member.nproc:
+                return self.node(member.name)
+        raise LookupError(f"rank {rank} is not in generation {world.generation} of {world.size}")
+
+    def training_nodes(self) -> tuple[int, set[str]]:
+        """The newest generation with a completed step, and the nodes that completed one in it."""
+        steps = self.ledger().steps
+        newest = max((s.generation for s in steps), default=0)
+        return newest, {s.node for s in steps if s.generation == newest}
+
+    # Waiting ----------------------------------------------------------------------------------
+
+    def wait_for(self, condition: Callable[[], T | None], timeout_s: float, what: str) -> T:
+        """The first value of ``condition`` that is neither None nor False.
+
+        Raises ClusterTimeout, at once if every node has ended.
+        """
+        deadline = self._clock.monotonic() + timeout_s
+        while True:
+            all_ended = not self.running
+            if value := condition():
+                return value
+            if all_ended or self._clock.monotonic() > deadline:
+                why = "all nodes have ended" if all_ended else f"waited {timeout_s:g} s"
+                raise ClusterTimeout(f"{what}: {why}\n{self.report()}")
+            self._clock.sleep(_POLL_S)
+
+    def wait_step(self, step: int, timeout_s: float = 60.0) -> None:
+        """Until ``step`` is completed."""
+        self.wait_for(lambda: self.ledger().last_step >= step, timeout_s, f"step {step}")
+
+    def wait_generation(self, generation: int, timeout_s: float = 60.0) -> World:
+        """Until that generation, or a later one, is agreed."""
+
+        def reached() -> World | None:
+            world = self.world()
+            return world if world and world.generation >= generation else None
+
+        return self.wait_for(reached, timeout_s, f"generation {generation}")
+
+    def wait_training(
+        self, *, nodes: int, after_generation: int = 0, timeout_s: float = 60.0
+    ) -> int:
+        """Until exactly that many nodes complete steps together in a generation later than
+        ``after_generation``; returns it."""
+
+        def together() -> int | None:
+            generation, names = self.training_nodes()
+            return generation if generation > after_generation and len(names) == nodes else None
+
+        what = f"{nodes} nodes training in a generation after {after_generation}"
+        return self.wait_for(together, timeout_s, what)
+
+    def wait_progress(self, steps: int = 3, timeout_s: float = 60.0) -> None:
+        """Until that many more steps are completed than now."""
+        self.wait_step(self.ledger().last_step + steps, timeout_s)
+
+    def wait_ended(self, timeout_s: float = 60.0) -> dict[str, int]:
+        """Until every agent has ended; exit codes by node name (the newest of a name)."""
+        deadline = self._clock.monotonic() + timeout_s
+        for node in self.nodes:
+            try:
+                node.wait(max(0.0, deadline - self._clock.monotonic()))
+            except TimeoutError:
+                raise ClusterTimeout(f"{node} still runs\n{self.report()}") from None
+        return {node.name: node.exit_code or 0 for node in self.nodes}
+
+    # The end ----------------------------------------------------------------------------------
+
+    def processes(self) -> list[Process]:
+        """Everything that this cluster started, directly or not, and that is alive."""
+        return marked_with(self._token)
+
+    def assert_nothing_left(self, within_s: float = 5.0) -> None:
+        """Fails if a process of this cluster is alive after ``within_s``. For after the end."""
+        deadline = self._clock.monotonic() + within_s
+        while left := self.processes():
+            if self._clock.monotonic() > deadline:
+                listed = "\n".join(map(str, left))
+                raise ClusterTimeout(f"left running after {within_s:g} s:\n{listed}")
+            self._clock.sleep(_POLL_S)
+
+    def report(self) -> str:
+        """Where the job stands and the ends of all logs, for failure messages."""
+        ledger = self.ledger()
+        head = (
+            f"run {self.run_id} in {self.folder}: last step {ledger.last_step}, "
+            f"lineage {ledger.describe_lineage()}"
+        )
+        return "\n".join([head, *(node.log_tail() for node in self.nodes)])
+
+    def stop(self) -> None:
+        """Kill everything that is left and disconnect. Safe to call twice."""
+        for node in self.nodes:
+            if node.running:
+                node.kill()
+        kill_at_once(self._token)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, ClusterTimeout):
+            print(self.report(), file=sys.stderr)  # noqa: T201 - the log of a failed test
+        self.stop()
+
+    # Store ------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> Keys:
+        return Keys.of(str(self.conf.get("prefix", "/elastic")), self.run_id)
+
+    def _open_etcd(self) -> KeyValue:
+        raise NotImplementedError
+
+    def _record(self, cls: type[World], key: str) -> World | None:
+        if self._store is None:
+            self._store = self._open_store()
+        entry = self._store.get(key)
+        return decode(cls, key, entry.value) if entry else None
+
+    def _leader_node(self) -> LocalNode | None:
+        raise NotImplementedError
+
+    def _environment(self, name: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            # Torch's default of one thread per core makes nodes on one machine fight for cores.
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "ELASTIC_NODE_NAME": name,
+            "ELASTIC_LEDGER": str(self.folder / "ledger"),
+            "ELASTIC_JOURNAL": str(self.folder / "journal"),
+            "ELASTIC_CHECKPOINTS": str(self.folder / "checkpoints"),
+            **self.env,
+        }

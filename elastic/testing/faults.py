@@ -1,0 +1,252 @@
+"""What can go wrong, as values: a kill matrix is a product of these.
+
+A fault says *what* happens to *whom*; a moment says *when*. Both are frozen and print as a
+sentence, so that a failing run names itself and can be run again::
+
+    Injection(Kill(RankZero()), AfterStep(20)).run(cluster)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic.testing.cluster import LocalCluster
+from elastic.testing.node import LocalNode
+
+
+class Target(Protocol):
+    """Who is hurt."""
+
+    def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        """The nodes, as things stand now. Raises LookupError if there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """The nodes of these names."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " and ".join(self.names)
+
+    def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        return [cluster.node(name) for name in self.names]
+
+
+@dataclass(frozen=True)
+class TheLeader:
+    """The node whose agent leads."""
+
+    def __str__(self) -> str:
+        return "the leader's node"
+
+    def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        return [cluster.leader()]
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """The node that runs this rank."""
+
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"the node of rank {self.rank}"
+
+    def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        return [cluster.node_of_rank(self.rank)]
+
+
+@dataclass(frozen=True)
+class Bystanders:
+    """``count`` running nodes that neither lead nor run rank 0, newest first."""
+
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} other node(s)"
+
+    def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        special = {cluster.leader().name, cluster.node_of_rank(0).name}
+        others = [node for node in reversed(cluster.running) if node.name not in special]
+        if len(others) < self.count:
+            raise LookupError(f"only {len(others)} nodes neither lead nor run rank 0")
+        return others[: self.count]
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """All running nodes."""
+
+    def __str__(self) -> str:
+        return "every node"
+
+    def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        if not cluster.running:
+            raise LookupError("no node is running")
+        return cluster.running
+
+
+class Fault(Protocol):
+    """What happens."""
+
+    def inject(self, cluster: LocalCluster) -> None: ...
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """SIGKILL one worker of the target."""
+
+    target: Target
+    local_rank: int = 0
+
+    def __str__(self) -> str:
+        return f"kill worker {self.local_rank} of {self.target}"
+
+    def inject(self, cluster: LocalCluster) -> None:
+        for node in self.target.find(cluster):
+            node.kill_worker(self.local_rank)
+
+
+@dataclass(frozen=True)
+class KillAgent:
+    """SIGKILL the target's agent alone."""
+
+    target: Target
+
+    def __str__(self) -> str:
+        return f"kill the agent of {self.target}"
+
+    def inject(self, cluster: LocalCluster) -> None:
+        for node in self.target.find(cluster):
+            node.kill_agent()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL all of the target at once: its machine loses power."""
+
+    target: Target
+
+    def __str__(self) -> str:
+        return f"kill {self.target}"
+
+    def inject(self, cluster: LocalCluster) -> None:
+        for node in self.target.find(cluster):
+            node.kill()
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP all of the target, for good or until something resumes it."""
+
+    target: Target
+
+    def __str__(self) -> str:
+        return f"stop {self.target}"
+
+    def inject(self, cluster: LocalCluster) -> None:
+        for node in self.target.find(cluster):
+            node.pause()
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """SIGTERM the target's agent: its scheduler wants the machine back."""
+
+    target: Target
+
+    def __str__(self) -> str:
+        return f"terminate {self.target}"
+
+    def inject(self, cluster: LocalCluster) -> None:
+        for node in self.target.find(cluster):
+            node.terminate()
+
+
+@dataclass(frozen=True)
+class Join:
+    """New nodes arrive."""
+
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} node(s) join"
+
+    def inject(self, cluster: LocalCluster) -> None:
+        cluster.start_nodes(self.count)
+
+
+class Moment(Protocol):
+    """When."""
+
+    def wait(self, cluster: LocalCluster) -> None: ...
+
+
+@dataclass(frozen=True)
+class Now:
+    """At once."""
+
+    def __str__(self) -> str:
+        return "at once"
+
+    def wait(self, cluster: LocalCluster) -> None:
+        del cluster
+
+
+@dataclass(frozen=True)
+class AfterStep:
+    """Once this step is completed."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"after step {self.step}"
+
+    def wait(self, cluster: LocalCluster) -> None:
+        cluster.wait_step(self.step)
+
+
+@dataclass(frozen=True)
+class AfterSteps:
+    """Once this many more steps are completed."""
+
+    count: int = 5
+
+    def __str__(self) -> str:
+        return f"{self.count} steps later"
+
+    def wait(self, cluster: LocalCluster) -> None:
+        cluster.wait_progress(self.count)
+
+
+@dataclass(frozen=True)
+class AtGeneration:
+    """As soon as this generation is agreed: while its workers start and build the group."""
+
+    generation: int
+
+    def __str__(self) -> str:
+        return f"when generation {self.generation} is agreed"
+
+    def wait(self, cluster: LocalCluster) -> None:
+        cluster.wait_generation(self.generation)
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One fault at one moment."""
+
+    fault: Fault
+    moment: Moment = Now()
+
+    def __str__(self) -> str:
+        return f"{self.fault} {self.moment}"
+
+    def run(self, cluster: LocalCluster) -> None:
+        """Wait for the moment, then do it."""
+        self.moment.wait(cluster)
+        self.fault.inject(cluster)

@@ -1,0 +1,333 @@
+"""The ledger: which samples took effect, read back after a run and checked.
+
+Every worker process appends JSON lines to a file of its own in one folder (``ELASTIC_LEDGER``)::
+
+    {"event": "start", "generation", "step", "rank", "size", "node", "time"}
+    {"event": "step", "generation", "step", "epoch", "rank", "samples": [...], "time"}
+    {"event": "end", "generation", "rank", "sha256", "time"}
+
+``start`` says at which step a generation begins on that rank; ``step`` is written once the
+optimizer has stepped; ``end`` carries the hash of the final weights. Times are wall clock: all
+workers of a test run on one machine.
+
+**The surviving lineage.** A generation that starts at step s has thrown away everything that
+earlier generations did from s on. What no later start throws away is what the final weights are
+made of, and only there a sample may be seen exactly once per epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+
+class LedgerError(AssertionError):
+    """The ledger shows something that must not happen. An AssertionError: tests fail with it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A generation began on a rank."""
+
+    generation: int
+    step: int
+    rank: int
+    size: int
+    node: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rank's part of a step took effect."""
+
+    generation: int
+    step: int
+    epoch: int
+    rank: int
+    node: str
+    samples: tuple[int, ...]
+    time_s: float
+
+
+@dataclass(frozen=True)
+class End:
+    """A rank finished the job."""
+
+    generation: int
+    rank: int
+    sha256: str
+    time_s: float
+
+
+LedgerEvent = Start | Step | End
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The time without a completed step between two generations, on the slowest survivor."""
+
+    before: int
+    after: int
+    node: str
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How often the samples of one epoch were seen on the surviving lineage."""
+
+    once: int
+    twice_or_more: tuple[int, ...]
+    never: tuple[int, ...]
+    unknown: tuple[int, ...]  # outside range(n)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Everything that the workers of a run wrote down, in no particular order."""
+
+    starts: tuple[Start, ...] = ()
+    steps: tuple[Step, ...] = ()
+    ends: tuple[End, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The greatest step that any rank completed; -1 before the first."""
+        return max((s.step for s in self.steps), default=-1)
+
+    @property
+    def last_generation(self) -> int:
+        """The newest generation that began on any rank; 0 before the first."""
+        return max((s.generation for s in self.starts), default=0)
+
+    @cached_property
+    def cuts(self) -> dict[int, int]:
+        """Per generation, the step from which on a later one threw its work away.
+
+        A generation that nobody cut is not in the result.
+        """
+        begins: dict[int, int] = {}
+        for start in self.starts:
+            begins[start.generation] = min(start.step, begins.get(start.generation, start.step))
+        result: dict[int, int] = {}
+        lowest: int | None = None
+        for generation in sorted(begins, reverse=True):
+            if lowest is not None:
+                result[generation] = lowest
+            lowest = begins[generation] if lowest is None else min(lowest, begins[generation])
+        return result
+
+    @cached_property
+    def surviving(self) -> tuple[Step, ...]:
+        """The steps that the final weights are made of."""
+        return tuple(s for s in self.steps if not self._is_cut(s))
+
+    @property
+    def recomputed_steps(self) -> int:
+        """Steps of the whole job that were done and then thrown away."""
+        return len({(s.generation, s.step) for s in self.steps if self._is_cut(s)})
+
+    @cached_property
+    def pauses(self) -> tuple[Pause, ...]:
+        """For each change of the world, the longest gap between two completed steps of a node
+        that stepped both before and after it."""
+        span: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+        for step in self.steps:
+            first, last = span[step.generation].get(step.node, (step.time_s, step.time_s))
+            span[step.generation][step.node] = (min(first, step.time_s), max(last, step.time_s))
+        generations = sorted(span)
+        result = []
+        for before, after in pairwise(generations):
+            gaps = [
+                Pause(before, after, node, span[after][node][0] - span[before][node][1])
+                for node in span[before].keys() & span[after].keys()
+            ]
+            if gaps:
+                result.append(max(gaps, key=lambda pause: pause.duration_s))
+        return tuple(result)
+
+    def coverage(self, n: int, epoch: int) -> Coverage:
+        """Count the samples 0..n-1 of one epoch on the surviving lineage."""
+        seen = Counter(i for s in self.surviving if s.epoch == epoch for i in s.samples)
+        return Coverage(
+            once=sum(1 for i in range(n) if seen[i] == 1),
+            twice_or_more=tuple(i for i in range(n) if seen[i] > 1),
+            never=tuple(i for i in range(n) if seen[i] == 0),
+            unknown=tuple(sorted(i for i in seen if not 0 <= i < n)),
+        )
+
+    def assert_exactly_once(self, n: int, epochs: int) -> None:
+        """Each of n samples has exactly one effect in each of the epochs. Raises LedgerError."""
+        if beyond := sorted({s.epoch for s in self.surviving} - set(range(epochs))):
+            raise LedgerError(f"epochs {beyond} were trained, the job has {epochs}")
+        for epoch in range(epochs):
+            c = self.coverage(n, epoch)
+            if c.once != n or c.unknown:
+                raise LedgerError(
+                    f"epoch {epoch}: {c.once} of {n} samples seen once; "
+                    f"{_some(c.twice_or_more)} more than once, {_some(c.never)} never, "
+                    f"{_some(c.unknown)} not in the dataset (surviving lineage: "
+                    f"{self.describe_lineage()})"
+                )
+
+    def assert_one_world_at_a_time(self) -> None:
+        """No generation completes a step once a later one has completed its first.
+
+        A step is complete when the first rank has written it down: every rank has given its
+        gradient by then, and a slow one may write later. Raises LedgerError.
+        """
+        done: dict[int, dict[int, float]] = defaultdict(dict)
+        for s in self.steps:
+            done[s.generation][s.step] = min(s.time_s, done[s.generation].get(s.step, s.time_s))
+        generations = sorted(done)
+        for earlier, later in pairwise(generations):
+            end, begin = max(done[earlier].values()), min(done[later].values())
+            if end > begin:
+                raise LedgerError(
+                    f"generation {earlier} still completed a step {end - begin:.3f} s after "
+                    f"generation {later} had completed its first"
+                )
+
+    def final_hash(self) -> str:
+        """The hash of the final weights, equal on all ranks of the last world.
+
+        Raises LedgerError if ranks differ, or some did not finish.
+        """
+        if not self.ends:
+            raise LedgerError("no rank finished")
+        last = max(e.generation for e in self.ends)
+        hashes = {e.rank: e.sha256 for e in self.ends if e.generation == last}
+        size = max(s.size for s in self.starts if s.generation == last)
+        if sorted(hashes) != list(range(size)):
+            raise LedgerError(f"generation {last} has {size} ranks; finished: {sorted(hashes)}")
+        if len(set(hashes.values())) != 1:
+            raise LedgerError(f"final weights differ between ranks: {hashes}")
+        return next(iter(hashes.values()))
+
+    def describe_lineage(self) -> str:
+        """For people: ``1: steps 0-41 of 0-45, 2: steps 42-99``."""
+        done: dict[int, set[int]] = defaultdict(set)
+        kept: dict[int, set[int]] = defaultdict(set)
+        for s in self.steps:
+            done[s.generation].add(s.step)
+        for s in self.surviving:
+            kept[s.generation].add(s.step)
+        parts = []
+        for generation in sorted(done):
+            all_of = f"{min(done[generation])}-{max(done[generation])}"
+            if not kept[generation]:
+                parts.append(f"{generation}: none of {all_of}")
+            else:
+                survived = f"{min(kept[generation])}-{max(kept[generation])}"
+                of = "" if survived == all_of else f" of {all_of}"
+                parts.append(f"{generation}: steps {survived}{of}")
+        return ", ".join(parts) or "nothing"
+
+    def _is_cut(self, step: Step) -> bool:
+        cut = self.cuts.get(step.generation)
+        return cut is not None and step.step >= cut
+
+
+class LedgerReader:
+    """Follows a folder of ledgers while it grows: each line is parsed once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files: dict[Path, _FileReader] = {}
+
+    def read(self) -> Ledger:
+        """Everything written until now; a missing folder is an empty ledger. Raises LedgerError
+        for a line that is none."""
+        if self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if path not in self._files and path.is_file():
+                    self._files[path] = _FileReader(path)
+        events = [e for path in sorted(self._files) for e in self._files[path].read()]
+        return Ledger(
+            starts=tuple(e for e in events if isinstance(e, Start)),
+            steps=tuple(e for e in events if isinstance(e, Step)),
+            ends=tuple(e for e in events if isinstance(e, End)),
+        )
+
+
+def read_ledger(folder: str | Path) -> Ledger:
+    """Read a finished run once."""
+    return LedgerReader(folder).read()
+
+
+class _FileReader:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._lines = 0
+        self._node = ""
+        self._events: list[LedgerEvent] = []
+
+    def read(self) -> list[LedgerEvent]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        # Without its newline a line is being written, or its writer was killed: no effect yet.
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.decode().splitlines():
+            self._lines += 1
+            event = parse_line(line, self._node, where=f"{self._path}:{self._lines}")
+            if isinstance(event, Start):
+                self._node = event.node
+            self._events.append(event)
+        return self._events
+
+
+def parse_line(line: str, node: str, *, where: str) -> LedgerEvent:
+    """One line of a process that runs on ``node`` (as its last start said). Raises LedgerError."""
+    try:
+        return _event(json.loads(line), node)
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{where}: not a ledger line ({error!r}): {line!r}") from None
+
+
+def _event(data: dict[str, Any], node: str) -> LedgerEvent:
+    kind = data["event"]
+    if kind == "start":
+        return Start(
+            generation=int(data["generation"]),
+            step=int(data["step"]),
+            rank=int(data["rank"]),
+            size=int(data["size"]),
+            node=str(data["node"]),
+            time_s=float(data["time"]),
+        )
+    if kind == "step":
+        return Step(
+            generation=int(data["generation"]),
+            step=int(data["step"]),
+            epoch=int(data["epoch"]),
+            rank=int(data["rank"]),
+            node=node,
+            samples=tuple(int(i) for i in data["samples"]),
+            time_s=float(data["time"]),
+        )
+    if kind == "end":
+        return End(
+            generation=int(data["generation"]),
+            rank=int(data["rank"]),
+            sha256=str(data["sha256"]),
+            time_s=float(data["time"]),
+        )
+    raise ValueError(f"unknown event {kind!r}")
+
+
+def _some(items: Sequence[int], show: int = 5) -> str:
+    """``3`` or ``12 (0, 1, 2, 3, 4, …)``."""
+    if not items:
+        return "0"
+    more = ", …" if len(items) > show else ""
+    return f"{len(items)} ({', '.join(map(str, items[:show]))}{more})"

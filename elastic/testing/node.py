@@ -1,0 +1,141 @@
+"""One node of a local test cluster: a torchrun agent with all its descendants."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.testing.processes import TOKEN, Process, is_alive, kill_at_once, marked_with, send
+
+
+class LocalNode:
+    """A node that can be hurt.
+
+    Args:
+        name: what people see, and ``ELASTIC_NODE_NAME``.
+        command: the agent's command line.
+        environment: the agent's whole environment.
+        token: marks the node's processes; see :mod:`elastic.testing.processes`.
+        log: file that takes stdout and stderr of the agent and its workers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        token: str,
+        log: Path,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name = name
+        self.token = token
+        self.log = log
+        self.command = tuple(command)
+        self._clock = clock
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, TOKEN: token},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __repr__(self) -> str:
+        state = "running" if self.exit_code is None else f"ended with {self.exit_code}"
+        return f"<node {self.name}, agent pid {self.pid}, {state}>"
+
+    @property
+    def pid(self) -> int:
+        """The agent's pid."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The agent's exit code (negative: the signal that killed it), None while it runs."""
+        return self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        """Whether the agent runs (a stopped one does)."""
+        return self.exit_code is None
+
+    def processes(self) -> list[Process]:
+        """Everything of this node that is alive: agent, workers, their children, the guard."""
+        return marked_with(self.token)
+
+    def workers(self) -> dict[int, Process]:
+        """The living workers of the agent by local rank, without their children."""
+        return {
+            int(p.environment["LOCAL_RANK"]): p
+            for p in self.processes()
+            if p.parent == self.pid and "LOCAL_RANK" in p.environment
+        }
+
+    def kill_worker(self, local_rank: int = 0) -> int:
+        """SIGKILL one worker, and nothing else; returns its pid."""
+        workers = self.workers()
+        if local_rank not in workers:
+            raise LookupError(f"{self} has no worker {local_rank}, only {sorted(workers)}")
+        pid = workers[local_rank].pid
+        send(pid, signal.SIGKILL)
+        return pid
+
+    def kill_agent(self) -> None:
+        """SIGKILL the agent alone: what is left has to notice by itself."""
+        send(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL the whole node at once, as if its machine had lost power."""
+        kill_at_once(self.token)
+        self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP every process of the node: it hangs, with all its connections open."""
+        for process in self.processes():
+            send(process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT every process of the node."""
+        for process in self.processes():
+            send(process.pid, signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """SIGTERM the agent: what a scheduler does to make a node leave."""
+        send(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """The agent's exit code. Raises TimeoutError with the end of the log."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"{self} did not end within {timeout_s} s\n{self.log_tail()}"
+            ) from None
+
+    def wait_gone(self, pids: Sequence[int], timeout_s: float) -> float:
+        """Wait until none of ``pids`` is alive; returns the seconds it took."""
+        begin = self._clock.monotonic()
+        while left := [pid for pid in pids if is_alive(pid)]:
+            waited = self._clock.monotonic() - begin
+            if waited > timeout_s:
+                raise TimeoutError(f"{left} of {self} are alive after {timeout_s} s")
+            self._clock.sleep(0.02)
+        return self._clock.monotonic() - begin
+
+    def log_text(self) -> str:
+        """All output of the agent and its workers."""
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The end of the log under a headline, for failure messages."""
+        tail = self.log_text().splitlines()[-lines:]
+        return os.linesep.join([f"--- {self} ({self.log})", *tail])

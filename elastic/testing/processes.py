@@ -1,0 +1,104 @@
+"""The processes of a test, found by a token in their environment.
+
+Descendants inherit the environment, forked DataLoader workers and processes in sessions of their
+own included, so the token finds what a walk from parent to child loses as soon as a parent dies.
+Linux only: reads ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TOKEN = "ELASTIC_TEST_TOKEN"
+"""Environment variable that marks every process of a test cluster: ``<cluster>/<node>``."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process (a zombie is none: its environment is gone)."""
+
+    pid: int
+    parent: int
+    command: str
+    environment: Mapping[str, str] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} (parent {self.parent}): {self.command}"
+
+
+def marked_with(token: str) -> list[Process]:
+    """Every living process whose token is ``token`` or starts with ``token/``."""
+    needle = f"{TOKEN}={token}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        raw = _read(f"/proc/{entry.name}/environ")
+        if needle not in raw:
+            continue
+        environment = _parse_environment(raw)
+        mark = environment.get(TOKEN, "")
+        if mark == token or mark.startswith(f"{token}/"):
+            pid = int(entry.name)
+            found.append(Process(pid, _parent_of(pid), _command_of(pid), environment))
+    return sorted(found, key=lambda process: process.pid)
+
+
+def kill_at_once(token: str) -> list[int]:
+    """SIGKILL everything marked, as if the machine had lost power; returns the pids.
+
+    All are stopped first, so that none can see another one die and react: a real machine gives
+    no time for that. Listed again until nothing new turns up, because a process may have been
+    forking.
+    """
+    stopped: set[int] = set()
+    while fresh := {p.pid for p in marked_with(token)} - stopped:
+        for pid in fresh:
+            send(pid, signal.SIGSTOP)
+        stopped |= fresh
+    for pid in stopped:
+        send(pid, signal.SIGKILL)
+    return sorted(stopped)
+
+
+def send(pid: int, number: signal.Signals) -> bool:
+    """Signal one process; False if it is gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    stat = _read(f"/proc/{pid}/stat")
+    # The command, in brackets, may hold brackets and blanks itself: the state follows the last.
+    return bool(stat) and stat[stat.rfind(b")") + 2 :][:1] not in (b"Z", b"X")
+
+
+def _parent_of(pid: int) -> int:
+    stat = _read(f"/proc/{pid}/stat")
+    fields = stat[stat.rfind(b")") + 2 :].split()
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def _command_of(pid: int) -> str:
+    return _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _parse_environment(raw: bytes) -> dict[str, str]:
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
+    return {k.decode(errors="replace"): v.decode(errors="replace") for k, _, v in pairs}
+
+
+def _read(path: str) -> bytes:
+    """The file, or nothing once its process is gone."""
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
