@@ -1,0 +1,152 @@
+"""Who takes which positions of an epoch: the arithmetic, with no torch in it.
+
+Step t of an epoch takes the global positions ``[t*B, min((t+1)*B, N))``, whatever the world is.
+A world only decides how those positions are cut: rank r takes a contiguous run of them. So the
+world may change between any two steps, and every sample still counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+
+Span = tuple[int, int]
+"""Positions ``start <= p < stop``."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """Where a job stands in its data: all steps before ``step`` of ``epoch`` are committed."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+def split(start: int, stop: int, part: int, parts: int) -> Span:
+    """Part ``part`` of ``parts`` of a span: contiguous, sizes differ by at most one.
+
+    >>> [split(0, 10, part, 3) for part in range(3)]
+    [(0, 4), (4, 7), (7, 10)]
+    """
+    size, longer = divmod(stop - start, parts)
+    first = start + part * size + min(part, longer)
+    return first, first + size + (part < longer)
+
+
+def check_world(rank: int, world: int) -> None:
+    """Raise ConfigError unless ``0 <= rank < world``."""
+    if world < 1 or not 0 <= rank < world:
+        raise ConfigError(
+            f"rank {rank} does not exist in a world of {world}",
+            hint=f"ranks go from 0 to {max(world - 1, 0)}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """An epoch of ``n`` samples in global batches of ``global_batch``.
+
+    With ``shards`` = V, a global batch is V slices that never change, and ranks own contiguous
+    runs of slices; without, ranks own runs of samples. ``drop_last`` leaves out the last step
+    when it is not full.
+
+    Raises ConfigError for an empty dataset and for sizes that cannot work.
+    """
+
+    n: int
+    global_batch: int
+    drop_last: bool = False
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(
+                f"the dataset is empty ({self.n} samples)",
+                hint="check the path and the filter that the dataset was built with",
+            )
+        if self.global_batch < 1:
+            raise ConfigError(
+                f"global_batch is {self.global_batch}", hint="it must be at least 1 sample"
+            )
+        if self.drop_last and self.n < self.global_batch:
+            raise ConfigError(
+                f"drop_last leaves no step: {self.n} samples, global batch of {self.global_batch}",
+                hint="use drop_last=False or a smaller global_batch",
+            )
+        if self.shards is not None and not 1 <= self.shards <= self.global_batch:
+            raise ConfigError(
+                f"{self.shards} shards cannot cut a global batch of {self.global_batch}",
+                hint=f"use 1 to {self.global_batch} shards",
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps of one epoch, the same for every world."""
+        return self.n // self.global_batch if self.drop_last else -(-self.n // self.global_batch)
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch: ``n``, less the tail when ``drop_last``."""
+        return min(self.n, self.steps * self.global_batch)
+
+    def span(self, step: int) -> Span:
+        """The global positions of ``step``; only the last step of an epoch may be smaller."""
+        if not 0 <= step < self.steps:
+            raise ConfigError(f"step {step} is outside the epoch of {self.steps} steps")
+        return step * self.global_batch, min((step + 1) * self.global_batch, self.n)
+
+    def check_world(self, rank: int, world: int) -> None:
+        """Raise ConfigError when ``world`` ranks cannot all have a part of a full step."""
+        check_world(rank, world)
+        if world > self.global_batch:
+            raise ConfigError(
+                f"a global batch of {self.global_batch} is smaller than the world of {world} ranks",
+                hint=f"raise global_batch to at least {world}, or run on fewer ranks",
+            )
+        if self.shards is not None and world > self.shards:
+            raise ConfigError(
+                f"{self.shards} shards are fewer than the world of {world} ranks",
+                hint=f"use at least {world} shards, or run on fewer ranks",
+            )
+
+    def share(self, start: int, stop: int, rank: int, world: int) -> Span:
+        """What ``rank`` takes of the step ``[start, stop)``; may be empty in a last step."""
+        if self.shards is None:
+            return split(start, stop, rank, world)
+        first, last = split(0, self.shards, rank, world)
+        return self._shard(start, stop, first)[0], self._shard(start, stop, last - 1)[1]
+
+    def micro_batches(
+        self, start: int, stop: int, rank: int, world: int, micro_batch: int | None = None
+    ) -> list[Span]:
+        """The share of ``rank`` cut into micro-batches, as many on every rank of the world.
+
+        At most ``micro_batch`` samples each; None takes the share in one. An empty span stands
+        for a micro-batch that must run, for the collectives' sake, and must not count. With
+        ``shards`` each micro-batch is one shard and ``micro_batch`` has no say.
+        """
+        count = self.micro_batch_count(start, stop, world, micro_batch)
+        if self.shards is None:
+            first, last = self.share(start, stop, rank, world)
+            return [split(first, last, part, count) for part in range(count)]
+        owned = range(*split(0, self.shards, rank, world))
+        spans = [self._shard(start, stop, shard) for shard in owned]
+        return spans + [(start, start)] * (count - len(spans))
+
+    def micro_batch_count(
+        self, start: int, stop: int, world: int, micro_batch: int | None = None
+    ) -> int:
+        """Micro-batches that each rank of ``world`` runs in the step ``[start, stop)``."""
+        # Rank 0 has the largest share, of samples as of shards.
+        if self.shards is not None:
+            first, last = split(0, self.shards, 0, world)
+            return last - first
+        if micro_batch is None:
+            return 1
+        first, last = split(start, stop, 0, world)
+        return -(-(last - first) // micro_batch)
+
+    def _shard(self, start: int, stop: int, shard: int) -> Span:
+        assert self.shards is not None
+        return split(start, stop, shard, self.shards)
