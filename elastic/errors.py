@@ -8,6 +8,7 @@
     │   ├── StoreUnreachable         69  no endpoint answers
     │   ├── StoreRefused             69  wrong certificate, user or password
     │   ├── StoreTooOld              69  etcd before 3.4
+    │   ├── LeaseGone                69  a key was to be written on a lease that has ended
     │   └── RecordError              69  a key holds what this version cannot read
     ├── NodeRefused                  2   this node cannot mix with the running job
     ├── JobFailed                    1   the job has ended without success
@@ -63,6 +64,10 @@ class StoreRefused(CoordinationError):
 
 class StoreTooOld(CoordinationError):
     """The store's version is older than 3.4."""
+
+
+class LeaseGone(CoordinationError):
+    """A key was to be written on a lease that the store no longer knows."""
 
 
 class RecordError(CoordinationError):
