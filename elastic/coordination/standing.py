@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from elastic.coordination.records import Cause, Node, NodeState, World, WorldState
 from elastic.coordination.view import Liveness, MissingMember, NodeView, View
 
+MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gone:
@@ -33,7 +35,11 @@ class Standing:
     @property
     def in_process(self) -> bool:
         """Those who still run can change worlds without a restart."""
-        return bool(self.running) and all(n.node.in_process for n in self.running)
+        if self.world.state is WorldState.PAUSED and self.out:
+            return False
+        return bool(self.running) and all(
+            n.node.in_process and n.node.state is not NodeState.ARRIVED for n in self.running
+        )
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:
@@ -143,8 +149,10 @@ def _is_out(node: Node, world: World) -> bool:
 
 
 def _failure(node: Node) -> str:
-    if node.failure:
-        return f"{node.name} failed: {node.failure}"
+    if node.failure and (lines := node.failure.strip().splitlines()):
+        # A traceback says what happened in its last line, a message in its first.
+        line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return f"{node.name} failed: {line.strip()[:MAX_FAILURE_CHARS]}"
     if node.failure_exit_code:
         return f"{node.name} failed with exit code {node.failure_exit_code}"
     return f"{node.name} left generation {node.arrived_for}"

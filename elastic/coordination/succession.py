@@ -1,0 +1,184 @@
+"""The next world after one that has survivors: rules 2 to 7 of PROTOCOL section 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.coordination.newcomers import Newcomers, cooling_until, find_newcomers
+from elastic.coordination.proposing import also, count, names, propose, verb
+from elastic.coordination.records import Cause, Node, NodeState, Outcome, World, WorldState
+from elastic.coordination.standing import Standing
+from elastic.coordination.view import (
+    Decision,
+    End,
+    Liveness,
+    NodeView,
+    Policy,
+    Proposal,
+    View,
+    Wait,
+)
+
+Nodes = tuple[NodeView, ...]
+
+
+@dataclass(frozen=True)
+class Succession:
+    """One decision about ``standing``, whose survivors are not empty."""
+
+    view: View
+    standing: Standing
+    now: float
+    policy: Policy
+
+    @property
+    def world(self) -> World:
+        return self.standing.world
+
+    def decide(self) -> Decision:
+        """Everything that happened at once makes one world: lost, left, failed and joining."""
+        newcomers = self._newcomers()
+        if self.world.state is WorldState.PAUSED:
+            return self._after_pause(newcomers)
+        if not self.standing.changed and not newcomers.eligible:
+            return self._steady(newcomers)
+        survivors = self._reachable()
+        if isinstance(survivors, Wait):
+            return survivors
+        if self.standing.changed:
+            return self._after_change(survivors, newcomers)
+        return self._join(survivors, newcomers)
+
+    # ── who ──────────────────────────────────────────────────────────────────────────────
+
+    def _newcomers(self) -> Newcomers:
+        if self.standing.finished:  # the job is ending
+            return Newcomers(eligible=(), cooling_until_s=None, passed_over=())
+        in_process = self.standing.in_process
+        return find_newcomers(self.view, self.world, self.now, in_process=in_process)
+
+    def _joining(self, survivors: Nodes, newcomers: Newcomers) -> Nodes:
+        return newcomers.eligible[: max(0, self.world.max_nodes - len(survivors))]
+
+    def _enough(self, *groups: Nodes) -> bool:
+        # Finished nodes count: the job is ending, nobody would come in their place.
+        nodes = sum(len(g) for g in groups) + len(self.standing.finished)
+        return nodes >= self.world.min_nodes
+
+    def _reachable(self) -> Nodes | Wait:
+        """The survivors, unless one is suspect: then its lease decides, within seconds.
+
+        Building a world with a node that is probably dead costs more than that wait, and
+        nobody is thrown out for being slow to answer. But a suspect that keeps renewing its
+        lease while the leader cannot reach it would block a broken job for ever: after
+        ``suspect_s`` it is left out, if the others suffice. A mere newcomer is no reason to.
+        """
+        survivors = self.standing.survivors
+        suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
+        if not suspects:
+            return survivors
+        others = tuple(n for n in survivors if n not in suspects)
+        reason = f"{names(suspects)} may be dead: the lease decides"
+        since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
+        evictable = self.standing.changed and bool(others) and self._enough(others)
+        if len(since) < len(suspects) or not evictable:
+            return Wait(reason=reason)
+        until = max(since) + self.policy.suspect_s
+        return others if self.now >= until else Wait(reason=reason, until_s=until)
+
+    def _without_cooling(self, survivors: Nodes, newcomers: Newcomers) -> Nodes:
+        """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
+        rest = tuple(n for n in survivors if not self._cools(n.node))
+        enough = bool(rest) and self._enough(rest, self._joining(rest, newcomers))
+        return rest if enough else survivors
+
+    def _cools(self, node: Node) -> bool:
+        until = cooling_until(node, self.view.cooling)
+        return until is not None and self.now < until
+
+    # ── what ─────────────────────────────────────────────────────────────────────────────
+
+    def _steady(self, newcomers: Newcomers) -> Wait:
+        running = self.standing.running
+        reason = f"generation {self.world.generation} runs on {names(running)}"
+        if suspects := [n for n in running if n.liveness is Liveness.SUSPECT]:
+            reason += f"; {names(suspects)} may be dead: the lease decides"
+        return Wait(reason=also(reason, newcomers), until_s=newcomers.cooling_until_s)
+
+    def _after_change(self, survivors: Nodes, newcomers: Newcomers) -> Proposal:
+        left_out = survivors
+        survivors = self._without_cooling(survivors, newcomers)
+        left_out = tuple(n for n in left_out if n not in survivors)
+        joining = self._joining(survivors, newcomers)
+        if not self._enough(survivors, joining):
+            return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
+        reason = self._why(joining)
+        if left_out:
+            reason += f"; {names(left_out)} left out, to cool down after repeated failures"
+        causes = {g.cause for g in self.standing.gone}
+        cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.TROUBLE)
+        planned = all(self.standing.unbroken(n.node) for n in survivors)
+        return self._next(survivors + joining, cause, reason, planned=planned)
+
+    def _join(self, survivors: Nodes, newcomers: Newcomers) -> Decision:
+        """Only newcomers, nothing is wrong: there is time to gather several."""
+        joining = self._joining(survivors, newcomers)
+        if not joining:
+            return Wait(reason=f"{self._waiting(newcomers.eligible)}: the world is full")
+        if late := [n for n in survivors if not self._took_up(n.node)]:
+            generation = self.world.generation
+            reason = f"{self._waiting(joining)} until {names(late)} runs generation {generation}"
+            return Wait(reason=reason)
+        until = min(n.state_since_s for n in joining) + self.policy.join_window_s
+        if len(survivors) + len(joining) < self.world.max_nodes and self.now < until:
+            reason = f"{self._why(joining)}; gathering others for {self.policy.join_window_s:g} s"
+            return Wait(reason=reason, until_s=until)
+        return self._next(survivors + joining, Cause.JOINED, self._why(joining), planned=True)
+
+    def _took_up(self, node: Node) -> bool:
+        """One plan at a time: newcomers wait until the last one has been carried out."""
+        if not self.standing.in_process:
+            return node.state is not NodeState.ARRIVED
+        return node.running is not None and node.running.generation >= self.world.generation
+
+    def _after_pause(self, newcomers: Newcomers) -> Decision:
+        """Rule 4: enough nodes again, fewer still, or nothing to do but wait for them."""
+        joining = self._joining(self.standing.survivors, newcomers)
+        resumes = self._enough(self.standing.survivors, joining)
+        if not resumes and not self.standing.changed:
+            return self._paused_wait(newcomers)
+        survivors = self._reachable()
+        if isinstance(survivors, Wait):
+            return survivors
+        if resumes:
+            return self._next(survivors + joining, Cause.RESUMED, self._why(joining))
+        return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
+
+    def _paused_wait(self, newcomers: Newcomers) -> Wait | End:
+        until = self.view.world_since_s + self.policy.join_timeout_s
+        survivors = count(self.standing.survivors)
+        needed = f"paused with {survivors} of at least {self.world.min_nodes} nodes"
+        if self.now >= until:
+            reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
+            return End(outcome=Outcome.FAILURE, reason=also(reason, newcomers), exit_code=1)
+        wake = until if newcomers.cooling_until_s is None else newcomers.cooling_until_s
+        return Wait(reason=also(needed, newcomers), until_s=min(until, wake))
+
+    def _next(self, nodes: Nodes, cause: Cause, reason: str, *, planned: bool = False) -> Proposal:
+        return propose(self.view, self.world, nodes, cause, reason, planned=planned)
+
+    # ── why ──────────────────────────────────────────────────────────────────────────────
+
+    def _why(self, joining: Nodes) -> str:
+        said = list(self.standing.sentences)
+        if joining:
+            said.append(f"{names(joining)} {verb(joining, 'join')}")
+        return "; ".join(said) or "enough nodes again"
+
+    def _too_few(self, survivors: Nodes) -> str:
+        why = "; ".join(self.standing.sentences)
+        return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes left"
+
+    @staticmethod
+    def _waiting(nodes: Nodes) -> str:
+        return f"{names(nodes)} {verb(nodes, 'wait')}"
