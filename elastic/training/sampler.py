@@ -88,7 +88,7 @@ class ElasticSampler(DistributedSampler[int]):
         world = _from_group(dist.get_world_size, 1) if num_replicas is None else num_replicas
         rank = _from_group(dist.get_rank, 0) if rank is None else rank
         check_world(rank, world)
-        self.plan = EpochPlan(_size_of(dataset), global_batch, drop_last, shards)
+        self.plan = EpochPlan(size_of(dataset), global_batch, drop_last, shards)
         super().__init__(dataset, world, rank, shuffle, seed, drop_last)
         self.step = 0
         self._order: tuple[int, Permutation] | None = None
@@ -129,9 +129,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         steps = self.steps()
-        return (
-            sample for step in steps for micro in step.micro_batches for sample in micro.samples
-        )
+        return (index for micro in micro_batches for index in micro.indices)
 
     def steps(self, micro_batch: int | None = None) -> Iterator[RankStep]:
         """This rank's part of each step from the position to the end of the epoch.
@@ -229,7 +227,7 @@ def _from_group(ask: Callable[[], int], alone: int) -> int:
     return ask() if dist.is_available() and dist.is_initialized() else alone
 
 
-def _size_of(dataset: Dataset[Any]) -> int:
+def size_of(dataset: Dataset[Any]) -> int:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"{type(dataset).__name__} has no len(): its samples cannot be dealt out once each",
