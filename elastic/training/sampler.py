@@ -128,8 +128,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        steps = self.steps()
-        return (index for micro in micro_batches for index in micro.indices)
+        return (index for step in self.steps() for index in step.indices)
 
     def steps(self, micro_batch: int | None = None) -> Iterator[RankStep]:
         """This rank's part of each step from the position to the end of the epoch.
