@@ -1,0 +1,87 @@
+"""What the demo does when: kill a node in the middle of an epoch, later add one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from elastic.testing.ledger import Ledger
+
+NODES = ("node-0", "node-1", "node-2")
+VICTIM = "node-1"
+NEWCOMER = "node-3"
+MIN_NODES, MAX_NODES = 2, 3
+
+STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is about the kill
+STEPS_BEFORE_JOIN = 10  # of the world without the victim
+
+
+class Act(Enum):
+    """What to do next to the job."""
+
+    KILL = "kill"
+    JOIN = "join"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the job stands: its newest generation that completed a step."""
+
+    generation: int
+    nodes: frozenset[str]
+    step: int  # the last one completed
+    epoch: int
+    steps_done: int  # in this generation
+    in_mid_epoch: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was done already, and where the job stood then."""
+
+    killed_at: Position | None = None
+    joined_at: Position | None = None
+
+    def next_act(self, position: Position | None) -> Act | None:
+        """The next act, once its moment has come."""
+        if position is None:
+            return None
+        if self.killed_at is None:
+            ready = len(position.nodes) == MAX_NODES and position.in_mid_epoch
+            return Act.KILL if ready and position.steps_done >= STEPS_BEFORE_KILL else None
+        if self.joined_at is None:
+            recovered = position.generation > self.killed_at.generation
+            return Act.JOIN if recovered and position.steps_done >= STEPS_BEFORE_JOIN else None
+        return None
+
+    def after(self, act: Act, position: Position) -> Plan:
+        """The plan once ``act`` was done at ``position``."""
+        if act is Act.KILL:
+            return replace(self, killed_at=position)
+        return replace(self, joined_at=position)
+
+
+def position_of(ledger: Ledger) -> Position | None:
+    """Where the job stands, or None before its first step."""
+    if not ledger.steps:
+        return None
+    generation = max(s.generation for s in ledger.steps)
+    steps = [s for s in ledger.steps if s.generation == generation]
+    last = max(steps, key=lambda s: s.step)
+    return Position(
+        generation=generation,
+        nodes=frozenset(s.node for s in ledger.starts if s.generation == generation),
+        step=last.step,
+        epoch=last.epoch,
+        steps_done=len({s.step for s in steps}),
+        in_mid_epoch=_in_mid_epoch(ledger, last.step, last.epoch),
+    )
+
+
+def _in_mid_epoch(ledger: Ledger, step: int, epoch: int) -> bool:
+    """Whether ``step`` lies in the middle half of its epoch; its length is that of epoch 0."""
+    if epoch == 0:
+        return False
+    length = len({s.step for s in ledger.surviving if s.epoch == 0})
+    begin = min(s.step for s in ledger.surviving if s.epoch == epoch)
+    return length // 4 <= step - begin < length - length // 4

@@ -1,0 +1,22 @@
+"""One agent of ``elastic run --nodes-local``: ``python -m elastic.cli.local_agent FLAGS_AS_JSON``.
+
+The flags were parsed and checked by the parent; they come as JSON rather than as words, so that
+both sides run with the same values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from elastic.cli.run import run_agent
+
+
+def main(argv: list[str]) -> int:
+    """Be the agent; returns its exit code."""
+    return run_agent(argparse.Namespace(**json.loads(argv[0])))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""The ``elastic`` command: finds the subcommand and hands over.
+
+Each subcommand is a module with ``main(argv) -> exit code``, imported only when it is asked
+for: ``elastic -h`` must not wait seconds for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from elastic.cli.exit_codes import INTERRUPTED
+from elastic.cli.suggest import nearest
+from elastic.errors import ConfigError, ElasticError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: where it lives and its line in ``elastic -h``."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "run": Command("elastic.cli.run", "start a training job: torchrun's flags, and a local etcd"),
+    "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``elastic ARGV``; returns the exit code (see :mod:`elastic.errors`)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        name, rest = _subcommand(arguments)
+        module = importlib.import_module(COMMANDS[name].module)
+        return int(module.main(rest))
+    except ElasticError as error:
+        say_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def say_error(error: ElasticError) -> None:
+    """What happened and what to do, on stderr; a traceback would bury both."""
+    print(f"elastic: {error}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="`elastic -h` lists the commands")
+
+
+def _subcommand(arguments: list[str]) -> tuple[str, list[str]]:
+    width = max(map(len, COMMANDS)) + 2
+    parser = _Parser(
+        prog="elastic",
+        usage="elastic [-h] [--version] COMMAND ...",
+        description="Keeps a PyTorch data-parallel job training while nodes die, hang, leave "
+        "and join.",
+        epilog="commands:\n"
+        + "".join(f"  {name:<{width}}{c.summary}\n" for name, c in COMMANDS.items())
+        + "\n`elastic COMMAND -h` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.version:
+        print(f"elastic {_version()}")
+        raise SystemExit(0)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if args.command not in COMMANDS:
+        raise ConfigError(
+            f"unknown command {args.command!r}{nearest(args.command, COMMANDS)}",
+            hint=f"the commands are: {', '.join(COMMANDS)}",
+        )
+    return args.command, args.rest
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("torch-elastic-harness")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

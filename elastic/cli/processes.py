@@ -1,0 +1,57 @@
+"""Process trees on this machine, read from /proc: psutil is not worth a dependency for this."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def tree(root: int) -> tuple[int, ...]:
+    """``root`` and its living descendants, parents first; empty when it is gone.
+
+    Sessions and process groups do not matter here: torchrun gives each worker its own.
+    """
+    children: dict[int, list[int]] = {}
+    alive: set[int] = set()
+    for pid, parent in _parents():
+        alive.add(pid)
+        children.setdefault(parent, []).append(pid)
+    found = [root] if root in alive else []
+    for pid in found:  # grows while it is walked: breadth first
+        found.extend(children.get(pid, ()))
+    return tuple(found)
+
+
+def kill_tree(root: int) -> tuple[int, ...]:
+    """SIGKILL ``root`` and all below it, as if the machine had died; returns their pids.
+
+    The root is stopped first, so that it cannot start, or tidy up after, one of its children.
+    """
+    send([root], signal.SIGSTOP)
+    pids = tree(root)
+    send(pids, signal.SIGKILL)
+    return pids
+
+
+def send(pids: Iterable[int], signum: int) -> None:
+    """Send a signal to each that still exists."""
+    for pid in pids:
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            pass
+
+
+def _parents() -> Iterable[tuple[int, int]]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:  # it ended while we were reading
+            continue
+        state, parent = stat.rpartition(")")[2].split()[:2]  # a name may hold anything
+        if state not in "ZX":
+            yield int(entry.name), int(parent)

@@ -1,0 +1,255 @@
+"""The demo's decisions, its arithmetic and its words, on ledgers made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from elastic.cli.demo_journal import Entry, JournalReader
+from elastic.cli.demo_plan import NEWCOMER, NODES, VICTIM, Act, Plan, Position, position_of
+from elastic.cli.demo_summary import Summary, summarize
+from elastic.cli.demo_view import LineView, NodeRow, TableView, print_summary, rows_of, sentence
+from elastic.testing.ledger import End, Ledger, Start, Step
+
+SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
+LENGTH = SAMPLES // BATCH
+SURVIVORS = tuple(node for node in NODES if node != VICTIM)
+WORLDS = {1: NODES, 2: SURVIVORS, 3: (*SURVIVORS, NEWCOMER)}
+
+
+def world(generation: int, first: int, stop: int, *, began_s: float) -> Ledger:
+    """A generation that does steps first..stop-1, one a second, from ``began_s`` on."""
+    nodes = WORLDS[generation]
+    starts = [
+        Start(generation, first, rank, len(nodes), node, began_s - 1)
+        for rank, node in enumerate(nodes)
+    ]
+    steps = []
+    for step in range(first, stop):
+        batch = [(step % LENGTH) * BATCH + i for i in range(BATCH)]
+        for rank, node in enumerate(nodes):
+            mine = tuple(batch[rank :: len(nodes)])
+            time_s = began_s + step - first
+            steps.append(Step(generation, step, step // LENGTH, rank, node, mine, time_s))
+    return Ledger(tuple(starts), tuple(steps))
+
+
+def joined(*parts: Ledger, ends: Iterable[End] = ()) -> Ledger:
+    return Ledger(
+        tuple(s for part in parts for s in part.starts),
+        tuple(s for part in parts for s in part.steps),
+        tuple(ends),
+    )
+
+
+def good_ledger() -> Ledger:
+    """Killed after step 59 (checkpoint at 58), joined after step 79, done after 119."""
+    return joined(
+        world(1, 0, 60, began_s=0.0),
+        world(2, 58, 80, began_s=65.0),
+        world(3, 80, 120, began_s=90.0),
+        ends=[End(3, rank, "abc", 131.0) for rank in range(3)],
+    )
+
+
+def good_plan() -> Plan:
+    killed = position_of(world(1, 0, 60, began_s=0.0))
+    later = position_of(joined(world(1, 0, 60, began_s=0.0), world(2, 58, 70, began_s=65.0)))
+    return Plan(killed, later)
+
+
+JOURNAL = (
+    Entry("world-formed", "node-0", 0.0, {"generation": 1, "cause": "first", "reason": "all came"}),
+    Entry("world-formed", "node-0", 61.0, {"generation": 2, "cause": "lost", "reason": "gone"}),
+    Entry("world-formed", "node-2", 86.0, {"generation": 3, "cause": "joined", "reason": "new"}),
+)
+
+
+def summary_of(
+    ledger: Ledger, plan: Plan, *, accuracy: float | None = 0.985, newcomer_code: int | None = 0
+) -> Summary:
+    codes: dict[str, int | None] = {"node-0": 0, VICTIM: -9, "node-2": 0, NEWCOMER: newcomer_code}
+    return summarize(
+        ledger,
+        JOURNAL,
+        plan,
+        mode="restart",
+        accuracy=accuracy,
+        train_samples=SAMPLES,
+        epochs=EPOCHS,
+        exit_codes=codes,
+        duration_s=131.0,
+    )
+
+
+# What to do when.
+
+
+def test_the_kill_waits_for_a_full_world_and_the_middle_of_an_epoch() -> None:
+    def act_after(steps: int) -> Act | None:
+        return Plan().next_act(position_of(world(1, 0, steps, began_s=0.0)))
+
+    assert Plan().next_act(position_of(Ledger())) is None
+    assert act_after(5) is None
+    assert act_after(LENGTH + 2) is None  # an epoch has just begun
+    assert act_after(LENGTH + LENGTH // 2) is Act.KILL
+    smaller = position_of(world(2, 0, LENGTH + LENGTH // 2, began_s=0.0))
+    assert Plan().next_act(smaller) is None
+
+
+def test_the_newcomer_waits_for_the_survivors_to_train() -> None:
+    before = world(1, 0, 60, began_s=0.0)
+    plan = Plan().after(Act.KILL, _position(before))
+    assert plan.next_act(_position(before)) is None
+    assert plan.next_act(_position(joined(before, world(2, 58, 61, began_s=65.0)))) is None
+    recovered = _position(joined(before, world(2, 58, 70, began_s=65.0)))
+    assert plan.next_act(recovered) is Act.JOIN
+    assert plan.after(Act.JOIN, recovered).next_act(recovered) is None
+
+
+def _position(ledger: Ledger) -> Position:
+    position = position_of(ledger)
+    assert position is not None
+    return position
+
+
+# The summary.
+
+
+def test_the_summary_of_a_run_in_which_every_promise_was_kept() -> None:
+    summary = summary_of(good_ledger(), good_plan())
+    assert summary.failures == () and summary.ok
+    assert [g.cause for g in summary.generations] == ["first", "lost", "joined"]
+    assert [g.nodes for g in summary.generations] == [WORLDS[1], WORLDS[2], WORLDS[3]]
+    assert [(g.first_step, g.last_step) for g in summary.generations] == [
+        (0, 59),
+        (58, 79),
+        (80, 119),
+    ]
+    assert [g.recomputed_steps for g in summary.generations] == [2, 0, 0]
+    assert summary.recomputed_steps == 2 and summary.steps == 120
+    assert [g.pause_s for g in summary.generations] == [None, 6.0, 4.0]
+    assert [(s.once, s.twice, s.never) for s in summary.samples] == [(SAMPLES, 0, 0)] * EPOCHS
+
+
+def test_a_lost_sample_fails_the_demo() -> None:
+    ledger = good_ledger()
+    lossy = replace(
+        ledger, steps=tuple(s for s in ledger.steps if not (s.step == 100 and s.rank == 1))
+    )
+    summary = summary_of(lossy, good_plan())
+    assert not summary.ok and "epoch 2" in summary.failures[0]
+    assert summary.samples[2].never == BATCH // 3
+    assert summary.samples[2].once == SAMPLES - BATCH // 3
+
+
+def test_a_repeated_sample_fails_the_demo() -> None:
+    ledger = good_ledger()
+    once_more = replace(ledger.steps[-1], samples=(*ledger.steps[-1].samples, 0))
+    summary = summary_of(replace(ledger, steps=(*ledger.steps[:-1], once_more)), good_plan())
+    assert not summary.ok and summary.samples[2].twice == 1
+
+
+@pytest.mark.parametrize(("accuracy", "said"), [(0.9, "90.00%"), (None, "no node reported")])
+def test_poor_or_missing_accuracy_fails_the_demo(accuracy: float | None, said: str) -> None:
+    summary = summary_of(good_ledger(), good_plan(), accuracy=accuracy)
+    assert len(summary.failures) == 1 and said in summary.failures[0]
+
+
+def test_a_kill_or_join_that_did_not_happen_fails_the_demo() -> None:
+    quiet = joined(world(1, 0, 120, began_s=0.0), ends=[End(1, r, "a", 121.0) for r in range(3)])
+    assert VICTIM in summary_of(quiet, Plan()).failures[0]
+    only_killed = replace(good_plan(), joined_at=None)
+    assert NEWCOMER in summary_of(good_ledger(), only_killed).failures[0]
+
+
+def test_a_newcomer_that_never_trained_fails_the_demo() -> None:
+    alone = joined(
+        world(1, 0, 60, began_s=0.0),
+        world(2, 58, 120, began_s=65.0),
+        ends=[End(2, rank, "abc", 131.0) for rank in range(2)],
+    )
+    summary = summary_of(alone, good_plan(), newcomer_code=1)
+    assert any(f"{NEWCOMER} ended with 1" in f for f in summary.failures)
+    assert any(f"no generation trained with {NEWCOMER}" in f for f in summary.failures)
+
+
+def test_ranks_with_other_final_weights_fail_the_demo() -> None:
+    ledger = good_ledger()
+    other = replace(ledger, ends=(*ledger.ends[:-1], replace(ledger.ends[-1], sha256="zzz")))
+    assert "differ" in summary_of(other, good_plan()).failures[0]
+
+
+def test_the_summary_is_json_and_says_whether_it_is_ok() -> None:
+    said = json.loads(json.dumps(summary_of(good_ledger(), good_plan()).as_json()))
+    assert said["ok"] is True and said["accuracy"] == 0.985
+    assert said["generations"][1]["cause"] == "lost"
+
+
+def test_the_printed_summary_names_failures_and_numbers() -> None:
+    out = io.StringIO()
+    summary = summary_of(good_ledger(), good_plan(), accuracy=0.5)
+    print_summary(summary, Console(file=out, width=120))
+    text = out.getvalue()
+    assert "FAILED: test accuracy 50.00%" in text and "promise" not in text
+    assert f"{SAMPLES * EPOCHS} seen once, 0 twice, 0 never" in text
+    assert "6.0 s" in text
+
+
+# What is read and shown while it runs.
+
+
+def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
+    reader = JournalReader(tmp_path)
+    assert reader.read_new() == []
+    file = tmp_path / "node-0-1.jsonl"
+    first = {"event": "leader-changed", "node": "node-0", "time": 2.0, "leader": "node-0"}
+    file.write_text(json.dumps(first) + '\n{"event": "half')
+    assert reader.read_new() == [Entry("leader-changed", "node-0", 2.0, {"leader": "node-0"})]
+    with file.open("a") as more:
+        more.write('", "time": 3.0}\n')
+    assert [entry.name for entry in reader.read_new()] == ["half"]
+    assert reader.read_new() == []
+
+
+def test_rows_follow_the_nodes() -> None:
+    ledger = joined(world(1, 0, 60, began_s=0.0), world(2, 58, 70, began_s=65.0))
+    codes = {"node-0": None, VICTIM: -9, "node-2": None, NEWCOMER: None}
+    rows = {row.name: row for row in rows_of(ledger, codes, {VICTIM})}
+    assert rows["node-0"] == NodeRow("node-0", "training", 0, 2, 69, 1)
+    assert rows[VICTIM] == NodeRow(VICTIM, "killed", 1, 1, 59, 1)
+    assert rows[NEWCOMER] == NodeRow(NEWCOMER, "forming")
+
+
+def test_lines_carry_the_time_and_each_epoch_once() -> None:
+    out = io.StringIO()
+    view = LineView(out)
+    view.say("node-0 starts", 0.0)
+    for step in (1, 2):
+        view.update([NodeRow("node-0", "training", 0, 1, step, 0)])
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "00:00:00.000 node-0 starts"
+    assert len(lines) == 2 and "epoch 0" in lines[1]
+
+
+def test_the_table_shows_nodes_and_happenings() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    view = TableView(console)
+    view.say("node-1 is killed [SIGKILL]", 0.0)
+    view.update([NodeRow("node-0", "training", 0, 7, 123, 4)])
+    view.close()
+    out = console.file
+    assert isinstance(out, io.StringIO)
+    assert all(part in out.getvalue() for part in ("node-0", "123", "killed [SIGKILL]"))
+
+
+def test_sentences_are_for_what_matters() -> None:
+    formed = Entry("world-formed", "n", 0.0, {"generation": 2, "size": 2, "reason": "node-1 died"})
+    assert sentence(formed) == "generation 2, 2 workers: node-1 died"
+    assert sentence(Entry("something-else", "n", 0.0)) is None

@@ -1,0 +1,115 @@
+"""Exit codes: from an error to a number, and from several agents to one."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from elastic.cli import exit_codes
+from elastic.errors import (
+    BudgetSpent,
+    CheckpointRequired,
+    ConfigError,
+    ElasticError,
+    JobFailed,
+    Preempted,
+    StoreUnreachable,
+)
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    """The error as ``except`` sees it, raised from ``cause``."""
+    try:
+        raise error from cause
+    except BaseException as caught:  # noqa: BLE001 (handed back)
+        return caught
+
+
+def child_failed(*codes: int) -> ChildFailedError:
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
+        for rank, code in enumerate(codes)
+    }
+    return ChildFailedError("train.py", failures)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (StoreUnreachable("x"), 69),
+        (CheckpointRequired("x"), 65),
+        (BudgetSpent("x"), 70),
+        (Preempted("x"), 75),
+        (JobFailed("x"), 1),
+    ],
+)
+def test_our_error_decides_behind_whatever_torch_wraps_it_in(
+    error: ElasticError, code: int
+) -> None:
+    assert exit_codes.of_agent(raised(error)) == code
+    assert exit_codes.of_agent(raised(RendezvousConnectionError("y"), error)) == code
+    deep = raised(RuntimeError("z"), raised(RendezvousConnectionError("y"), error))
+    assert exit_codes.of_agent(deep) == code
+
+
+def test_an_error_raised_while_ours_was_handled_does_not_hide_it() -> None:
+    try:
+        try:
+            raise BudgetSpent("x")
+        except BudgetSpent:
+            raise KeyError("clean-up failed")  # noqa: B904 (the point of the test)
+    except KeyError as error:
+        assert exit_codes.of_agent(error) == 70
+
+
+def test_workers_that_failed_are_the_scripts_failure_except_for_65() -> None:
+    assert exit_codes.of_agent(raised(child_failed(3))) == 1
+    assert exit_codes.of_agent(raised(child_failed(-9))) == 1
+    assert exit_codes.of_agent(raised(child_failed(1, 65))) == 65
+
+
+def test_exits_and_signals_pass() -> None:
+    assert exit_codes.of_agent(SystemExit(75)) == 75
+    assert exit_codes.of_agent(SystemExit()) == 0
+    assert exit_codes.of_agent(SystemExit("why")) == 1
+    assert exit_codes.of_agent(KeyboardInterrupt()) == 130
+    import signal
+
+    assert exit_codes.of_agent(SignalException("x", signal.SIGTERM)) == 143
+
+
+def test_torchs_connection_error_is_an_unreachable_store() -> None:
+    assert exit_codes.of_agent(RendezvousConnectionError("x")) == 69
+
+
+def test_a_bug_is_a_failure() -> None:
+    assert exit_codes.of_agent(ZeroDivisionError()) == 1
+
+
+def test_a_chain_with_a_cycle_ends() -> None:
+    one, two = RuntimeError("one"), RuntimeError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert exit_codes.of_agent(one) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "ours", "expected"),
+    [
+        ([0, 0], True, 0),
+        ([0, 0], False, 0),
+        ([0, -9, 1], True, 0),  # lost on the way, the job is done
+        ([0, 1], False, 1),  # elsewhere a node's success says nothing about the job
+        ([1, 70, 75], True, 70),
+        ([75, 75], True, 75),
+        ([1, 65], True, 65),
+        ([69, 69], True, 69),
+        ([2, 69], True, 2),
+        ([-9, -9], True, 137),
+        ([], True, 1),
+    ],
+)
+def test_one_code_for_a_job(codes: list[int], ours: bool, expected: int) -> None:
+    assert exit_codes.of_job(codes, success_of_one_is_enough=ours) == expected

@@ -1,0 +1,119 @@
+"""``elastic run``'s command line: what it accepts, fills in and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.cli import flags
+from elastic.cli.main import main
+from elastic.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A training script in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.touch()
+    return path
+
+
+def test_defaults_are_ours() -> None:
+    args = flags.parse(["--embedded-etcd", "--nodes-local=3", "train.py"])
+    assert args.rdzv_backend == "etcd-v3"
+    assert args.nnodes == "1:3"
+    assert args.max_restarts >= 1000
+    assert args.local_addr == "127.0.0.1"
+    assert args.rdzv_id_generated and args.rdzv_id
+
+
+def test_two_jobs_get_two_ids() -> None:
+    ids = {flags.parse(["--embedded-etcd", "train.py"]).rdzv_id for _ in range(2)}
+    assert len(ids) == 2
+
+
+def test_torchruns_flags_and_spellings_pass_through() -> None:
+    args = flags.parse(
+        [
+            "--nnodes",
+            "2:4",
+            "--nproc_per_node",
+            "2",
+            "--rdzv_backend",
+            "etcd",
+            "--rdzv-endpoint",
+            "h:1",
+            "--rdzv_id",
+            "mine",
+            "--max-restarts",
+            "5",
+            "--tee",
+            "3",
+            "train.py",
+            "--lr",
+            "0.1",
+            "--nodes-local",
+            "9",
+        ]
+    )
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("2:4", "2", "etcd")
+    assert (args.rdzv_id, args.rdzv_id_generated, args.max_restarts) == ("mine", False, 5)
+    assert args.training_script_args == ["--lr", "0.1", "--nodes-local", "9"]
+    assert args.nodes_local is None
+
+
+def test_environment_of_torchrun_counts_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("PET_NNODES", "2:5"),
+        ("PET_RDZV_ENDPOINT", "h:2379"),
+        ("PET_MAX_RESTARTS", "7"),
+        ("PET_RDZV_ID", "from-env"),
+    ):
+        monkeypatch.setenv(name, value)
+    args = flags.parse(["train.py"])
+    assert (args.nnodes, args.rdzv_endpoint) == ("2:5", "h:2379")
+    assert (args.max_restarts, args.rdzv_id) == (7, "from-env")
+
+
+def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flags.parse(["--rdzv-backend=c10d", "train.py"]).max_restarts == 0
+    monkeypatch.setenv("ELASTIC_STOCK_ETCD", "1")
+    assert flags.parse(["--rdzv-backend=etcd", "--rdzv-endpoint=h:1", "train.py"]).max_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--nnodez 3 train.py", ["--nnodez", "'--nnodes'"]),
+        ("--nnodes 3:2 --embedded-etcd train.py", ["--nnodes=3:2", "MIN <= MAX"]),
+        ("--nnodes two --embedded-etcd train.py", ["--nnodes=two", "MIN:MAX"]),
+        ("train.py", ["--rdzv-endpoint", "--embedded-etcd"]),
+        ("--embedded-etcd nope.py", ["'nope.py'"]),
+        ("--embedded-etcd --no-python nope", ["'nope'", "executable"]),
+        ("--embedded-etcd", ["no training script"]),
+        ("--rdzv-backend etcdv3 train.py", ["--rdzv-backend=etcdv3", "'etcd-v3'"]),
+        ("--max-restarts x --embedded-etcd train.py", ["--max-restarts", "'x'"]),
+        ("--max-restarts -1 --embedded-etcd train.py", ["--max-restarts=-1"]),
+        ("--nodes-local 0 --embedded-etcd train.py", ["--nodes-local", "0"]),
+        ("--nodes-local 3 --nnodes 2 --embedded-etcd train.py", ["--nodes-local=3", "--nnodes=2"]),
+        ("--nodes-local 2 --nnodes 3 --embedded-etcd train.py", ["--nnodes=3", "2"]),
+        ("--nodes-local 2 --standalone train.py", ["--standalone"]),
+        ("--nodes-local 2 --rdzv-backend static train.py", ["static"]),
+        ("--embedded-etcd --rdzv-endpoint h:1 train.py", ["h:1"]),
+        ("--etcd-data /x --rdzv-endpoint h:1 train.py", ["--etcd-data=/x"]),
+        ("--embedded-etcd --rdzv-backend c10d train.py", ["c10d"]),
+    ],
+)
+def test_usage_errors_name_the_value_and_the_remedy(line: str, named: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        flags.parse(line.split())
+    assert all(part in str(error.value) for part in named), str(error.value)
+    assert error.value.hint
+
+
+def test_a_usage_error_ends_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("elastic: no etcd") and "Traceback" not in said

@@ -1,0 +1,148 @@
+"""Local nodes: output, ends, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.cli import leash, processes
+from elastic.cli.local_nodes import LocalNodes
+
+DEADLINE_S = 20.0
+
+# A child in a session of its own, as torchrun starts workers, that names itself and stays.
+PARENT_WITH_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-IS", "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+class Lines:
+    """Collects what nodes say."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, str, str]] = []
+
+    def __call__(self, node: str, stream: str, line: str) -> None:
+        self.all.append((node, stream, line))
+
+
+def wait_for(condition: Callable[[], bool], step: Callable[[], object] | None = None) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until, "deadline"
+        if step is None:
+            time.sleep(0.01)
+        else:
+            step()
+
+
+def is_alive(pid: int) -> bool:
+    return bool(processes.tree(pid))
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def nodes(lines: Lines) -> Iterator[LocalNodes]:
+    with LocalNodes(lines) as nodes:
+        yield nodes
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-IS", "-c", code]
+
+
+def test_lines_arrive_whole_with_node_and_stream(nodes: LocalNodes, lines: Lines) -> None:
+    code = "import sys; print('out'); print('no end', end='', file=sys.stderr)"
+    nodes.start("a", python(code), os.environ)
+    nodes.start("b", python("print('b1\\nb2')"), os.environ)
+    wait_for(lambda: not nodes.running, lambda: nodes.pump(0.05))
+    nodes.drain()
+    assert sorted(lines.all) == [
+        ("a", "stderr", "no end"),
+        ("a", "stdout", "out"),
+        ("b", "stdout", "b1"),
+        ("b", "stdout", "b2"),
+    ]
+    assert [node.exit_code for node in nodes.nodes] == [0, 0]
+
+
+def test_the_environment_is_the_nodes_own(nodes: LocalNodes, lines: Lines) -> None:
+    nodes.start("a", python("import os; print(os.environ['MARK'])"), {**os.environ, "MARK": "7"})
+    wait_for(lambda: bool(lines.all), lambda: nodes.pump(0.05))
+    assert lines.all == [("a", "stdout", "7")]
+
+
+def test_killing_a_node_ends_its_workers_in_their_own_sessions(
+    nodes: LocalNodes, lines: Lines
+) -> None:
+    node = nodes.start("a", python(PARENT_WITH_CHILD), os.environ)
+    wait_for(lambda: bool(lines.all), lambda: nodes.pump(0.05))
+    child = int(lines.all[0][2])
+    assert is_alive(child)
+    nodes.kill(node)
+    assert node.exit_code == -signal.SIGKILL
+    wait_for(lambda: not is_alive(child))
+
+
+def test_leaving_the_block_kills_what_runs(lines: Lines) -> None:
+    with LocalNodes(lines) as nodes:
+        node = nodes.start("a", python("import time; time.sleep(600)"), os.environ)
+        assert node.exit_code is None
+    assert node.exit_code == -signal.SIGKILL
+
+
+def test_a_signal_reaches_every_running_agent(nodes: LocalNodes) -> None:
+    for name in ("a", "b"):
+        nodes.start(name, python("import time; time.sleep(600)"), os.environ)
+    nodes.signal(signal.SIGTERM)
+    wait_for(lambda: not nodes.running, lambda: nodes.pump(0.05))
+    assert {node.exit_code for node in nodes.nodes} == {-signal.SIGTERM}
+
+
+def test_a_node_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-IS", {str(leash.__file__)!r}, str(os.getpid()),
+                          sys.executable, "-IS", "-c",
+                          "import os, time; print(os.getpid(), flush=True); time.sleep(600)"])
+time.sleep(600)
+"""
+    parent = subprocess.Popen(python(launcher), stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        wait_for(lambda: not is_alive(child))
+
+
+def test_a_leash_to_a_parent_that_is_gone_starts_nothing() -> None:
+    nobody = 2**22  # above every pid_max
+    done = subprocess.run(
+        [sys.executable, "-IS", str(leash.__file__), str(nobody), "echo", "started"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+
+
+def test_the_tree_of_a_process_that_is_gone_is_empty() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert processes.tree(process.pid) == ()

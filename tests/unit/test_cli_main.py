@@ -1,0 +1,45 @@
+"""``elastic``: finding the subcommand, and speaking to the user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from elastic.cli.main import COMMANDS, main
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    code = (
+        "import sys, elastic.cli.main as m\n"
+        "try: m.main(['-h'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.strip() == f"elastic {version('torch-elastic-harness')}"
+
+
+def test_an_unknown_command_is_usage_and_names_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["rnu"]) == 2
+    said = capsys.readouterr()
+    assert "'rnu'" in said.err and "'run'" in said.err
+    assert said.out == ""
+
+
+def test_no_command_prints_the_help_and_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
+    assert "commands:" in capsys.readouterr().err
