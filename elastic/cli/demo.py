@@ -38,7 +38,7 @@ from elastic.testing.ledger import LedgerReader
 SCRIPT = Path(__file__).with_name("digits.py")
 EPOCHS = 40
 TRAIN_SAMPLES = 1437  # of 1,797: examples/digits.py keeps a fifth for the test
-POLL_S = 0.25
+POLL_S = 0.1
 TAIL_LINES = 15
 _ACCURACY = re.compile(r"test accuracy[ =:]+([0-9.]+)")
 
@@ -176,13 +176,14 @@ class Demo:
         self._view.update(rows_of(ledger, codes, killed))
 
     def _do(self, act: Act, position: Position, nodes: LocalNodes, endpoint: str) -> None:
-        self._plan = self._plan.after(act, position)
-        where = f"at step {position.step}, in the middle of epoch {position.epoch}"
         if act is Act.KILL:
             nodes.kill(next(node for node in nodes.nodes if node.name == demo_plan.VICTIM))
+            position = position_of(self._ledger.read()) or position  # where it really hit
+            where = f"at step {position.step}, in the middle of epoch {position.epoch}"
             self._say(f"{demo_plan.VICTIM} is killed (SIGKILL, agent and worker), {where}")
         else:
             self._start(nodes, demo_plan.NEWCOMER, endpoint)
+        self._plan = self._plan.after(act, position)
 
     def _say(self, text: str) -> None:
         self._view.say(text, self._clock.wall())

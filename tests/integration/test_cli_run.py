@@ -1,0 +1,195 @@
+"""``elastic run`` for real: agents, workers, an etcd, signals and exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.cli import processes
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE_S = 120.0
+
+MEET = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = [torch.zeros(1) for _ in range(dist.get_world_size())]
+dist.all_gather(ranks, torch.tensor([float(dist.get_rank())]))
+print("met", sorted(int(r) for r in ranks), "on", os.environ.get("ELASTIC_NODE_NAME"), flush=True)
+dist.destroy_process_group()
+"""
+
+STAY = """
+import os, time
+print("worker", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "meet.py").write_text(MEET)
+    (tmp_path / "stay.py").write_text(STAY)
+    (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
+    return tmp_path
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "elastic.cli.main", "run", *words]
+
+
+def environment() -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "PET_"))}
+    return {**own, "OMP_NUM_THREADS": "1"}
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+class Running:
+    """``elastic run`` in the background, its output in a file."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.output = folder / "output.txt"
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command(*words),
+                cwd=folder,
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def workers(self, count: int) -> list[int]:
+        """Wait until this many workers have told their pid."""
+
+        def pids() -> list[int]:
+            return [int(pid) for pid in re.findall(r"worker (\d+)", self.text())]
+
+        self.wait_for(lambda: len(pids()) >= count)
+        return pids()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < until, f"deadline; it said:\n{self.text()}"
+            time.sleep(0.05)
+
+    def wait_for_the_end_of(self, pids: list[int]) -> None:
+        self.wait_for(lambda: not any(processes.tree(pid) for pid in pids))
+
+
+@pytest.fixture
+def staying(folder: Path) -> Iterator[Running]:
+    """Two nodes whose workers would stay for ten minutes."""
+    running = Running(folder, "--nodes-local=2", "--nnodes=2", "--embedded-etcd", "stay.py")
+    yield running
+    if running.process.poll() is None:
+        processes.kill_tree(running.process.pid)
+        running.process.wait()
+
+
+def test_two_local_nodes_train_together_and_the_job_is_done(folder: Path) -> None:
+    done = run(folder, "--nodes-local=2", "--nnodes=2", "--embedded-etcd", "meet.py")
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if "met" in line)
+    assert said == [
+        "[local-0] met [0, 1] on local-0",
+        "[local-1] met [0, 1] on local-1",
+    ]
+    assert "--rdzv-id=" in done.stderr
+
+
+def test_without_local_nodes_this_process_is_the_agent(folder: Path) -> None:
+    data = folder / "etcd-data"
+    done = run(folder, "--embedded-etcd", f"--etcd-data={data}", "--nproc-per-node=2", "meet.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("met [0, 1]") == 2
+    assert any(data.iterdir())
+
+
+def test_a_failing_script_ends_with_1(folder: Path) -> None:
+    done = run(
+        folder, "--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd", "fail.py"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("nodes", [[], ["--nodes-local=2"]])
+def test_an_etcd_that_is_not_there_ends_with_69_and_names_it(
+    folder: Path, nodes: list[str]
+) -> None:
+    endpoint = f"127.0.0.1:{_closed_port()}"
+    done = run(
+        folder,
+        *nodes,
+        f"--rdzv-endpoint={endpoint}",
+        "--rdzv-conf=connect_timeout_s=2",
+        "meet.py",
+    )
+    assert done.returncode == 69, done.stderr
+    assert endpoint in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_wrong_option_ends_with_2_and_names_the_nearest(folder: Path) -> None:
+    done = run(folder, "--embedded-etcd", "--rdzv-conf=leese_s=4", "meet.py")
+    assert done.returncode == 2, done.stderr
+    assert "leese_s" in done.stderr and "lease_s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_interrupt_kills_and_leaves_nothing_behind(staying: Running) -> None:
+    workers = staying.workers(2)
+    tree = processes.tree(staying.process.pid)
+    staying.process.send_signal(signal.SIGINT)
+    staying.wait_for(lambda: "SIGINT passed on" in staying.text())
+    staying.process.send_signal(signal.SIGINT)
+    assert staying.process.wait(DEADLINE_S) == 130
+    staying.wait_for_the_end_of([*workers, *tree])
+
+
+def test_sigterm_lets_every_node_leave(staying: Running) -> None:
+    workers = staying.workers(2)
+    tree = processes.tree(staying.process.pid)
+    staying.process.terminate()
+    assert staying.process.wait(DEADLINE_S) == 75, staying.text()
+    staying.wait_for_the_end_of([*workers, *tree])
+
+
+def test_a_launcher_killed_outright_takes_everything_along(staying: Running) -> None:
+    workers = staying.workers(2)
+    tree = processes.tree(staying.process.pid)
+    assert set(workers) < set(tree)
+    staying.process.kill()
+    staying.process.wait()
+    staying.wait_for_the_end_of([*workers, *tree])
+
+
+def _closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
