@@ -1,1 +1,78 @@
-"""Checkpoints that are listed only when whole, durable and verified."""
+"""Checkpoints that are listed only when whole, durable and verified.
+
+A library of its own: any PyTorch program can use it. Every writer saves its share, whoever finds
+all shares commits, nobody waits for anybody; loading verifies every byte before it changes one.
+
+>>> import checkpoints, tempfile, torch
+>>> folder, weight = tempfile.mkdtemp(), torch.ones(2)
+>>> saved = checkpoints.save(folder, {"weight": weight, "lr": 0.1}, step=7, nonce="3f9c")
+>>> saved.name, saved.committed
+('step-000000007.g0.3f9c', True)
+>>> newest = checkpoints.latest(folder).checkpoint
+>>> checkpoints.load(folder, newest.name).state
+{'weight': tensor([1., 1.]), 'lr': 0.1}
+"""
+
+from checkpoints.errors import (
+    ArgumentError,
+    CheckpointError,
+    Corrupt,
+    DiskFull,
+    LoadError,
+    Mismatch,
+    NoCheckpoint,
+    NotWritable,
+    ReadFailed,
+    SaveError,
+    StateError,
+    UnsupportedFormat,
+    WriteFailed,
+)
+from checkpoints.keep import Keep, LatestN
+from checkpoints.lineage import descend
+from checkpoints.loading import Loaded, load, verify
+from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
+from checkpoints.naming import CheckpointName, new_nonce
+from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
+from checkpoints.saving import Saved, save
+from checkpoints.storage import LocalStorage, Root, Storage
+from checkpoints.sweeping import LeftAlone, Swept, sweep
+
+__all__ = [
+    "Ancestor",
+    "ArgumentError",
+    "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointName",
+    "Corrupt",
+    "DiskFull",
+    "Keep",
+    "LatestN",
+    "LeftAlone",
+    "Lineage",
+    "LoadError",
+    "Loaded",
+    "LocalStorage",
+    "Mismatch",
+    "NoCheckpoint",
+    "NotWritable",
+    "PassedOver",
+    "ReadFailed",
+    "Resolution",
+    "Root",
+    "SaveError",
+    "Saved",
+    "StateError",
+    "Storage",
+    "Swept",
+    "UnsupportedFormat",
+    "WriteFailed",
+    "descend",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "new_nonce",
+    "save",
+    "sweep",
+    "verify",
+]

@@ -1,0 +1,105 @@
+"""Which checkpoint to go on from: the newest of this history that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from checkpoints.errors import LoadError
+from checkpoints.lineage import abandoned, as_lineage
+from checkpoints.loading import verify
+from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage, info_of
+from checkpoints.naming import CheckpointName
+from checkpoints.reader import read_manifest
+from checkpoints.retention import committed_names
+from checkpoints.storage import Root, Storage, reading, storage_for
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A committed checkpoint that was not taken, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What :func:`latest` found: the checkpoint, if there is one, and what it passed over."""
+
+    checkpoint: CheckpointInfo | None
+    passed_over: tuple[PassedOver, ...]
+
+
+def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
+    """Committed checkpoints, newest first by (generation, step).
+
+    Only those whose manifest can be read and whose files are there with the right sizes; their
+    content is checked by :func:`verify`, :func:`latest` and :func:`load`.
+    """
+    storage = storage_for(root)
+    found = []
+    for name in _names(storage):
+        try:
+            found.append(info_of(read_manifest(storage, str(name))))
+        except LoadError:  # latest() reports it with its reason
+            continue
+    return tuple(found)
+
+
+def latest(
+    root: Root, *, lineage: Iterable[Ancestor | tuple[int, int]] | None = None
+) -> Resolution:
+    """The newest checkpoint by (generation, step) that is whole, every byte of it verified.
+
+    With ``lineage`` (:mod:`checkpoints.lineage`), those that it abandoned are never taken.
+    Without one, the lineage of the newest checkpoint whose manifest can be read is followed; what
+    it abandoned is taken only if nothing else is whole, since that loses less than a new start.
+
+    Raises :class:`ReadFailed` if the folder cannot be listed; one that is missing has no
+    checkpoints.
+    """
+    storage = storage_for(root)
+    names = _names(storage)
+    passed: list[PassedOver] = []
+    given = None if lineage is None else as_lineage(lineage)
+    follow = _newest_lineage(storage, names) if given is None else given
+    for name, reason in _candidates(names, follow):
+        if reason is not None and given is not None:
+            passed.append(PassedOver(str(name), reason))
+            continue
+        try:
+            info = verify(storage, str(name))
+        except LoadError as error:
+            passed.append(PassedOver(str(name), error.message))
+            continue
+        unwanted = (
+            PassedOver(str(other), why)
+            for other, why in _candidates(names, follow)
+            if why is not None and reason is None and other.age_order > name.age_order
+        )
+        return Resolution(info, (*unwanted, *passed))
+    return Resolution(None, tuple(passed))
+
+
+def _candidates(
+    names: list[CheckpointName], lineage: Lineage
+) -> Iterator[tuple[CheckpointName, str | None]]:
+    """Newest first; those off the lineage last, with the reason."""
+    judged = [(name, abandoned(name, lineage)) for name in names]
+    yield from (item for item in judged if item[1] is None)
+    yield from (item for item in judged if item[1] is not None)
+
+
+def _newest_lineage(storage: Storage, names: list[CheckpointName]) -> Lineage:
+    for name in names:
+        try:
+            return read_manifest(storage, str(name)).lineage
+        except LoadError:
+            continue
+    return ()
+
+
+def _names(storage: Storage) -> list[CheckpointName]:
+    with reading(storage.place):
+        return committed_names(storage)

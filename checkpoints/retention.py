@@ -1,0 +1,72 @@
+"""What happens to other folders once a checkpoint is committed.
+
+Nothing here may fail a save: the checkpoint stands. Removing a committed checkpoint renames it
+first, so that one that is half removed is never listed.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from checkpoints.commit import put
+from checkpoints.keep import Keep, to_remove
+from checkpoints.naming import (
+    LATEST,
+    LATEST_PREFIX,
+    CheckpointName,
+    parse_attempt,
+    parse_committed,
+)
+from checkpoints.storage import Storage
+
+
+def committed_names(storage: Storage) -> list[CheckpointName]:
+    """Names of the committed checkpoints, newest first by (generation, step)."""
+    try:
+        folders = storage.list("")
+    except FileNotFoundError:
+        return []
+    names = [name for name in map(parse_committed, folders) if name is not None]
+    return sorted(names, key=lambda name: name.age_order, reverse=True)
+
+
+def after_commit(storage: Storage, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+    """Point LATEST, remove what ``keep`` gives up and what can never be completed; notes."""
+    notes = []
+    try:
+        names = committed_names(storage)
+        _point_latest(storage, names[0])
+        for old in to_remove(names, keep) if keep is not None else ():
+            remove_committed(storage, old)
+        _remove_overtaken(storage, name)
+    except OSError as error:
+        notes.append(f"{name} is committed, but tidying up failed: {error.strerror or error}")
+    return tuple(notes)
+
+
+def remove_committed(storage: Storage, name: CheckpointName) -> None:
+    """Remove a committed checkpoint; others that do it at the same time are no trouble."""
+    try:
+        storage.rename(str(name), name.removed)
+    except FileNotFoundError:
+        return
+    storage.remove_folder(name.removed)
+
+
+def _point_latest(storage: Storage, newest: CheckpointName) -> None:
+    """For people and scripts; this package never reads it."""
+    temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"
+    put(storage, temporary, f"{newest}\n".encode("ascii"))
+    storage.rename(temporary, LATEST)
+
+
+def _remove_overtaken(storage: Storage, name: CheckpointName) -> None:
+    """Attempts of the same world at earlier steps: all its writers have gone on without them."""
+    for folder in storage.list(""):
+        attempt = parse_attempt(folder)
+        if (
+            attempt is not None
+            and (attempt.generation, attempt.nonce) == (name.generation, name.nonce)
+            and attempt.step < name.step
+        ):
+            storage.remove_folder(folder)
