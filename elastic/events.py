@@ -78,6 +78,13 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Waiting(Event):
+    """The leader waits before it forms the next world, and for what."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreTrouble(Event):
     """The store failed a call, cut a watch, or was wiped; what is done about it."""
 

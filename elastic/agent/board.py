@@ -1,0 +1,85 @@
+"""What the node's thread and torchrun's main thread both see, under one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic.coordination.records import Done, Keys, Node, World
+from elastic.errors import BudgetSpent, JobFailed
+
+
+@dataclass(frozen=True)
+class WorldEntry:
+    """The world as known, and the revision of the key that a swap must name."""
+
+    world: World | None
+    mod_revision: int
+    since_s: float
+
+
+class JobSucceeded(Exception):
+    """Not an error: the job is done, there is nothing left to do for a newcomer."""
+
+
+class Board:
+    """The node's record, the world, the job's end, and what ended the node's thread."""
+
+    def __init__(self, node: Node, keys: Keys, now: float) -> None:
+        self.changed = threading.Condition()
+        self._keys = keys
+        self.node = node
+        self.world = WorldEntry(None, 0, now)
+        self.done: Done | None = None
+        self.fatal: BaseException | None = None
+        self.store_trouble = ""  # what the store fails with at present
+
+    def change_node(self, change: Callable[[Node], Node]) -> None:
+        with self.changed:
+            self.node = change(self.node)
+            self.changed.notify_all()
+
+    def set_world(self, entry: WorldEntry) -> None:
+        with self.changed:
+            self.world = entry
+            self.changed.notify_all()
+
+    def set_world_revision(self, mod_revision: int) -> None:
+        """The key changed to something older or unreadable: what is known stands."""
+        self.set_world(replace(self.world, mod_revision=mod_revision))
+
+    def set_done(self, done: Done) -> bool:
+        """True the first time."""
+        with self.changed:
+            first, self.done = self.done is None, done
+            self.changed.notify_all()
+            return first
+
+    def fail(self, error: BaseException) -> None:
+        """The first error stays: it is the cause of the others."""
+        with self.changed:
+            if self.fatal is None:
+                self.fatal = error
+            self.changed.notify_all()
+
+    def raise_if_over(self) -> None:
+        """Raise what ended the node's thread, or the job's end."""
+        if self.fatal is not None:
+            raise self.fatal
+        if self.done is not None:
+            raise self._ended(self.done)
+
+    def raise_if_failed(self) -> None:
+        """Like :meth:`raise_if_over`, but a success lets the workers go on to their end."""
+        if self.done is None or self.done.exit_code != 0:
+            self.raise_if_over()
+
+    def _ended(self, done: Done) -> Exception:
+        if done.exit_code == 0:
+            return JobSucceeded(f"the job under {self._keys.root} is done: {done.reason}")
+        kind = BudgetSpent if done.exit_code == BudgetSpent.exit_code else JobFailed
+        return kind(
+            f"the job under {self._keys.root} has failed: {done.reason}",
+            hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it go on",
+        )

@@ -1,0 +1,313 @@
+"""torch's rendezvous handler on etcd v3: what torchrun talks to.
+
+Every method runs on torchrun's main thread; the protocol itself lives in
+:class:`~elastic.agent.service.NodeService`. What torch expects here, and the traps it sets, is
+PROTOCOL section 7.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elastic.agent import torch_private
+from elastic.agent.board import JobSucceeded
+from elastic.agent.guard import MARK, Guard, end_marked
+from elastic.agent.identity import current_process
+from elastic.agent.ports import PortReserve
+from elastic.agent.service import NodeService
+from elastic.clock import SYSTEM_CLOCK
+from elastic.config import AgentOptions, read_options
+from elastic.coordination.etcd import EtcdStore
+from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig, parse_endpoints
+from elastic.coordination.records import Keys, Node, NodeState, World
+from elastic.errors import ConfigError, CoordinationError, ElasticError, Preempted
+from elastic.telemetry.journal import Journal
+from elastic.telemetry.log import get_logger
+
+
+def create(parameters: RendezvousParameters) -> EtcdRendezvousHandler:
+    """Check the options and reach etcd; nothing is written before the first rendezvous.
+
+    Raises:
+        ConfigError: an option, endpoint or run id is wrong.
+        RendezvousConnectionError: etcd cannot be used; the cause says why.
+    """
+    options = read_options(parameters.config, os.environ)
+    keys = Keys.of(options.prefix, parameters.run_id)
+    endpoints = parse_endpoints(parameters.endpoint)
+    try:
+        store = EtcdStore(_etcd_config(endpoints, options))
+    except CoordinationError as error:
+        raise RendezvousConnectionError(str(error)) from error
+    return EtcdRendezvousHandler(parameters, options, keys, store)
+
+
+def _etcd_config(endpoints: tuple[Endpoint, ...], options: AgentOptions) -> EtcdConfig:
+    return EtcdConfig(
+        endpoints=endpoints,
+        cacert=options.cacert,
+        cert=options.cert,
+        key=options.key,
+        user=options.user,
+        password=_password(options),
+        connect_timeout_s=options.connect_timeout_s,
+    )
+
+
+def _password(options: AgentOptions) -> str | None:
+    if options.password_file is None:
+        return None
+    try:
+        return Path(options.password_file).read_text().rstrip("\r\n")
+    except OSError as error:
+        raise ConfigError(
+            f"password_file={options.password_file} cannot be read: {error.strerror}",
+            hint="name a file that holds the password and nothing else",
+        ) from None
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """One node's rendezvous; made once per torchrun process."""
+
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        options: AgentOptions,
+        keys: Keys,
+        store: EtcdStore,
+    ) -> None:
+        self._parameters = parameters
+        self._options = options
+        self._ports = PortReserve()
+        self._log = get_logger()
+        self._guard: Guard | None = None
+        self._leaving = False
+        self._closed = False
+        node = _describe_node(parameters, store)
+        os.environ[MARK] = node.node_id
+        os.environ["ELASTIC_NODE_NAME"] = node.name
+        os.environ["ELASTIC_MAX_NODES"] = str(node.max_nodes)
+        self._journal = Journal(
+            folder=os.environ.get("ELASTIC_JOURNAL"),
+            identity={"node": node.name, "node_id": node.node_id},
+        )
+        self._service = NodeService(
+            store=store,
+            keys=keys,
+            node=node,
+            options=options,
+            journal=self._journal,
+            last_contact_s=lambda: store.last_contact_s,
+        )
+        self._service.start()
+        self._handle_sigterm()
+
+    # ── torch's interface ────────────────────────────────────────────────────────────────
+
+    def get_backend(self) -> str:
+        """The name asked for: ``etcd-v3``, or ``etcd`` where that is taken over."""
+        return self._parameters.backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """False: torch prefixes an agent's store with a count that differs between agents."""
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Arrive, wait for a world with this node in it, and hand it over."""
+        agent = torch_private.calling_agent()
+        self._first_time(agent)
+        self._end_strays()
+        began = SYSTEM_CLOCK.monotonic()
+        failure = agent.failure
+        try:
+            self._service.arrive(
+                nproc=agent.nproc,
+                role=agent.role,
+                ports=self._ports.ports,
+                failure=failure.text if failure else None,
+                failure_exit_code=failure.exit_code if failure else None,
+            )
+            world = self._service.wait_for_world()
+        except (ElasticError, JobSucceeded) as error:
+            self._end(error)
+        self._ports.release(world.store_port)
+        self._tell_workers(world)
+        self._service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
+        node_id = self._service.node_id
+        return RendezvousInfo(
+            torch_private.private_store(world, node_id),
+            world.node_ids.index(node_id),
+            len(world.members),
+            RendezvousStoreInfo(world.store_host, world.store_port),
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers run a world that is no longer the newest: torch then restarts
+        them through :meth:`next_rendezvous`. (Torch's own backends report newcomers only:
+        survivors of a lost node wait for their collectives to fail, pytorch#111646.)"""
+        self._handle_sigterm()
+        try:
+            return 1 if self._service.newer_world() else 0
+        except (ElasticError, JobSucceeded) as error:
+            self._end(error)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        """Nothing: a node that fails leaves, it does not close the job for the others."""
+
+    def get_run_id(self) -> str:
+        return self._parameters.run_id
+
+    def shutdown(self) -> bool:
+        """Leave in order. torch calls this after success and after failure alike, inside a
+        ``finally``: the exception in flight tells which (torch 2.13, launcher/api.py)."""
+        if self._closed:
+            return True
+        self._closed = True
+        in_flight = sys.exc_info()[1]
+        try:
+            if in_flight is None and self._service.running is not None:
+                self._finish()
+            elif not self._leaving:
+                self._service.leave(f"{type(in_flight).__name__}", failed=True)
+        finally:
+            self._close()
+        return True
+
+    # ── the rest ─────────────────────────────────────────────────────────────────────────
+
+    def _finish(self) -> None:
+        done = self._service.finish()
+        if done is None:
+            self._log.warning(
+                "the workers of this node ended well, but etcd is out of reach: "
+                "leaving without waiting for the other nodes"
+            )
+
+    def _close(self) -> None:
+        self._service.close()
+        self._ports.close()
+        if self._guard is not None:
+            end_marked(os.environ[MARK], settle_s=0.0)
+            self._guard.release()
+        self._journal.close()
+
+    def _first_time(self, agent: torch_private.CallingAgent) -> None:
+        if self._guard is not None:
+            return
+        self._guard = Guard(os.environ[MARK])
+        parameters = self._parameters
+        if agent.max_restarts == 0 and parameters.min_nodes < parameters.max_nodes:
+            self._log.warning(
+                "--max-restarts=0 with --nnodes=%d:%d: torchrun ends this node as soon as a "
+                "worker fails, and when a node dies the workers of all others fail in their "
+                "collectives. Set --max-restarts=1000, or launch with `elastic run`, where the "
+                "failure budget ends a job that cannot succeed",
+                parameters.min_nodes,
+                parameters.max_nodes,
+            )
+
+    def _end_strays(self) -> None:
+        """What the last workers left behind (DataLoader workers of a killed trainer keep its
+        sockets open: peers would not notice its death for seconds, measured)."""
+        ended = end_marked(os.environ[MARK], grace_s=0.0, settle_s=0.0)
+        if ended:
+            self._log.info("ended %d processes that the last workers had left behind", ended)
+
+    def _tell_workers(self, world: World) -> None:
+        os.environ["ELASTIC_GENERATION"] = str(world.generation)
+        os.environ["ELASTIC_NONCE"] = world.nonce
+        os.environ["ELASTIC_LINEAGE"] = ",".join(map(str, world.lineage))
+
+    def _handle_sigterm(self) -> None:
+        """Keep SIGTERM ours: torch's handler would exit with 1 even if the workers end well.
+
+        Called again with every poll, for torch versions that ignore the variable and install
+        theirs with each start of workers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        torch_private.leave_signal_to_us("SIGTERM")
+        if signal.getsignal(signal.SIGTERM) != self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if self._leaving:
+            return
+        self._leaving = True
+        self._service.leave("SIGTERM")
+        raise SystemExit(Preempted.exit_code)
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """End this agent with a sentence and the error's exit code, not with a traceback."""
+        if isinstance(error, JobSucceeded):
+            self._log.info("%s", error)
+            raise SystemExit(0) from None
+        code = error.exit_code if isinstance(error, ElasticError) else 1
+        self._log.log(logging.ERROR, "%s", error)
+        raise SystemExit(code) from error
+
+
+def _describe_node(parameters: RendezvousParameters, store: EtcdStore) -> Node:
+    return Node(
+        node_id=secrets.token_hex(8),
+        name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
+        nproc=0,
+        role="",
+        address=parameters.local_addr or _address_towards(store.endpoint),
+        ports=(),
+        liveness_port=0,
+        process=current_process(),
+        state=NodeState.ARRIVED,
+        in_process=False,
+        min_nodes=parameters.min_nodes,
+        max_nodes=parameters.max_nodes,
+        library=importlib.metadata.version("torch-elastic-harness"),
+        torch=str(torch.__version__),
+        running=None,
+        arrived_for=0,
+        failure=None,
+        failure_exit_code=None,
+        joined_at_s=SYSTEM_CLOCK.wall(),
+    )
+
+
+def _address_towards(endpoint: Endpoint | None) -> str:
+    """This machine's address on the way to etcd: what the other nodes can most likely reach.
+
+    A connected datagram socket sends nothing; it makes the kernel choose the route. Host names
+    are not used: on many machines they resolve to 127.0.1.1 or not at all.
+    """
+    if endpoint is None:
+        return socket.gethostname()
+    host, port = endpoint.host, endpoint.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

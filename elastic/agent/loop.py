@@ -1,0 +1,366 @@
+"""The node's thread: owns its key and lease, learns the world, does a leader's duties.
+
+Fed through one inbox by watches, lease, liveness server, probes and the main thread, so no two
+things ever happen at once here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.agent.board import Board, WorldEntry
+from elastic.agent.leadership import NodesEvent, Probed
+from elastic.agent.liveness import LivenessServer
+from elastic.agent.succession import LeaderProbed, Succession
+from elastic.clock import Clock
+from elastic.config import AgentOptions
+from elastic.coordination.keyvalue import (
+    Deleted,
+    Disconnected,
+    Entry,
+    KeyValue,
+    Lease,
+    Put,
+    Reconnected,
+    Reset,
+    Watch,
+    WatchEvent,
+)
+from elastic.coordination.membership import Policy
+from elastic.coordination.records import Done, Keys, Node, World, decode, encode
+from elastic.errors import CoordinationError, ElasticError, RecordError, StoreUnreachable
+from elastic.events import JobEnded, LeaseLost, StoreTrouble
+from elastic.telemetry.journal import EventSink
+
+RETRY_S = 0.5
+IDLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class BaseEvent:
+    """Something changed under ``leader``, ``world`` or ``done``."""
+
+    event: WatchEvent
+
+
+@dataclass(frozen=True)
+class LeaseGone:
+    """The store says the lease does not exist any more."""
+
+
+@dataclass(frozen=True)
+class ConnectionClosed:
+    """A liveness connection with a named peer closed."""
+
+    node_id: str
+    was_leader: bool
+
+
+@dataclass(frozen=True)
+class ChangeNode:
+    """The main thread changes the node's record."""
+
+    change: Callable[[Node], Node]
+
+
+@dataclass(frozen=True)
+class Close:
+    """End in order."""
+
+
+class NodeLoop:
+    """The thread ``elastic-node``. Errors that end it are on the board."""
+
+    def __init__(
+        self,
+        *,
+        store: KeyValue,
+        keys: Keys,
+        options: AgentOptions,
+        policy: Policy,
+        board: Board,
+        clock: Clock,
+        journal: EventSink,
+        last_contact_s: Callable[[], float] | None,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._options = options
+        self._board = board
+        self._clock = clock
+        self._journal = journal
+        self._last_contact_s = last_contact_s
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        node = board.node
+        self._liveness = LivenessServer(
+            node.node_id,
+            node.address,
+            lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
+        )
+        self._succession = Succession(
+            store=store,
+            keys=keys,
+            options=options,
+            policy=policy,
+            board=board,
+            liveness=self._liveness,
+            clock=clock,
+            journal=journal,
+            post=self.post,
+        )
+        self._lease: Lease | None = None
+        self._registered = False  # the record in the store is ours and up to date
+        self._watch: Watch | None = None
+        self._closing = False
+        self._next_wake_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="elastic-node", daemon=True)
+
+    @property
+    def liveness_port(self) -> int:
+        return self._liveness.port
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._liveness.start()
+        self._watch = self._store.watch(
+            [self._keys.leader, self._keys.world, self._keys.done],
+            lambda event: self.post(BaseEvent(event)),
+            name="elastic-watch-world",
+        )
+        self._thread.start()
+
+    def post(self, message: object) -> None:
+        """Put into the inbox; from any thread, also from a signal handler."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """Resign, delete the node's key, end the lease, join. Idempotent."""
+        self.post(Close())
+        if self._thread.is_alive():
+            self._thread.join()
+        self._liveness.close()
+        self._succession.join_threads()
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:
+            self._board.fail(error)
+            raise
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        for message in self._take():
+            self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
+        if self._guarded(self._duties):
+            self._board.store_trouble = ""
+        self._check_contact()
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        """Run; trouble with the store is reported, and tried again."""
+        try:
+            work()
+        except RecordError as error:
+            self._on_broken_record(error)
+        except CoordinationError as error:
+            self._on_store_trouble(error)
+        else:
+            return True
+        return False
+
+    def _take(self) -> list[object]:
+        """Everything in the inbox; blocks until there is something or a deadline has come."""
+        messages: list[object] = []
+        timeout = max(0.0, self._next_wake_s - self._clock.monotonic())
+        try:
+            messages.append(self._inbox.get(timeout=timeout))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def _handle(self, message: object) -> None:
+        term = self._succession.term
+        match message:
+            case BaseEvent(event):
+                self._on_base(event)
+            case NodesEvent(event):
+                if term is not None:
+                    term.on_nodes(event, self._board.world.world)
+            case Probed():
+                if term is not None:
+                    term.on_probed(message)
+            case ConnectionClosed(node_id, was_leader):
+                self._succession.on_connection_closed(node_id, was_leader)
+            case LeaderProbed():
+                self._succession.on_probed(message)
+            case ChangeNode(change):
+                self._board.change_node(change)
+                self._registered = False
+            case LeaseGone():
+                self._on_lease_lost()
+            case Close():
+                self._closing = True
+
+    def _duties(self) -> None:
+        now = self._clock.monotonic()
+        self._next_wake_s = now + IDLE_S
+        if not self._registered and self._board.node.nproc > 0:
+            self._register()
+        self._succession.duties(self._lease if self._registered else None, now)
+        term, wake_s = self._succession.term, self._succession.wake_s
+        if wake_s is not None:
+            self._next_wake_s = min(self._next_wake_s, max(wake_s, now))
+        if term is None or self._board.done is not None:
+            return
+        written, again_s = term.lead(self._board.world, self._board.done)
+        self._next_wake_s = min(self._next_wake_s, again_s)
+        if isinstance(written, WorldEntry):
+            self._board.set_world(written)
+        elif written is not None:
+            self._set_done(written)
+
+    def _register(self) -> None:
+        if self._lease is None or self._lease.lost:
+            self._lease = self._store.lease(
+                self._options.lease_s, on_lost=lambda: self.post(LeaseGone())
+            )
+        node = self._board.node
+        self._store.put(self._keys.node(node.node_id), encode(node), lease=self._lease)
+        self._registered = True
+        if self._succession.term is not None:
+            self._succession.term.on_own_record(node, self._lease.id)
+
+    # ── what the store says ──────────────────────────────────────────────────────────────
+
+    def _on_base(self, event: WatchEvent) -> None:
+        match event:
+            case Reset(snapshot, reason):
+                self._on_reset({e.key: e for e in snapshot.entries}, reason)
+            case Put(entry) if entry.key == self._keys.leader:
+                self._succession.learn(entry)
+            case Put(entry) if entry.key == self._keys.world:
+                self._learn_world(entry)
+            case Put(entry) if entry.key == self._keys.done:
+                self._set_done(decode(Done, entry.key, entry.value))
+            case Deleted(key) if key == self._keys.leader:
+                self._succession.learn(None)
+            case Deleted(key) if key == self._keys.world:
+                self._board.set_world_revision(0)
+            case Disconnected(error):
+                self._say_trouble(StoreUnreachable(error), "training goes on; reconnecting")
+            case Reconnected():
+                self._journal.emit(StoreTrouble(error="", consequence="the store is back"))
+            case _:
+                pass
+
+    def _on_reset(self, entries: dict[str, Entry], reason: str) -> None:
+        if reason == "wiped":
+            self._journal.emit(
+                StoreTrouble(
+                    error="the store was wiped or replaced",
+                    consequence="this node registers again",
+                ),
+                level=logging.WARNING,
+            )
+            self._registered = False
+            self._succession.forget()
+        self._succession.learn(entries.get(self._keys.leader))
+        done, world = entries.get(self._keys.done), entries.get(self._keys.world)
+        if done is not None:
+            self._set_done(decode(Done, done.key, done.value))
+        if world is not None:
+            self._learn_world(world)
+        else:
+            self._board.set_world_revision(0)
+
+    def _learn_world(self, entry: Entry) -> None:
+        known = self._board.world.world
+        try:
+            world = decode(World, entry.key, entry.value)
+        except RecordError:
+            # The key can still be swapped: the next world heals it.
+            self._board.set_world_revision(entry.mod_revision)
+            raise
+        if (known is not None and world.generation < known.generation) or world == known:
+            self._board.set_world_revision(entry.mod_revision)
+        else:
+            now = self._clock.monotonic()
+            self._board.set_world(WorldEntry(world, entry.mod_revision, now))
+
+    def _set_done(self, done: Done) -> None:
+        if self._board.set_done(done):
+            self._journal.emit(
+                JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
+            )
+
+    def _on_lease_lost(self) -> None:
+        if self._lease is None or not self._lease.lost:
+            return  # an earlier lease; this node has registered again since
+        self._journal.emit(
+            LeaseLost(consequence="this node registers again under the same id"),
+            level=logging.WARNING,
+        )
+        self._registered = False
+
+    # ── trouble ──────────────────────────────────────────────────────────────────────────
+
+    def _on_broken_record(self, error: RecordError) -> None:
+        if self._board.node.running is None and self._board.world.world is None:
+            self._board.fail(error)  # a newcomer cannot do anything sensible with it
+            return
+        self._say_trouble(error, "training goes on")
+        self._next_wake_s = self._clock.monotonic() + RETRY_S
+
+    def _on_store_trouble(self, error: CoordinationError) -> None:
+        if not isinstance(error, StoreUnreachable) and self._board.node.running is None:
+            self._board.fail(error)
+            return
+        self._say_trouble(error, "training goes on; trying again")
+        self._next_wake_s = self._clock.monotonic() + RETRY_S
+
+    def _say_trouble(self, error: ElasticError, consequence: str) -> None:
+        if error.message != self._board.store_trouble:
+            self._board.store_trouble = error.message
+            self._journal.emit(
+                StoreTrouble(error=error.message, consequence=consequence), level=logging.WARNING
+            )
+
+    def _check_contact(self) -> None:
+        """Cut off for takeover_s / 2: the others may soon go on without us, so stop first."""
+        if self._last_contact_s is None or self._board.node.running is None:
+            return
+        away_s = self._clock.monotonic() - self._last_contact_s()
+        if away_s > self._options.takeover_s / 2:
+            self._board.fail(
+                StoreUnreachable(
+                    f"no contact with etcd for {away_s:.0f} s, half of takeover_s="
+                    f"{self._options.takeover_s:g}: this node stops, because the others may "
+                    "form a world without it",
+                    hint="check the network between this node and etcd, then start it again",
+                )
+            )
+
+    def _end(self) -> None:
+        """Leave the store in order: best effort, the lease does the rest."""
+        if self._watch is not None:
+            self._watch.close()
+        try:
+            self._succession.resign()
+            if self._registered:
+                self._store.delete(self._keys.node(self._board.node.node_id))
+            if self._lease is not None:
+                self._lease.close(revoke=True)
+        except CoordinationError as error:
+            self._say_trouble(error, "this node's lease will end by itself")

@@ -1,0 +1,203 @@
+"""What the leader knows of every node: keys, verdicts, failures. State without I/O.
+
+Fed with entries of the store and verdicts of probes; asked for the :class:`View` that
+``decide`` judges, and for the nodes whose liveness has to be settled first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from elastic.coordination.keyvalue import Entry
+from elastic.coordination.membership import Liveness, MissingMember, NodeView, View
+from elastic.coordination.records import Done, Keys, Member, Node, NodeState, World, decode
+from elastic.errors import RecordError
+
+RECHECK_S = 0.5  # a silent node is asked again this often
+
+
+@dataclass(frozen=True)
+class Known:
+    """A node that has, or had, a key."""
+
+    node: Node
+    lease_id: int
+    state_since_s: float
+    last_sign_s: float
+    present: bool  # its key exists
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How a node's workers ended in one generation."""
+
+    node: str
+    text: str | None
+    exit_code: int | None
+
+
+class Roster:
+    """The leader's memory of the nodes."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._known: dict[str, Known] = {}
+        self._liveness: dict[str, Liveness] = {}
+        self._unsettled: dict[str, float] = {}  # node_id -> when to ask; in question
+        self._missing_since: dict[str, float] = {}
+        self._failures: dict[int, dict[str, Failed]] = {}
+
+    def reset(self, entries: Iterable[Entry], now: float) -> list[RecordError]:
+        """The whole of ``nodes/`` anew. Returns the records that could not be read."""
+        present = {e.key for e in entries}
+        for node_id in list(self._known):
+            if self._keys.node(node_id) not in present:
+                self.delete(node_id, now)
+        return [e for entry in entries if (e := self.put(entry, now)) is not None]
+
+    def put(self, entry: Entry, now: float) -> RecordError | None:
+        """A node key was written. A record that cannot be read leaves the rest unharmed."""
+        try:
+            node = decode(Node, entry.key, entry.value)
+        except RecordError as error:
+            return error
+        before = self._known.get(node.node_id)
+        same_state = before is not None and before.present and before.node.state == node.state
+        since = before.state_since_s if before is not None and same_state else now
+        self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
+        self._missing_since.pop(node.node_id, None)
+        if self._liveness.get(node.node_id) is not Liveness.DEAD:
+            self._liveness[node.node_id] = Liveness.ALIVE
+            self._unsettled.pop(node.node_id, None)
+        self._remember_failure(node)
+        return None
+
+    def _remember_failure(self, node: Node) -> None:
+        if node.state is NodeState.ARRIVED and node.failure_exit_code is not None:
+            failed = Failed(node.name, node.failure, node.failure_exit_code)
+            self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
+
+    def delete(self, node_id: str, now: float) -> None:
+        """A node key is gone: a suspicion."""
+        known = self._known.get(node_id)
+        if known is not None:
+            self._known[node_id] = replace(known, present=False)
+        self._missing_since[node_id] = now
+        self.doubt(node_id, now)
+
+    def doubt(self, node_id: str, now: float) -> None:
+        """Something speaks against this node's life: settle it before deciding."""
+        if self._liveness.get(node_id) is not Liveness.DEAD:
+            self._unsettled[node_id] = now
+
+    def settle(self, node_id: str, liveness: Liveness, now: float) -> bool:
+        """A probe's verdict. True if it changed what is known."""
+        before = self._liveness.get(node_id, Liveness.ALIVE)
+        if before is Liveness.DEAD:
+            return False
+        self._liveness[node_id] = liveness
+        self._unsettled.pop(node_id, None)
+        if liveness is Liveness.ALIVE:
+            self._touch(node_id, now)
+        return liveness is not before
+
+    def _touch(self, node_id: str, now: float) -> None:
+        known = self._known.get(node_id)
+        if known is not None:
+            self._known[node_id] = replace(known, last_sign_s=now)
+        if node_id in self._missing_since:
+            self._missing_since[node_id] = now
+
+    def knows(self, node_id: str) -> Known | None:
+        return self._known.get(node_id)
+
+    def unsettled(self) -> frozenset[str]:
+        """Nodes in question; nothing is decided before they are settled."""
+        return frozenset(self._unsettled)
+
+    def silent(self) -> tuple[str, ...]:
+        """Nodes to ask again from time to time: silent, or alive without a key."""
+        return tuple(
+            node_id
+            for node_id, liveness in self._liveness.items()
+            if liveness is Liveness.SUSPECT
+            or (liveness is Liveness.ALIVE and node_id in self._missing_since)
+        )
+
+    def doubt_members_without_key(self, world: World | None, now: float) -> None:
+        """Members this leader has never seen a key of: ask them."""
+        for member in world.members if world is not None else ():
+            known = self._known.get(member.node_id)
+            if (known is None or not known.present) and member.node_id not in self._missing_since:
+                self._missing_since[member.node_id] = now
+                self.doubt(member.node_id, now)
+
+    def doubt_others(self, world: World, but: str, now: float) -> None:
+        """A member failed: perhaps because another one died."""
+        for member in world.members:
+            if member.node_id != but:
+                self.doubt(member.node_id, now)
+
+    def unregistered(self, world: World | None) -> tuple[str, ...]:
+        """Members that answer without having a key that we ever saw: they will register."""
+        return tuple(
+            m.node_id
+            for m in (world.members if world is not None else ())
+            if m.node_id not in self._known and self._liveness.get(m.node_id) is Liveness.ALIVE
+        )
+
+    def forget_strangers(self, world: World | None) -> None:
+        """Drop nodes without a key that the world does not name."""
+        members = world.node_ids if world is not None else ()
+        for node_id in [n for n in self._missing_since if n not in members]:
+            for memory in (self._known, self._liveness, self._unsettled, self._missing_since):
+                memory.pop(node_id, None)
+
+    def highest_running(self) -> World | None:
+        """The newest world that any node says it runs."""
+        running = [
+            k.node.running for k in self._known.values() if k.present and k.node.running is not None
+        ]
+        return max(running, key=lambda world: world.generation, default=None)
+
+    def failures_in(self, generation: int) -> tuple[Failed, ...]:
+        return tuple(self._failures.get(generation, {}).values())
+
+    def view(
+        self,
+        world: World | None,
+        world_since_s: float,
+        *,
+        done: Done | None,
+        cooling: Mapping[str, float],
+    ) -> View:
+        """Everything for ``decide``."""
+        nodes, missing = [], []
+        members = {m.node_id: m for m in world.members} if world is not None else {}
+        for node_id, known in self._known.items():
+            liveness = self._liveness.get(node_id, Liveness.ALIVE)
+            # A live answer overrules a vanished key: the node will write it again.
+            if known.present or (node_id in members and liveness is Liveness.ALIVE):
+                nodes.append(
+                    NodeView(node=known.node, liveness=liveness, state_since_s=known.state_since_s)
+                )
+        seen = {n.node.node_id for n in nodes}
+        for node_id, member in members.items():
+            if node_id not in seen:
+                missing.append(self._missing(member, world_since_s))
+        return View(
+            world=world,
+            world_since_s=world_since_s,
+            nodes=tuple(nodes),
+            missing=tuple(missing),
+            done=done,
+            cooling=cooling,
+        )
+
+    def _missing(self, member: Member, world_since_s: float) -> MissingMember:
+        return MissingMember(
+            member=member,
+            proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
+            last_sign_s=self._missing_since.get(member.node_id, world_since_s),
+        )

@@ -1,0 +1,257 @@
+"""The node's side of the protocol as torchrun's main thread sees it.
+
+Arrive, wait for a world, enter it, ask whether there is a newer one, leave or finish. The work
+happens on the thread of :mod:`elastic.agent.loop`; the two meet on the board.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from elastic.agent.board import Board
+from elastic.agent.loop import ChangeNode, NodeLoop
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.config import AgentOptions
+from elastic.coordination.keyvalue import Entry, KeyValue
+from elastic.coordination.membership import Policy, refusal
+from elastic.coordination.records import Done, Keys, Node, NodeState, World, WorldState, decode
+from elastic.errors import JoinTimeout, NodeRefused, RecordError
+from elastic.events import NodeArrived, NodeLeaving, WorldEntered
+from elastic.telemetry.journal import EventSink
+
+# Main-thread waits are sliced so that signal handlers run.
+SLICE_S = 0.2
+# After this long without the store a node whose workers ended well no longer waits for others.
+FINISH_WITHOUT_STORE_S = 30.0
+
+
+class NodeService:
+    """One node of the job. Start once, close once."""
+
+    def __init__(
+        self,
+        *,
+        store: KeyValue,
+        keys: Keys,
+        node: Node,
+        options: AgentOptions,
+        journal: EventSink,
+        clock: Clock = SYSTEM_CLOCK,
+        last_contact_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._options = options
+        self._journal = journal
+        self._clock = clock
+        self._board = Board(node, keys, clock.monotonic())
+        self._loop = NodeLoop(
+            store=store,
+            keys=keys,
+            options=options,
+            policy=Policy(
+                min_nodes=node.min_nodes,
+                max_nodes=node.max_nodes,
+                last_call_s=options.last_call_s,
+                join_window_s=options.join_window_s,
+                join_timeout_s=options.join_timeout_s,
+                takeover_s=options.takeover_s,
+            ),
+            board=self._board,
+            clock=clock,
+            journal=journal,
+            last_contact_s=last_contact_s,
+        )
+
+    @property
+    def node_id(self) -> str:
+        return self._board.node.node_id
+
+    @property
+    def running(self) -> World | None:
+        """The world that this node's workers run."""
+        return self._board.node.running
+
+    def start(self) -> None:
+        """Listen and begin to learn; the node registers with its first arrival."""
+        port = self._loop.liveness_port
+        self._board.change_node(lambda node: replace(node, liveness_port=port))
+        self._loop.start()
+
+    def arrive(
+        self,
+        *,
+        nproc: int,
+        role: str,
+        ports: tuple[int, ...],
+        failure: str | None,
+        failure_exit_code: int | None,
+    ) -> None:
+        """Say that this node waits for a world, and why it left the last one.
+
+        Raises:
+            NodeRefused: this node cannot mix with the job.
+            CoordinationError: the store cannot be asked.
+        """
+        node = self._board.node
+        if node.running is None:
+            self._refuse_if_it_cannot_mix(node)
+        after = node.running.generation if node.running else node.arrived_for
+        self._journal.emit(NodeArrived(after_generation=after, failure=failure))
+        self._change(
+            lambda node: replace(
+                node,
+                nproc=nproc,
+                role=role,
+                ports=ports,
+                state=NodeState.ARRIVED,
+                running=None,
+                arrived_for=after,
+                failure=failure,
+                failure_exit_code=failure_exit_code,
+            )
+        )
+
+    def _refuse_if_it_cannot_mix(self, node: Node) -> None:
+        entry = self._store.get(self._keys.world)
+        others = self._store.list(self._keys.nodes).entries
+        world = decode(World, entry.key, entry.value) if entry is not None else None
+        reference = _reference(world, others, but=node.node_id)
+        said = refusal(node, reference) if reference is not None else None
+        if said is not None:
+            raise NodeRefused(
+                f"node {node.name} cannot join {self._keys.root}: {said}",
+                hint="start it with the same --nnodes and library version as the others, "
+                "or use another --rdzv-id",
+            )
+
+    def wait_for_world(self) -> World:
+        """Block until this node is in a world that it has not run yet.
+
+        Raises:
+            JoinTimeout: none within ``join_timeout_s``, and no healthy world that is full.
+            JobFailed, BudgetSpent: the job has ended without success.
+            JobSucceeded: it has ended with success.
+        """
+        board = self._board
+        deadline = self._clock.monotonic() + self._options.join_timeout_s
+        with board.changed:
+            while True:
+                board.raise_if_over()
+                world = board.world.world
+                if world is not None and self._is_for_us(world):
+                    return world
+                now = self._clock.monotonic()
+                if self._is_spare(world):
+                    deadline = now + self._options.join_timeout_s
+                if now >= deadline:
+                    raise self._join_timeout(world)
+                board.changed.wait(min(SLICE_S, deadline - now))
+
+    def _is_for_us(self, world: World) -> bool:
+        return (
+            world.state is WorldState.ACTIVE
+            and self.node_id in world.node_ids
+            and world.generation > self._board.node.arrived_for
+        )
+
+    def _is_spare(self, world: World | None) -> bool:
+        """A healthy world without room for us: a spare waits for as long as it takes."""
+        return (
+            world is not None
+            and world.state is WorldState.ACTIVE
+            and self.node_id not in world.node_ids
+            and len(world.members) >= world.max_nodes
+        )
+
+    def _join_timeout(self, world: World | None) -> JoinTimeout:
+        node = self._board.node
+        standing = f"the last world: {world.reason}" if world else "no world was ever formed"
+        trouble = f"; the store: {self._board.store_trouble}" if self._board.store_trouble else ""
+        return JoinTimeout(
+            f"no world with this node within join_timeout_s={self._options.join_timeout_s:g} "
+            f"under {self._keys.root} (min {node.min_nodes}, max {node.max_nodes}; "
+            f"{standing}{trouble})",
+            hint="start more nodes with the same --rdzv-id, lower the minimum of --nnodes, "
+            "or raise join_timeout_s",
+        )
+
+    def enter(self, world: World, *, waited_s: float) -> None:
+        """The main thread hands ``world`` to its workers."""
+        self._journal.emit(
+            WorldEntered(
+                generation=world.generation,
+                first_rank=world.first_rank_of(self.node_id),
+                size=world.size,
+                waited_s=waited_s,
+            )
+        )
+        self._change(
+            lambda node: replace(
+                node,
+                state=NodeState.STARTING,
+                running=world,
+                failure=None,
+                failure_exit_code=None,
+            )
+        )
+
+    def newer_world(self) -> bool:
+        """Whether the workers of this node run a world that is no longer the newest.
+
+        Raises like :meth:`wait_for_world` once the job has failed.
+        """
+        with self._board.changed:
+            self._board.raise_if_failed()
+            world, running = self._board.world.world, self.running
+        return world is not None and running is not None and world.generation > running.generation
+
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Tell the others to go on without this node. Safe in a signal handler."""
+        state = NodeState.FAILED if failed else NodeState.LEAVING
+        self._loop.post(ChangeNode(lambda node: replace(node, state=state)))
+        self._journal.emit(NodeLeaving(reason=reason))
+
+    def finish(self) -> Done | None:
+        """This node's workers ended well: wait until every live member's have.
+
+        None if the store was out of reach for too long to tell.
+        """
+        self._change(lambda node: replace(node, state=NodeState.FINISHED))
+        board, trouble_since_s = self._board, None
+        with board.changed:
+            while board.done is None:
+                if board.fatal is not None or not self._loop.alive:
+                    return None
+                now = self._clock.monotonic()
+                trouble_since_s = (trouble_since_s or now) if board.store_trouble else None
+                if trouble_since_s is not None and now - trouble_since_s > FINISH_WITHOUT_STORE_S:
+                    return None
+                board.changed.wait(SLICE_S)
+            return board.done
+
+    def close(self) -> None:
+        """Leave the store in order: resign, delete the node's key, end the lease. Idempotent."""
+        self._loop.close()
+        self._store.close()
+
+    def _change(self, change: Callable[[Node], Node]) -> None:
+        """Change the record now, for this thread's own eyes, and have it published."""
+        self._board.change_node(change)
+        self._loop.post(ChangeNode(lambda node: node))
+
+
+def _reference(world: World | None, entries: tuple[Entry, ...], *, but: str) -> World | Node | None:
+    """Whose min, max and version count: the world's while any of its members lives, else those
+    of the node that came first. Broken records do not count."""
+    nodes = []
+    for entry in entries:
+        try:
+            nodes.append(decode(Node, entry.key, entry.value))
+        except RecordError:
+            continue
+    if world is not None and any(n.node_id in world.node_ids for n in nodes):
+        return world
+    others = (n for n in nodes if n.node_id != but)
+    return min(others, key=lambda n: (n.joined_at_s, n.node_id), default=None)

@@ -1,0 +1,212 @@
+"""This node's view of leadership: follow the leader, notice its death, stand in its place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.agent.board import Board
+from elastic.agent.leadership import Leadership
+from elastic.agent.liveness import LivenessServer, Verdict, probe
+from elastic.clock import Clock
+from elastic.config import AgentOptions
+from elastic.coordination import leader as leader_key
+from elastic.coordination.keyvalue import Entry, KeyValue, Lease
+from elastic.coordination.leader import LeaderEntry
+from elastic.coordination.membership import Liveness, Policy
+from elastic.coordination.records import Keys, Leader, NodeState, decode
+from elastic.events import LeaderChanged
+from elastic.telemetry.journal import EventSink
+
+FOLLOW_AGAIN_S = 0.5
+_ON_THE_WAY_OUT = (NodeState.LEAVING, NodeState.FAILED)
+
+
+@dataclass(frozen=True)
+class LeaderProbed:
+    """The connection to the leader closed; this is what asking it said."""
+
+    entry: LeaderEntry
+    verdict: Verdict
+
+
+class Succession:
+    """Owned by the node's thread; only the probe of a leader runs elsewhere and posts back."""
+
+    def __init__(
+        self,
+        *,
+        store: KeyValue,
+        keys: Keys,
+        options: AgentOptions,
+        policy: Policy,
+        board: Board,
+        liveness: LivenessServer,
+        clock: Clock,
+        journal: EventSink,
+        post: Callable[[object], None],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._options = options
+        self._policy = policy
+        self._board = board
+        self._liveness = liveness
+        self._clock = clock
+        self._journal = journal
+        self._post = post
+        self._entry: LeaderEntry | None = None
+        self._absent_since_s = clock.monotonic()
+        self._follow_at_s: float | None = None
+        self._probing: threading.Thread | None = None
+        self.term: Leadership | None = None
+
+    @property
+    def _my_id(self) -> str:
+        return self._board.node.node_id
+
+    def learn(self, entry: Entry | None) -> None:
+        """The leader key changed (None: it is gone)."""
+        if entry is None:
+            self._set(None)
+            return
+        if self._entry is not None and entry.mod_revision < self._entry.mod_revision:
+            return  # an older event than what this node wrote itself
+        self._set(LeaderEntry(decode(Leader, entry.key, entry.value), entry.mod_revision))
+
+    def forget(self) -> None:
+        """The store was wiped: nothing known of leadership holds."""
+        self._set(None)
+
+    def duties(self, lease: Lease | None, now: float) -> None:
+        """Stand for an absent leader; hand over a term outside the world; follow again."""
+        if self._entry is None and lease is not None:
+            self._stand(lease, now)
+        if self.term is not None:
+            self._hand_over_if_outside(self.term)
+        if self._follow_at_s is not None and now >= self._follow_at_s:
+            self._follow_at_s = None
+            if self._entry is not None:
+                leader = self._entry.leader
+                self._liveness.follow(leader.node_id, leader.address, leader.liveness_port)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When ``duties`` has something to do again."""
+        if self._entry is None:
+            return self._absent_since_s + 2 * self._options.lease_s
+        return self._follow_at_s
+
+    def _stand(self, lease: Lease, now: float) -> None:
+        node = self._board.node
+        if node.state in _ON_THE_WAY_OUT or not leader_key.may_campaign(
+            self._board.world.world,
+            node.node_id,
+            absent_for_s=now - self._absent_since_s,
+            patience_s=2 * self._options.lease_s,
+        ):
+            return
+        me = Leader(node_id=node.node_id, address=node.address, liveness_port=node.liveness_port)
+        won = leader_key.campaign(self._store, self._keys, me, lease)
+        if won is not None:
+            self._set(won)
+
+    def _set(self, entry: LeaderEntry | None) -> None:
+        before = self._entry.leader.node_id if self._entry else None
+        after = entry.leader.node_id if entry else None
+        if entry is None and self._entry is not None:
+            self._absent_since_s = self._clock.monotonic()
+        self._entry = entry
+        if before == after:
+            return
+        self._journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
+        self._follow_at_s = None
+        if after != self._my_id:
+            self.end_term()
+        if entry is None or after == self._my_id:
+            self._liveness.unfollow()
+        else:
+            leader = entry.leader
+            self._liveness.follow(leader.node_id, leader.address, leader.liveness_port)
+        if after == self._my_id:
+            self._begin_term()
+
+    def _begin_term(self) -> None:
+        self.end_term()
+        self.term = Leadership(
+            store=self._store,
+            keys=self._keys,
+            options=self._options,
+            policy=self._policy,
+            process=self._board.node.process,
+            clock=self._clock,
+            journal=self._journal,
+            post=self._post,
+        )
+
+    def end_term(self) -> None:
+        term, self.term = self.term, None
+        if term is not None:
+            term.close()
+
+    def _hand_over_if_outside(self, term: Leadership) -> None:
+        """A leader outside the world hands leadership to a member."""
+        world, entry = self._board.world.world, self._entry
+        if world is None or entry is None or self._my_id in world.node_ids:
+            return
+        for node_id in world.node_ids:
+            known = term.roster.knows(node_id)
+            if known is None or not known.present or known.node.state in _ON_THE_WAY_OUT:
+                continue
+            handed = leader_key.hand_over(
+                self._store, self._keys, entry, known.node, known.lease_id
+            )
+            if handed is not None:
+                self._set(handed)
+            return
+
+    def on_connection_closed(self, node_id: str, was_leader: bool) -> None:
+        """A liveness connection closed: a suspicion, to be probed."""
+        if self.term is not None and not was_leader:
+            self.term.on_closed(node_id)
+        entry = self._entry
+        if not was_leader or entry is None or entry.leader.node_id != node_id:
+            return
+        if self._probing is None or not self._probing.is_alive():
+            self._probing = threading.Thread(
+                target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
+            )
+            self._probing.start()
+
+    def _probe(self, entry: LeaderEntry) -> None:
+        leader = entry.leader
+        verdict = probe(
+            leader.address,
+            leader.liveness_port,
+            leader.node_id,
+            timeout_s=self._options.probe_s,
+        )
+        self._post(LeaderProbed(entry, verdict))
+
+    def on_probed(self, probed: LeaderProbed) -> None:
+        """Dead: delete its key, so that somebody takes its place at once."""
+        if self._entry != probed.entry:
+            return
+        if probed.verdict.liveness is Liveness.DEAD:
+            leader_key.depose(self._store, self._keys, probed.entry)
+            self._set(None)
+            return
+        # Silent: its lease decides, and meanwhile we try to hold the connection again.
+        self._follow_at_s = self._clock.monotonic() + FOLLOW_AGAIN_S
+
+    def resign(self) -> None:
+        """End the term and free the key."""
+        self.end_term()
+        if self._entry is not None and self._entry.leader.node_id == self._my_id:
+            leader_key.depose(self._store, self._keys, self._entry)
+
+    def join_threads(self) -> None:
+        if self._probing is not None:
+            self._probing.join()

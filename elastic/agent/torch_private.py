@@ -1,0 +1,148 @@
+"""Every private name of torch that this package leans on, and nothing else.
+
+Checked against torch 2.11 to 2.13 (``torch/distributed/elastic``); the contract test
+``tests/contract/test_torch_private.py`` fails where a torch version differs, and at run time
+a clear error names what is missing.
+
+- the handler registry's dictionary, to take over the literal ``etcd``;
+- the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
+  interface does not say how many workers the node has, nor how the last ones ended;
+- the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
+  private in-process store, no peer can fail rank assignment or hold up the exit;
+- the environment variable by which torch decides which signals it handles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+from elastic.coordination.records import World
+from elastic.errors import ConfigError
+
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_ROLE_INFO = "torchelastic/role_info/"
+_ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+_EXIT_BARRIER_MEMBERS = "torchelastic/agent/terminal_state/num_members"
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How a node's workers ended."""
+
+    text: str | None  # the exception, where the worker wrote torch's error file
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class CallingAgent:
+    """What the torchrun agent that calls the handler knows."""
+
+    nproc: int
+    role: str
+    max_restarts: int
+    worker_pids: tuple[int, ...]  # of the workers that have just ended; empty before the first
+    failure: WorkerFailure | None
+
+
+def replace_handler(name: str, creator: Callable[[Any], Any]) -> None:
+    """Register ``creator`` under ``name``, whatever is registered there."""
+    registry = getattr(rendezvous_handler_registry, "_registry", None)
+    if not isinstance(registry, dict):
+        raise _differs("RendezvousHandlerRegistry._registry")
+    registry[name] = creator
+
+
+def leave_signal_to_us(name: str) -> None:
+    """Have torch's next ``PContext.start`` leave the signal ``name`` alone."""
+    handled = os.environ.get(SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    rest = [s for s in handled.split(",") if s.strip() and s.strip() != name]
+    os.environ[SIGNALS_VARIABLE] = ",".join(rest)
+
+
+def calling_agent() -> CallingAgent:
+    """The agent on this thread's call stack.
+
+    Raises:
+        ConfigError: ``next_rendezvous`` was not called by torchrun's agent, or by one whose
+            internals this module does not know.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    agent: Any = None
+    failures: Any = None
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_rendezvous" and "worker_group" in frame.f_locals:
+            agent = frame.f_locals.get("self")
+        if name == "_invoke_run" and frame.f_locals.get("self") is agent and agent is not None:
+            failures = frame.f_locals.get("run_result")
+            break
+        frame = frame.f_back
+    if agent is None:
+        raise ConfigError(
+            "next_rendezvous() was not called by torchrun's agent",
+            hint="launch with torchrun, `elastic run` or torch.distributed.launcher; "
+            f"torch {torch.__version__} may also differ from the versions this was built for "
+            "(2.11 to 2.13)",
+        )
+    return _describe(agent, failures)
+
+
+def _describe(agent: Any, run_result: Any) -> CallingAgent:
+    try:
+        spec = agent._worker_group.spec
+        context = agent._pcontext
+        return CallingAgent(
+            nproc=int(spec.local_world_size),
+            role=str(spec.role),
+            max_restarts=int(spec.max_restarts),
+            worker_pids=tuple(context.pids().values()) if context is not None else (),
+            failure=_first_failure(run_result),
+        )
+    except AttributeError as error:
+        raise _differs(str(error)) from error
+
+
+def _first_failure(run_result: Any) -> WorkerFailure | None:
+    failures = list(getattr(run_result, "failures", {}).values())
+    if not failures:
+        return None
+    first = min(failures, key=lambda failure: int(failure.timestamp))
+    written = first.error_file_data.get("message", "")
+    text = written.get("message", "") if isinstance(written, dict) else ""
+    return WorkerFailure(text=str(text) or None, exit_code=int(first.exitcode))
+
+
+def private_store(world: World, node_id: str) -> HashStore:
+    """A store of this process alone that already holds what the peers would have written."""
+    store = HashStore()
+    role_sizes: dict[str, int] = {}
+    for member in world.members:
+        role_sizes[member.role] = role_sizes.get(member.role, 0) + member.nproc
+    rank, role_ranks = 0, dict.fromkeys(role_sizes, 0)
+    for index, member in enumerate(world.members):
+        role = {"role": member.role, "rank": index, "local_world_size": member.nproc}
+        store.set(f"{_ROLE_INFO}{index}", json.dumps(role))
+        ranks = [rank, world.size, role_ranks[member.role], role_sizes[member.role]]
+        store.set(f"{_ASSIGNED_RANKS}{index}", json.dumps(ranks))
+        rank += member.nproc
+        role_ranks[member.role] += member.nproc
+    if len(world.members) > 1:
+        store.add(_EXIT_BARRIER_MEMBERS, len(world.members) - 1)
+    return store
+
+
+def _differs(what: str) -> ConfigError:
+    return ConfigError(
+        f"torch {torch.__version__} lacks what the rendezvous handler needs: {what}",
+        hint="use a torch between 2.11 and 2.13, or a newer torch-elastic-harness",
+    )
