@@ -8,18 +8,18 @@ weight) is computed here from the same plan, and never travels through data work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.plan import Position
 from elastic.training.randomness import derive_seed
 from elastic.training.sampler import ElasticSampler, RankStep
 from elastic.training.seeding import SeededBatch, preserved_generators
-from elastic.training.source import describe, over_batches
+from elastic.training.source import ReplacedBatches, Source, describe, over_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,12 @@ class ElasticLoader:
         self.plan = self.sampler.plan
         self.micro_batch = micro_batch
         self._seed = seed
-        batches = _MicroBatches(self.sampler, micro_batch, seed)
+        self._batches = _MicroBatches(source, self.sampler, micro_batch, seed)
         inner = loader if dataloader is None else dataloader
         assert isinstance(inner, DataLoader)
-        self._inner = over_batches(inner, batches, self.sampler, in_place=dataloader is not None)
+        self._inner = over_batches(
+            inner, self._batches, self.sampler, in_place=dataloader is not None
+        )
         self._outer: Iterable[Any] = self._inner if dataloader is None else loader
         self._given = loader
         self._drive = drive or _alone
@@ -185,7 +187,8 @@ class ElasticLoader:
         self._inner.generator.manual_seed(
             derive_seed(self._seed, self.position.epoch, self.position.step, rank)
         )
-        return self._matched(infos, iter(self._outer))
+        times_read = self._batches.times_read
+        return self._matched(infos, iter(self._outer), times_read)
 
     def _infos(self, parts: Iterator[RankStep]) -> Iterator[BatchInfo]:
         last = self.plan.steps - 1
@@ -194,19 +197,21 @@ class ElasticLoader:
                 yield BatchInfo(part, number, part.step == last)
 
     def _matched(
-        self, infos: Iterator[BatchInfo], batches: Iterator[Any]
+        self, infos: Iterator[BatchInfo], batches: Iterator[Any], times_read: int
     ) -> Iterator[tuple[BatchInfo, Any]]:
         for info in infos:
             with self._read_here():
                 batch = next(batches, _NOTHING)
             if batch is _NOTHING:
                 raise self._mismatch(f"ended before step {info.step} of epoch {info.epoch}")
+            if self._batches.times_read == times_read:
+                raise self._mismatch("does not read the DataLoader that was named")
             yield info, batch
         with self._read_here():
             if next(batches, _NOTHING) is not _NOTHING:
                 raise self._mismatch("went on after the last step of the epoch")
 
-    def _read_here(self) -> Any:
+    def _read_here(self) -> AbstractContextManager[None]:
         """Reading without workers seeds the generators of this process; they are the user's."""
         return nullcontext() if self._inner.num_workers else preserved_generators()
 
@@ -236,15 +241,20 @@ class _DrivenSampler(ElasticSampler):
         """Ignored, so that scripts may keep the call: the loop over ``run.epochs`` says it."""
 
 
-class _MicroBatches(Sampler[list[int]]):
+class _MicroBatches(ReplacedBatches):
     """The batch sampler in the user's DataLoader: this rank's micro-batches, with their seeds."""
 
-    def __init__(self, sampler: ElasticSampler, micro_batch: int | None, seed: int) -> None:
+    def __init__(
+        self, source: Source, sampler: ElasticSampler, micro_batch: int | None, seed: int
+    ) -> None:
+        super().__init__(source)
         self.sampler = sampler
+        self.times_read = 0
         self._micro_batch = micro_batch
         self._seed = seed
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.times_read += 1
         steps = self.sampler.steps(self._micro_batch)  # taken now; the rest is read ahead
         return (
             SeededBatch(micro.indices or (micro.filler,), self._seed, part.epoch)

@@ -66,6 +66,10 @@ class ElasticSampler(DistributedSampler[int]):
     last step when it is not full. Without ``num_replicas`` and ``rank`` the process group is
     asked, and without a process group the world is this process.
 
+    Alone, with ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
+    is this rank's part of one step. The last step of an epoch is smaller, and where it has fewer
+    samples than there are ranks some get no batch of it: ``drop_last`` avoids both.
+
     To resume, save :meth:`state_dict` after :meth:`advance` at the end of each step, and load it
     before iterating. ``len()`` is this rank's samples in a whole epoch, wherever it stands, so
     that schedules computed from it do not depend on a resume.
@@ -98,6 +102,12 @@ class ElasticSampler(DistributedSampler[int]):
     def position(self) -> Position:
         """The epoch, and how many of its steps are done."""
         return Position(self.epoch, self.step)
+
+    @property
+    def rank_batch(self) -> int:
+        """This rank's samples of a full step: the ``batch_size`` that gives one batch per step."""
+        start, stop = self.plan.share(0, self.plan.global_batch, self.rank, self.num_replicas)
+        return stop - start
 
     def seek(self, position: Position) -> None:
         """Go on at ``position``. ``step`` may be the number of steps: the epoch is done."""
@@ -180,11 +190,9 @@ class ElasticSampler(DistributedSampler[int]):
 
     def _kinds_of_share(self) -> Iterator[Span]:
         """Spans as long, together, as this rank's part of an epoch; not one per step."""
-        plan = self.plan
-        full, tail = divmod(plan.samples, plan.global_batch)
-        start, stop = plan.share(0, plan.global_batch, self.rank, self.num_replicas)
-        yield 0, full * (stop - start)
-        yield plan.share(0, tail, self.rank, self.num_replicas)
+        full, tail = divmod(self.plan.samples, self.plan.global_batch)
+        yield 0, full * self.rank_batch
+        yield self.plan.share(0, tail, self.rank, self.num_replicas)
 
     def _steps(
         self, position: Position, rank: int, world: int, micro_batch: int | None
@@ -200,8 +208,7 @@ class ElasticSampler(DistributedSampler[int]):
             step = chunk.stop
 
     def _chunk(self, step: int, rank: int, world: int) -> range:
-        start, stop = self.plan.share(0, self.plan.global_batch, rank, world)
-        steps = max(1, _READ_AHEAD // (stop - start + 1))
+        steps = max(1, _READ_AHEAD * world // self.plan.global_batch)
         return range(step, min(step + steps, self.plan.steps))
 
     def _read_positions(self, step: int, rank: int, world: int) -> Int64s:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,13 @@ class Source:
     global_batch: int | None = None  # None: the loader names none
 
 
+class ReplacedBatches(Sampler[list[int]]):
+    """Batches of ours in a user's loader, which remember what it said before."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+
 def describe(loader: object) -> Source:
     """Read a loader's order and batch size.
 
@@ -46,7 +52,8 @@ def describe(loader: object) -> Source:
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"not a DataLoader: {type(loader).__name__}",
-            hint="when it wraps one, name it: run.loader(wrapper, dataloader=inner)",
+            hint="pass the DataLoader; one that is wrapped is named beside its wrapper: "
+            "run.loader(wrapper, dataloader=inner)",
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
@@ -54,6 +61,8 @@ def describe(loader: object) -> Source:
             hint=f"give the dataset __len__ and __getitem__, {_GENERATE}",
         )
     batches = loader.batch_sampler
+    if isinstance(batches, ReplacedBatches):
+        return batches.source  # changed in place before, and given to us again
     if type(batches) is not BatchSampler:
         raise ConfigError(
             f"the loader's batches come from {type(batches).__name__}, which cannot be dealt out",
@@ -102,7 +111,7 @@ def _check_reads_all(sampler: Any, dataset: Any) -> None:
 
 def over_batches(
     loader: DataLoader[Any],
-    batches: Iterable[list[int]],
+    batches: Sampler[list[int]],
     sampler: Sampler[int],
     *,
     in_place: bool = False,
