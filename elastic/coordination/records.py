@@ -27,6 +27,10 @@ _UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
 _FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
 _FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
 
+# A hostile value must not fill the log, nor recurse too deep to be shown.
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 120
+
 
 class NodeState(str, Enum):
     """Where a node stands (PROTOCOL section 1)."""
@@ -288,8 +292,7 @@ def _broken(key: str, what: str) -> RecordError:
 
 
 def _wrong(key: str, path: str, value: Any, expected: str) -> RecordError:
-    # reprlib: a hostile value must not fill the log, nor recurse too deep to be shown.
-    return _broken(key, f"has {path}={reprlib.repr(value)}, expected {expected}")
+    return _broken(key, f"has {path}={_shown.repr(value)}, expected {expected}")
 
 
 @functools.cache
@@ -301,7 +304,7 @@ def _build(cls: type, data: dict[str, Any], key: str, path: str) -> Any:
     hints = _types(cls)
     known = {f.name for f in fields(cls)}
     if "version" in known and data.get("version", RECORD_VERSION) != RECORD_VERSION:
-        version = reprlib.repr(data["version"])
+        version = _shown.repr(data["version"])
         raise RecordError(
             f"{key}: record version {version}, this library reads {RECORD_VERSION}",
             hint="run the same version of torch-elastic-harness on every node, "
@@ -310,7 +313,7 @@ def _build(cls: type, data: dict[str, Any], key: str, path: str) -> Any:
     unknown, missing = sorted(set(data) - known), sorted(known - set(data))
     if unknown or missing:
         said = [
-            f"{word} {', '.join(map(reprlib.repr, names))}"
+            f"{word} {', '.join(map(_shown.repr, names))}"
             for word, names in (("unknown", unknown), ("missing", missing))
             if names
         ]
@@ -327,7 +330,7 @@ def _nonsense(record: object) -> str | None:
         case Member(nproc=nproc) | Node(nproc=nproc) if nproc < 1:
             return f"nproc={nproc}, expected at least 1"
         case Node(ports=ports) if not ports or not all(0 <= p < 65536 for p in ports):
-            return f"ports={reprlib.repr(list(ports))}, expected at least one, each below 65536"
+            return f"ports={_shown.repr(list(ports))}, expected at least one, each below 65536"
         case Node(min_nodes=low, max_nodes=high) | World(min_nodes=low, max_nodes=high) if not (
             1 <= low <= high
         ):

@@ -126,8 +126,8 @@ class Succession:
         if not joining:
             return Wait(reason=f"{self._waiting(newcomers.eligible)}: the world is full")
         if late := [n for n in survivors if not self._took_up(n.node)]:
-            generation = self.world.generation
-            reason = f"{self._waiting(joining)} until {names(late)} runs generation {generation}"
+            plan = f"{names(late)} {verb(late, 'run')} generation {self.world.generation}"
+            reason = f"{self._waiting(joining)} until {plan}"
             return Wait(reason=reason)
         until = min(n.state_since_s for n in joining) + self.policy.join_window_s
         if len(survivors) + len(joining) < self.world.max_nodes and self.now < until:

@@ -1,0 +1,210 @@
+"""When a job gives up, and whom it leaves out for a while."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.health.budget import (
+    Breakage,
+    BudgetPolicy,
+    Failure,
+    FlapPolicy,
+    FlapTracker,
+    Stop,
+    verdict,
+)
+
+POLICY = BudgetPolicy()
+NOW = 1000.0
+
+
+def failed(text: str | None = None, code: int | None = 1, node: str = "n1") -> Failure:
+    return Failure(node, text, code)
+
+
+def broke(
+    *failures: Failure, lived_s: float = 5.0, lost: tuple[str, ...] = (), at_s: float = NOW
+) -> Breakage:
+    return Breakage(generation=7, lived_s=lived_s, failures=failures, lost=lost, at_s=at_s)
+
+
+def judge(*history: Breakage) -> Stop | None:
+    return verdict(history, NOW, POLICY)
+
+
+BOOM = failed("ValueError: boom")
+RESET = failed("RuntimeError: Connection reset by peer", node="n2")
+
+
+def test_nothing_broken_is_no_reason_to_stop() -> None:
+    assert judge() is None
+
+
+def test_the_same_error_three_times_in_a_row_stops_with_that_error() -> None:
+    assert judge(broke(BOOM), broke(BOOM)) is None
+    stop = judge(broke(BOOM), broke(BOOM), broke(BOOM))
+    assert stop is not None
+    assert stop.exit_code == 1
+    assert "ValueError: boom (on n1)" in stop.reason and "3 times in a row" in stop.reason
+
+
+def test_the_same_error_on_other_nodes_ranks_and_addresses() -> None:
+    texts = ("[rank0]: at 0x7f01\nboom", "[rank2]: at 0xBEEF\n boom", "at 0x1 boom")
+    assert judge(*(broke(failed(t, node=f"n{i}")) for i, t in enumerate(texts))) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1",
+        "RuntimeError: Connection reset by peer",
+        "torch.distributed.DistBackendError: NCCL error: unhandled system error",
+        "torch.distributed.DistStoreError: Timed out after 31 seconds",
+        "torch.distributed.DistNetworkError: The client socket has failed to connect",
+        "ConnectionRefusedError: [Errno 111]",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "Watchdog caught collective operation timeout",
+    ],
+)
+def test_what_follows_from_a_dead_peer_is_not_the_scripts_error(text: str) -> None:
+    assert judge(*[broke(failed(text))] * 3) is None
+    assert judge(*[broke(failed(text), BOOM)] * 3) is not None
+
+
+def test_of_several_errors_the_common_one_counts() -> None:
+    other = failed("OSError: quota", node="n3")
+    stop = judge(broke(BOOM), broke(other, BOOM), broke(RESET, BOOM))
+    assert stop is not None and "boom" in stop.reason
+    assert judge(broke(BOOM), broke(other), broke(BOOM)) is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        broke(BOOM, lost=("n3",)),
+        broke(BOOM, lived_s=60.0),
+        broke(BOOM, failed(None, -9)),
+        broke(BOOM, failed(None, -15)),
+        broke(failed("ValueError: other")),
+        broke(),
+    ],
+    ids=["lost", "healthy", "SIGKILL", "SIGTERM", "other error", "no failure"],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_interrupts_the_row(odd: Breakage, place: int) -> None:
+    history = [broke(BOOM)] * 3
+    history[place] = odd
+    assert judge(*history) is None
+
+
+def test_only_the_last_three_matter() -> None:
+    assert judge(broke(BOOM, lived_s=900.0), *[broke(BOOM)] * 3) is not None
+    assert judge(*[broke(BOOM)] * 3, broke(RESET)) is None
+
+
+def test_scripts_that_leave_no_text_are_judged_by_exit_code() -> None:
+    three = failed(None, 3)
+    stop = judge(broke(three), broke(three, failed(None, 1, "n2")), broke(three, RESET))
+    assert stop is not None and stop.exit_code == 1 and "exit code 3 (on n1)" in stop.reason
+    assert judge(broke(three), broke(three), broke(failed(None, 4))) is None
+
+
+@pytest.mark.parametrize("code", [-11, 0, None])
+def test_exit_codes_count_only_if_all_failed_workers_exited_by_themselves(
+    code: int | None,
+) -> None:
+    silent = failed(None, 3)
+    assert judge(*[broke(silent, failed(None, code, "n2"))] * 3) is None
+
+
+def test_the_budget_is_spent_by_one_breakage_too_many() -> None:
+    history = [broke(lost=("n2",), at_s=NOW - i) for i in range(11, 0, -1)]
+    assert judge(*history[1:]) is None
+    stop = judge(*history)
+    assert stop is not None and stop.exit_code == 70
+    assert "11 worlds broke within 600 s" in stop.reason and "n2 lost" in stop.reason
+
+
+def test_breakages_before_the_window_are_forgiven() -> None:
+    old = [broke(lost=("n2",), at_s=NOW - 601)] * 5
+    assert judge(*old, *[broke(lost=("n2",))] * 10) is None
+
+
+def test_a_healthy_world_refunds_everything() -> None:
+    lost = broke(lost=("n2",))
+    healthy = broke(lost=("n2",), lived_s=60.0)
+    assert judge(*[lost] * 10, healthy, *[lost] * 9) is None
+    assert judge(*[lost] * 10, healthy, *[lost] * 10) is not None
+
+
+def test_the_scripts_error_is_named_rather_than_the_budget() -> None:
+    stop = judge(*[broke(BOOM)] * 11)
+    assert stop is not None and stop.exit_code == 1
+
+
+def test_the_last_failure_is_named_when_the_budget_is_spent() -> None:
+    stop = judge(*[broke(RESET, failed(None, -9, "n3"), lost=("n4",))] * 11)
+    assert stop is not None
+    assert "n4 lost; n2: RuntimeError: Connection reset by peer; n3: exit code -9" in stop.reason
+
+
+# ── cooling down ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_node_lost_three_times_in_the_window_cools_down() -> None:
+    flaps = FlapTracker()
+    flaps.lost("n1", 0)
+    flaps.lost("n1", 60)
+    flaps.lost("n2", 61)
+    assert flaps.cooling(60) == {}
+    flaps.lost("n1", 120)
+    assert flaps.cooling(120) == {"n1": 180.0}
+    assert flaps.cooling(179.9) == {"n1": 180.0}
+    assert flaps.cooling(180) == {}
+
+
+def test_losses_far_apart_do_not_add_up() -> None:
+    flaps = FlapTracker()
+    for now in (0, 60, 121, 200, 300):
+        flaps.lost("n1", now)
+        assert flaps.cooling(now) == {}
+
+
+def test_a_node_that_flaps_on_after_its_cool_down_cools_again() -> None:
+    flaps = FlapTracker(FlapPolicy(cool_down_s=10))
+    for now in (0, 1, 2):
+        flaps.lost("n1", now)
+    flaps.lost("n1", 20)
+    assert flaps.cooling(20) == {"n1": 30.0}
+
+
+def test_the_node_accused_three_times_in_a_row_cools_down() -> None:
+    flaps = FlapTracker()
+    for now, node in enumerate(("n1", "n1", "n2", "n1", "n1")):
+        flaps.accused(node, now)
+    assert flaps.cooling(5) == {}
+    flaps.accused("n1", 5)
+    assert flaps.cooling(5) == {"n1": 65.0}
+
+
+def test_accusations_with_healthy_time_between_are_no_row() -> None:
+    flaps = FlapTracker()
+    for now in (0, 121, 242, 363):
+        flaps.accused("n1", now)
+    assert flaps.cooling(363) == {}
+
+
+def test_after_a_cool_down_a_new_row_begins() -> None:
+    flaps = FlapTracker(FlapPolicy(cool_down_s=1))
+    for now in range(3):
+        flaps.accused("n1", now)
+    flaps.accused("n1", 10)
+    assert flaps.cooling(10) == {}
+
+
+def test_names_of_the_past_are_forgotten() -> None:
+    """A job of weeks sees thousands of nodes."""
+    flaps = FlapTracker()
+    for i in range(1000):
+        flaps.lost(f"n{i}", 10.0 * i)
+    assert len(flaps._losses) <= 13

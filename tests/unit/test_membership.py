@@ -1,0 +1,554 @@
+"""Rules 1 to 7 of PROTOCOL section 4 and section 2's rule, in restart mode, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from membership_nodes import (
+    NOW,
+    POLICY,
+    arrived,
+    dead,
+    in_state,
+    missing,
+    named,
+    node,
+    out,
+    proposal,
+    runs,
+    seen,
+    suspect,
+    view,
+    wait,
+    world,
+)
+
+from elastic.coordination.membership import End, Proposal, View, decide, refusal, world_of
+from elastic.coordination.records import (
+    Cause,
+    Done,
+    NodeState,
+    Outcome,
+    WorldState,
+)
+
+PAUSED = WorldState.PAUSED
+
+
+# ── rule 1: the first world ──────────────────────────────────────────────────────────────────
+
+
+def test_first_world_starts_at_once_when_full() -> None:
+    p = proposal(view(None, *(arrived(f"n{i}", since_s=NOW) for i in (3, 1, 4, 2))))
+    assert named(p) == ["n1", "n2", "n3", "n4"]
+    assert (p.cause, p.state, p.generation) == (Cause.FIRST, WorldState.ACTIVE, 1)
+    assert p.reason == "n1, n2, n3, n4 start"
+
+
+def test_first_world_takes_the_most_senior_when_too_many_arrive() -> None:
+    p = proposal(view(None, *(arrived(f"n{i}", since_s=NOW) for i in (5, 4, 3, 2, 1))))
+    assert named(p) == ["n1", "n2", "n3", "n4"]
+
+
+def test_equal_arrival_times_are_ordered_by_id() -> None:
+    nodes = [seen(node(name, joined_at_s=5.0), since_s=NOW - 9) for name in ("n3", "n2")]
+    assert named(proposal(view(None, *nodes))) == ["n2", "n3"]
+
+
+def test_first_world_of_min_nodes_waits_for_the_last_call_after_the_last_newcomer() -> None:
+    v = view(None, arrived("n1", since_s=NOW - 60), arrived("n2", since_s=NOW - 1))
+    w = wait(v)
+    assert w.until_s == NOW + 2
+    assert "n1, n2" in w.reason and "last call" in w.reason
+    assert named(proposal(v, now=NOW + 2)) == ["n1", "n2"]
+
+
+def test_too_few_for_a_first_world_wait_without_a_deadline() -> None:
+    w = wait(view(None, arrived("n1")))
+    assert w.until_s is None
+    assert "1 (n1) of at least 2 nodes" in w.reason
+    assert "no node" in wait(view(None)).reason
+
+
+def test_dead_suspect_and_leaving_nodes_do_not_count_for_a_first_world() -> None:
+    others = (dead(arrived("n1")), suspect(arrived("n2")), in_state("n3", NodeState.LEAVING))
+    w = wait(view(None, *others, arrived("n4")))
+    assert "1 (n4)" in w.reason and "n2 does not answer" in w.reason
+
+
+def test_generations_continue_after_a_wipe_that_found_everybody_without_a_world() -> None:
+    p = proposal(view(None, out("n1", generation=7), out("n2", generation=6)))
+    assert p.generation == 8
+
+
+# ── who can mix ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_node_sets_min_and_max_and_version() -> None:
+    odd = seen(node("n2", limits=(1, 4)))
+    other = seen(node("n3", library="0.2.0"))
+    w = wait(view(None, arrived("n1"), odd, other))
+    assert "n2 was started with 1 to 4 nodes, the job runs with 2 to 4" in w.reason
+    assert "n3 has torch-elastic-harness 0.2.0, the job runs with 0.1.0" in w.reason
+    p = proposal(view(None, arrived("n1"), odd, arrived("n4")))
+    assert named(p) == ["n1", "n4"]
+    assert (p.min_nodes, p.max_nodes, p.library) == (2, 4, "0.1.0")
+
+
+@pytest.mark.parametrize("library", ["0.1.0", "0.1.7", "0.1.1.dev3", "0.1.0+cu130"])
+def test_versions_mix_within_one_minor(library: str) -> None:
+    assert refusal(node("n9", library=library), world("n1")) is None
+
+
+@pytest.mark.parametrize("library", ["0.2.0", "1.1.0", "0.10.0", "unknown"])
+def test_other_versions_are_refused(library: str) -> None:
+    said = refusal(node("n9", library=library), world("n1"))
+    assert said == f"n9 has torch-elastic-harness {library}, the job runs with 0.1.0"
+
+
+def test_other_torch_versions_mix_and_a_world_without_version_takes_all() -> None:
+    assert refusal(replace(node("n9"), torch="2.11.0"), world("n1")) is None
+    assert refusal(node("n9", library="9.9"), replace(world("n1"), library="")) is None
+
+
+def test_a_newcomer_that_cannot_mix_leaves_the_job_alone() -> None:
+    v = view(world("n1", "n2"), runs("n1"), runs("n2"), seen(node("n3", limits=(3, 3))))
+    w = wait(v)
+    assert w.until_s is None
+    assert "n3 was started with 3 to 3 nodes" in w.reason
+
+
+# ── rule 2: a member is gone ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("v", "cause", "said"),
+    [
+        (
+            view(world("n1", "n2", "n3"), runs("n1"), runs("n3"), gone=[missing("n2")]),
+            Cause.LOST,
+            "n2 is lost (silent, and its lease is over)",
+        ),
+        (
+            view(
+                world("n1", "n2", "n3"),
+                runs("n1"),
+                runs("n3"),
+                gone=[missing("n2", proved_dead=True)],
+            ),
+            Cause.LOST,
+            "n2 is lost (its process is dead)",
+        ),
+        (
+            view(world("n1", "n2", "n3"), runs("n1"), dead(runs("n2")), runs("n3")),
+            Cause.LOST,
+            "n2 is lost (its process is dead)",
+        ),
+        (
+            view(
+                world("n1", "n2", "n3"), runs("n1"), in_state("n2", NodeState.LEAVING), runs("n3")
+            ),
+            Cause.LEFT,
+            "n2 leaves",
+        ),
+        (
+            view(
+                world("n1", "n2", "n3"),
+                runs("n1"),
+                seen(node("n2", NodeState.FAILED, failure="OSError: disk full")),
+                runs("n3"),
+            ),
+            Cause.LOST,
+            "n2 failed: OSError: disk full",
+        ),
+        (
+            view(world("n1", "n2", "n3"), runs("n1"), runs("n3")),  # never seen, not missing
+            Cause.LOST,
+            "n2 is lost",
+        ),
+    ],
+)
+def test_the_others_go_on_at_once_without_a_member_that_is_gone(
+    v: View, cause: Cause, said: str
+) -> None:
+    p = proposal(v)
+    assert named(p) == ["n1", "n3"]
+    assert (p.cause, p.state, p.generation) == (cause, WorldState.ACTIVE, 8)
+    assert said in p.reason
+
+
+def test_rank_zero_goes_to_the_most_senior_survivor() -> None:
+    """Rule 7: by place in the world, not by time of arrival."""
+    v = view(world("n4", "n3", "n2"), runs("n2"), runs("n3"), gone=[missing("n4")])
+    assert named(proposal(v)) == ["n3", "n2"]
+
+
+def test_lost_trouble_and_newcomers_at_once_make_one_world() -> None:
+    v = view(
+        world("n3", "n2", "n1"),
+        runs("n3"),
+        out("n1", failure="RuntimeError: Connection closed by peer"),
+        arrived("n5", since_s=NOW),
+        arrived("n4", since_s=NOW),
+        gone=[missing("n2", proved_dead=True)],
+    )
+    p = proposal(v)
+    assert named(p) == ["n3", "n1", "n4", "n5"]
+    assert p.cause is Cause.LOST
+    assert p.reason == (
+        "n2 is lost (its process is dead); n1 failed: RuntimeError: Connection closed by peer; "
+        "n4, n5 join"
+    )
+
+
+def test_only_as_many_newcomers_come_as_there_is_room() -> None:
+    v = view(
+        world("n1", "n2", "n3", "n4"),
+        *(runs(f"n{i}") for i in (1, 2, 3)),
+        arrived("n5"),
+        arrived("n6"),
+        gone=[missing("n4")],
+    )
+    assert named(proposal(v)) == ["n1", "n2", "n3", "n5"]
+
+
+# ── doubt ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_doubt_alone_changes_nothing() -> None:
+    w = wait(view(world("n1", "n2"), runs("n1"), suspect(runs("n2"))))
+    assert "n2 may be dead" in w.reason
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(out("n2"),), (dead(runs("n2")),), (runs("n2"), arrived("n4"))],
+    ids=["trouble", "lost", "newcomer"],
+)
+def test_a_change_waits_for_the_lease_of_a_suspect(others: tuple) -> None:  # type: ignore[type-arg]
+    v = view(world("n1", "n2", "n3"), runs("n1"), *others, suspect(runs("n3")))
+    w = wait(v)
+    assert "n3 may be dead: the lease decides" in w.reason
+    assert w.until_s is None
+
+
+def test_a_suspect_with_an_endless_lease_is_left_out_if_the_others_suffice() -> None:
+    v = view(world("n1", "n2", "n3"), out("n1"), runs("n2"), suspect(runs("n3"), NOW - 5))
+    assert wait(v).until_s == NOW + 10
+    assert named(proposal(v, now=NOW + 10)) == ["n1", "n2"]
+    too_few = view(world("n1", "n3"), out("n1"), suspect(runs("n3"), NOW - 500))
+    assert wait(too_few).until_s is None
+
+
+def test_a_suspect_is_never_thrown_out_for_a_newcomer() -> None:
+    v = view(world("n1", "n2"), runs("n1"), suspect(runs("n2"), NOW - 500), arrived("n3"))
+    assert "n2 may be dead" in wait(v).reason
+
+
+def test_a_suspect_that_leaves_or_has_finished_is_not_waited_for() -> None:
+    leaves = suspect(in_state("n3", NodeState.LEAVING))
+    assert named(proposal(view(world("n1", "n2", "n3"), runs("n1"), runs("n2"), leaves))) == [
+        "n1",
+        "n2",
+    ]
+    ended = suspect(in_state("n3", NodeState.FINISHED))
+    assert named(proposal(view(world("n1", "n2", "n3"), out("n1"), runs("n2"), ended))) == [
+        "n1",
+        "n2",
+    ]
+
+
+# ── rule 3: newcomers ────────────────────────────────────────────────────────────────────────
+
+
+def test_a_newcomer_is_gathered_for_the_join_window() -> None:
+    v = view(world("n1", "n2"), runs("n1"), runs("n2"), arrived("n3", since_s=NOW - 0.25))
+    assert wait(v).until_s == NOW + 0.75
+    p = proposal(v, now=NOW + 0.75)
+    assert named(p) == ["n1", "n2", "n3"]
+    assert (p.cause, p.reason, p.planned) == (Cause.JOINED, "n3 joins", False)
+
+
+def test_newcomers_that_fill_the_world_do_not_wait() -> None:
+    late = (arrived("n3", since_s=NOW), arrived("n4", since_s=NOW))
+    p = proposal(view(world("n1", "n2"), runs("n1"), runs("n2"), *late))
+    assert named(p) == ["n1", "n2", "n3", "n4"]
+
+
+def test_a_full_world_lets_newcomers_wait() -> None:
+    names = ("n1", "n2", "n3", "n4")
+    w = wait(view(world(*names), *(runs(n) for n in names), arrived("n5")))
+    assert w.reason == "n5 waits: the world is full"
+
+
+def test_one_plan_at_a_time() -> None:
+    """The last world has to be taken up before newcomers change it again."""
+    about_to_start = seen(node("n2", NodeState.ARRIVED, arrived_for=6))
+    v = view(world("n1", "n2"), runs("n1"), about_to_start, arrived("n3"))
+    assert wait(v).reason == "n3 waits until n2 runs generation 7"
+    assert named(proposal(view(world("n1", "n2"), runs("n1"), runs("n2"), arrived("n3")))) == [
+        "n1",
+        "n2",
+        "n3",
+    ]
+
+
+@pytest.mark.parametrize("state", [NodeState.STARTING, NodeState.LEAVING, NodeState.FAILED])
+def test_nobody_waits_for_a_newcomer_in_another_state(state: NodeState) -> None:
+    v = view(world("n1", "n2"), runs("n1"), runs("n2"), in_state("n3", state))
+    w = wait(v)
+    assert "generation 7 runs on n1, n2" in w.reason and w.until_s is None
+
+
+@pytest.mark.parametrize("key", ["id-n3", "n3"], ids=["id", "name"])
+def test_a_newcomer_that_cools_down_waits_its_time(key: str) -> None:
+    members = (runs("n1"), runs("n2"), arrived("n3"))
+    w = wait(view(world("n1", "n2"), *members, cooling={key: NOW + 30}))
+    assert w.until_s == NOW + 30
+    assert "n3 cools down" in w.reason
+    after = view(world("n1", "n2"), *members, cooling={key: NOW})
+    assert named(proposal(after)) == ["n1", "n2", "n3"]
+
+
+# ── rule 5: trouble ──────────────────────────────────────────────────────────────────────────
+
+
+def test_trouble_with_everyone_alive_makes_the_same_world_again() -> None:
+    v = view(world("n1", "n2"), runs("n1"), out("n2", failure="ValueError: boom"))
+    p = proposal(v)
+    assert named(p) == ["n1", "n2"]
+    assert (p.cause, p.reason) == (Cause.TROUBLE, "n2 failed: ValueError: boom")
+
+
+def test_a_reason_is_one_line_however_long_the_failure() -> None:
+    trace = "Traceback (most recent call last):\n  File x\nValueError: " + "boom" * 400
+    p = proposal(view(world("n1", "n2"), runs("n1"), out("n2", failure=trace)))
+    assert p.reason.startswith("n2 failed: ValueError: boomboom")
+    assert "\n" not in p.reason and len(p.reason) < 400
+    bare = seen(node("n2", arrived_for=7, exit_code=3))
+    assert proposal(view(world("n1", "n2"), runs("n1"), bare)).reason == (
+        "n2 failed with exit code 3"
+    )
+    stopped = proposal(view(world("n1", "n2"), runs("n1"), out("n2", failure="\n")))
+    assert stopped.reason == "n2 left generation 7"
+
+
+def test_a_member_that_has_not_taken_up_the_world_yet_is_no_trouble() -> None:
+    v = view(world("n1", "n2"), runs("n1"), out("n2", generation=6))
+    assert "runs on n1, n2" in wait(v).reason
+
+
+def test_a_repeatedly_accused_member_is_left_out_if_the_rest_can_go_on() -> None:
+    members = (runs("n1"), runs("n2"), out("n3", failure="boom"))
+    p = proposal(view(world("n1", "n2", "n3"), *members, cooling={"n3": NOW + 60}))
+    assert named(p) == ["n1", "n2"]
+    assert "n3 left out, to cool down" in p.reason
+    needed = view(world("n1", "n3"), runs("n1"), out("n3"), cooling={"n3": NOW + 60})
+    assert named(proposal(needed)) == ["n1", "n3"]
+    with_newcomer = view(
+        world("n1", "n3"), runs("n1"), out("n3"), arrived("n4"), cooling={"n3": NOW + 60}
+    )
+    assert named(proposal(with_newcomer)) == ["n1", "n4"]
+
+
+def test_cooling_down_is_no_reason_to_disturb_a_world_that_runs() -> None:
+    w = wait(view(world("n1", "n2", "n3"), *map(runs, ("n1", "n2", "n3")), cooling={"n3": 1e9}))
+    assert "runs on n1, n2, n3" in w.reason
+
+
+# ── rule 4: fewer than min_nodes ─────────────────────────────────────────────────────────────
+
+
+def test_too_few_survivors_pause() -> None:
+    p = proposal(view(world("n1", "n2"), out("n1"), gone=[missing("n2")]))
+    assert (named(p), p.state, p.cause) == (["n1"], PAUSED, Cause.PAUSED)
+    assert "n2 is lost" in p.reason and "1 (n1) of at least 2 nodes left" in p.reason
+
+
+def test_newcomers_that_make_up_for_the_lost_prevent_a_pause() -> None:
+    p = proposal(view(world("n1", "n2"), out("n1"), arrived("n3"), gone=[missing("n2")]))
+    assert (named(p), p.state, p.cause) == (["n1", "n3"], WorldState.ACTIVE, Cause.LOST)
+
+
+def test_newcomers_that_do_not_suffice_stay_out_of_the_pause() -> None:
+    w = world("n1", "n2", "n3", limits=(3, 4))
+    fresh = seen(node("n4", limits=(3, 4)))
+    p = proposal(view(w, runs("n1"), fresh, gone=[missing("n2"), missing("n3")]))
+    assert (named(p), p.state) == (["n1"], PAUSED)
+
+
+@pytest.mark.parametrize("member", [out("n1"), out("n1", generation=6), runs("n1")])
+def test_a_paused_world_waits_and_its_members_are_no_trouble(member) -> None:  # type: ignore[no-untyped-def]
+    w = wait(view(world("n1", state=PAUSED), member))
+    assert w.until_s == NOW - 100 + POLICY.join_timeout_s
+    assert w.reason == "paused with 1 (n1) of at least 2 nodes"
+
+
+def test_enough_nodes_resume_at_once() -> None:
+    p = proposal(view(world("n1", state=PAUSED), out("n1"), arrived("n2", since_s=NOW)))
+    assert (named(p), p.state, p.cause) == (["n1", "n2"], WorldState.ACTIVE, Cause.RESUMED)
+    assert p.reason == "n2 joins"
+
+
+def test_a_paused_world_shrinks_down_to_nobody() -> None:
+    two = world("n1", "n2", state=PAUSED, limits=(3, 4))
+    p = proposal(view(two, out("n1"), in_state("n2", NodeState.LEAVING)))
+    assert (named(p), p.state) == (["n1"], PAUSED)
+    last = view(world("n1", state=PAUSED), in_state("n1", NodeState.LEAVING))
+    p = proposal(last)
+    assert (named(p), p.state, p.cause) == ([], PAUSED, Cause.PAUSED)
+    assert p.reason == "n1 leaves; nobody is left"
+
+
+def test_a_pause_ends_the_job_after_the_join_timeout() -> None:
+    v = view(world("n1", state=PAUSED), out("n1"), seen(node("n2", limits=(1, 2))))
+    until = NOW - 100 + POLICY.join_timeout_s
+    d = decide(v, until, POLICY)
+    assert isinstance(d, End)
+    assert (d.outcome, d.exit_code) == (Outcome.FAILURE, 1)
+    assert "1 (n1) of at least 2" in d.reason and "n2 was started with" in d.reason
+
+
+def test_a_pause_is_not_resumed_with_a_suspect() -> None:
+    v = view(world("n1", state=PAUSED), suspect(out("n1")), arrived("n2"))
+    assert "n1 may be dead" in wait(v).reason
+
+
+# ── section 2: nobody of the last world is left ──────────────────────────────────────────────
+
+
+def test_a_silent_world_is_taken_over_only_after_takeover_s() -> None:
+    v = view(
+        world("n1", "n2"),
+        arrived("n3"),
+        arrived("n4"),
+        gone=[missing("n1", last_sign_s=NOW - 10), missing("n2", last_sign_s=NOW - 20)],
+    )
+    w = wait(v)
+    assert w.until_s == NOW - 10 + POLICY.takeover_s
+    assert "n1 is lost (silent" in w.reason and "n2 is lost (silent" in w.reason
+    p = proposal(v, now=w.until_s)
+    assert (named(p), p.cause, p.generation) == (["n3", "n4"], Cause.TAKEOVER, 8)
+
+
+def test_one_silent_member_is_enough_to_wait_and_the_dead_do_not_prolong_it() -> None:
+    gone = [missing("n1", proved_dead=True, last_sign_s=NOW), missing("n2", last_sign_s=NOW - 20)]
+    w = wait(view(world("n1", "n2"), arrived("n3"), arrived("n4"), gone=gone))
+    assert w.until_s == NOW - 20 + POLICY.takeover_s
+    assert "n1" not in w.reason
+
+
+def test_a_world_proved_dead_is_taken_over_like_a_first_world() -> None:
+    gone = [missing("n1", proved_dead=True)]
+    last = world("n1", "n2")
+    one = view(last, dead(runs("n2")), arrived("n3"), gone=gone)
+    assert "1 (n3) of at least 2" in wait(one).reason
+    two = view(last, dead(runs("n2")), arrived("n3"), arrived("n4", since_s=NOW), gone=gone)
+    assert wait(two).until_s == NOW + POLICY.last_call_s
+    p = proposal(two, now=NOW + POLICY.last_call_s)
+    assert (named(p), p.cause) == (["n3", "n4"], Cause.TAKEOVER)
+    assert "n1 is lost (its process is dead)" in p.reason
+
+
+def test_a_world_without_members_needs_no_proof() -> None:
+    v = view(world(state=PAUSED), arrived("n3"), arrived("n4"))
+    assert proposal(v).cause is Cause.TAKEOVER
+    assert "no members" in wait(view(world(state=PAUSED), arrived("n3"))).reason
+
+
+def test_a_member_with_a_living_key_is_a_survivor_even_if_suspect() -> None:
+    v = view(world("n1"), suspect(runs("n1")), arrived("n3"), arrived("n4"))
+    assert "n1 may be dead" in wait(v, now=NOW + 1e6).reason
+
+
+def test_leaving_members_prove_nothing_about_silent_ones() -> None:
+    v = view(world("n1", "n2"), in_state("n1", NodeState.LEAVING), gone=[missing("n2")])
+    assert "n2 is lost (silent" in wait(v).reason
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "v",
+    [
+        view(world("n1", "n2"), *(in_state(n, NodeState.FINISHED) for n in ("n1", "n2"))),
+        view(world("n1", "n2"), in_state("n1", NodeState.FINISHED), gone=[missing("n2")]),
+        view(
+            world("n1", "n2"),
+            in_state("n1", NodeState.FINISHED),
+            in_state("n2", NodeState.LEAVING),
+        ),
+        view(world("n2"), in_state("n1", NodeState.FINISHED), gone=[missing("n2")]),
+        view(world("n1"), gone=[replace(missing("n1"), finished=True)]),
+    ],
+    ids=["all", "rest lost", "rest leaves", "finished earlier world", "finished and exited"],
+)
+def test_the_job_ends_when_all_have_finished_or_are_gone(v: View) -> None:
+    d = decide(v, NOW, POLICY)
+    assert isinstance(d, End)
+    assert (d.outcome, d.exit_code) == (Outcome.SUCCESS, 0)
+    assert d.reason.startswith("n1") and "finished" in d.reason
+
+
+def test_finished_is_not_gone() -> None:
+    v = view(world("n1", "n2"), in_state("n1", NodeState.FINISHED), runs("n2"))
+    assert "runs on n2" in wait(v).reason
+
+
+def test_while_the_job_ends_finished_members_count_and_newcomers_stay_out() -> None:
+    finished = in_state("n1", NodeState.FINISHED)
+    p = proposal(view(world("n1", "n2"), finished, out("n2"), arrived("n3")))
+    assert (named(p), p.state) == (["n2"], WorldState.ACTIVE)
+    again = proposal(view(world("n2", generation=8), finished, out("n2", generation=8)))
+    assert (named(again), again.state) == (["n2"], WorldState.ACTIVE)
+    calm = view(world("n1", "n2"), finished, runs("n2"), arrived("n3"))
+    assert "runs on n2" in wait(calm).reason
+
+
+def test_nothing_is_decided_once_the_job_is_done() -> None:
+    done = Done(
+        outcome=Outcome.SUCCESS,
+        reason="all finished",
+        exit_code=0,
+        generation=7,
+        final_step=None,
+        time_s=0.0,
+    )
+    v = replace(view(world("n1", "n2"), runs("n1"), gone=[missing("n2")]), done=done)
+    assert wait(v).reason == "the job is over: all finished"
+
+
+# ── a wiped store ────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_world_is_formed_over_one_that_still_runs() -> None:
+    running = seen(node("n1", NodeState.STARTING, running=world("n1", "n2")))
+    v = view(None, running, arrived("n3"), arrived("n4"))
+    assert "generation 7 runs" in wait(v).reason
+    assert "generation 7 runs" in wait(replace(v, world=world("n3", generation=3))).reason
+    assert isinstance(decide(replace(v, world=world("n1", "n2")), NOW, POLICY), Proposal)
+
+
+# ── the record ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_record_continues_the_last_world() -> None:
+    last = replace(world("n1", "n2"), lineage=tuple(range(1, 33)), committed_step=40)
+    p = proposal(view(last, runs("n2"), arrived("n3"), gone=[missing("n1")]))
+    record = world_of(p, last, nonce="cd", time_s=5.0)
+    assert record.generation == 8
+    assert record.lineage == (*range(2, 33), 7)
+    assert record.committed_step == 40
+    assert (record.store_host, record.store_port) == ("10.0.0.2", 5003)  # ports[8 % 3]
+    assert (record.min_nodes, record.max_nodes, record.library) == (2, 4, "0.1.0")
+    assert (record.cause, record.reason, record.nonce) == (p.cause, p.reason, "cd")
+    assert record.node_ids == ("id-n2", "id-n3")
+
+
+def test_a_world_of_nobody_has_a_record_too() -> None:
+    last = world("n1", state=PAUSED)
+    p = proposal(view(last, in_state("n1", NodeState.LEAVING)))
+    record = world_of(p, last, nonce="cd", time_s=5.0)
+    assert (record.members, record.store_host, record.store_port) == ((), "", 0)

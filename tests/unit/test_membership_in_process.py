@@ -1,0 +1,139 @@
+"""PROTOCOL section 4 where members keep their processes: ready newcomers, planned switches."""
+
+from __future__ import annotations
+
+from membership_nodes import (
+    NOW,
+    missing,
+    named,
+    node,
+    proposal,
+    seen,
+    view,
+    wait,
+    world,
+)
+
+from elastic.coordination.membership import NodeView
+from elastic.coordination.records import Cause, NodeState, Trouble, World, WorldState
+
+SEVEN = world("n1", "n2", "n3", mode="in-process")
+
+
+def ready(name: str, running: World | None = SEVEN, *, since_s: float = NOW - 50) -> NodeView:
+    n = node(name, NodeState.READY, in_process=True, running=running, arrived_for=6)
+    return seen(n, since_s=since_s)
+
+
+def members(*names: str) -> list[NodeView]:
+    return [ready(name) for name in names]
+
+
+def trouble(name: str, generation: int) -> Trouble:
+    return Trouble(node_id=f"id-{name}", generation=generation, error="NCCL: remote error")
+
+
+def test_a_ready_newcomer_switches_at_a_step_boundary() -> None:
+    p = proposal(view(SEVEN, *members("n1", "n2", "n3"), ready("n4", None)))
+    assert (named(p)[-1], p.mode, p.cause, p.planned) == ("n4", "in-process", Cause.JOINED, True)
+
+
+def test_nobody_waits_for_a_newcomer_that_is_not_ready() -> None:
+    warming = seen(node("n4", NodeState.STARTING))
+    fresh = seen(node("n5", NodeState.ARRIVED))
+    w = wait(view(SEVEN, *members("n1", "n2", "n3"), warming, fresh))
+    assert "runs on n1, n2, n3" in w.reason
+
+
+def test_a_loss_is_an_immediate_change_and_takes_ready_newcomers_along() -> None:
+    p = proposal(
+        view(SEVEN, *members("n1", "n3"), ready("n4", None, since_s=NOW), gone=[missing("n2")])
+    )
+    assert (named(p), p.cause, p.planned) == (["n1", "n3", "n4"], Cause.LOST, False)
+    assert p.mode == "in-process"
+
+
+def test_leaving_is_a_planned_change() -> None:
+    leaves = seen(node("n2", NodeState.LEAVING, in_process=True, running=SEVEN))
+    p = proposal(view(SEVEN, *members("n1", "n3"), leaves))
+    assert (named(p), p.cause, p.planned) == (["n1", "n3"], Cause.LEFT, True)
+
+
+def test_a_member_that_restarts_its_workers_is_not_waited_for() -> None:
+    failed = seen(node("n2", arrived_for=7, failure="boom"))
+    p = proposal(view(SEVEN, *members("n1", "n3"), failed))
+    assert (named(p), p.cause, p.planned) == (["n1", "n3"], Cause.TROUBLE, False)
+    assert "n2 failed: boom" in p.reason
+
+
+def test_if_all_workers_ended_everybody_restarts_together() -> None:
+    """In-process falls back to restart."""
+    p = proposal(view(SEVEN, *(seen(node(n, arrived_for=7)) for n in ("n1", "n2", "n3"))))
+    assert (named(p), p.mode, p.planned) == (["n1", "n2", "n3"], "restart", False)
+
+
+def test_reported_trouble_makes_the_same_world_again() -> None:
+    v = view(SEVEN, *members("n1", "n2", "n3"), troubles=(trouble("n2", 7),))
+    p = proposal(v)
+    assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.TROUBLE, False)
+    assert p.reason == "n2 reports: NCCL: remote error"
+
+
+def test_trouble_of_an_earlier_generation_or_of_a_stranger_was_answered_already() -> None:
+    v = view(SEVEN, *members("n1", "n2", "n3"), troubles=(trouble("n2", 6), trouble("n9", 7)))
+    assert "runs on" in wait(v).reason
+
+
+def test_an_immediate_world_is_itself_the_answer_to_trouble_before_it() -> None:
+    eight = world("n1", "n2", "n3", generation=8, mode="in-process")
+    v = view(eight, *members("n1", "n2", "n3"), troubles=(trouble("n2", 7),))
+    assert "runs on" in wait(v).reason
+
+
+# A switch is pending: the world says 8, its members still run 7.
+
+PENDING = world("n1", "n2", "n3", "n4", generation=8, mode="in-process", switch_at_step=50)
+
+
+def test_later_newcomers_wait_for_the_next_plan() -> None:
+    pending = world("n1", "n2", "n4", generation=8, mode="in-process", switch_at_step=50)
+    v = view(pending, *members("n1", "n2"), ready("n4", None), ready("n5", None))
+    assert "n5 waits until n1, n2, n4 run generation 8" in wait(v).reason
+
+
+def test_trouble_is_not_ignored_because_a_planned_world_is_pending() -> None:
+    """Rule 5, and history 8: a transport error one step before the switch."""
+    v = view(PENDING, *members("n1", "n2", "n3"), ready("n4", None), troubles=(trouble("n2", 7),))
+    p = proposal(v)
+    assert (named(p), p.planned) == (["n1", "n2", "n3", "n4"], False)
+    assert p.generation == 9
+
+
+def test_a_loss_while_a_switch_is_pending_is_immediate() -> None:
+    v = view(PENDING, *members("n1", "n3"), ready("n4", None), gone=[missing("n2")])
+    p = proposal(v)
+    assert (named(p), p.cause, p.planned) == (["n1", "n3", "n4"], Cause.LOST, False)
+
+
+def test_workers_that_end_before_the_switch_count_whatever_they_ran() -> None:
+    failed = seen(node("n2", arrived_for=7, failure="boom"))
+    p = proposal(view(PENDING, *members("n1", "n3"), failed, ready("n4", None)))
+    assert (named(p), p.planned) == (["n1", "n3", "n4"], False)
+
+
+def test_a_newcomer_that_dies_before_the_switch_cancels_it_without_an_abort() -> None:
+    v = view(PENDING, *members("n1", "n2", "n3"), gone=[missing("n4", proved_dead=True)])
+    p = proposal(v)
+    assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.LOST, True)
+
+
+def test_a_pause_in_process_resumes_in_process() -> None:
+    paused = world("n1", generation=8, state=WorldState.PAUSED, mode="in-process")
+    p = proposal(view(paused, ready("n1", paused), ready("n4", None, since_s=NOW)))
+    assert (named(p), p.mode, p.cause) == (["n1", "n4"], "in-process", Cause.RESUMED)
+
+
+def test_one_node_that_cannot_keep_its_process_makes_it_a_restart() -> None:
+    v = view(SEVEN, *members("n1", "n3"), seen(node("n2", NodeState.STARTING)), gone=[])
+    v2 = view(world("n1", "n2", "n3", "n4"), *v.nodes, gone=[missing("n4")])
+    assert proposal(v2).mode == "restart"

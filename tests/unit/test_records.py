@@ -1,0 +1,312 @@
+"""Records survive the way through the store; anything else under a key is a clear error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.coordination.records import (
+    Done,
+    Keys,
+    Leader,
+    Member,
+    Node,
+    Record,
+    Trouble,
+    World,
+    decode,
+    encode,
+)
+from elastic.errors import ConfigError, RecordError
+
+KEY = "/elastic/job/world"
+
+words = st.text(max_size=12)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+limits = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1]))
+# What the types alone would draw, narrowed to what a record may mean.
+meanings: dict[str, st.SearchStrategy[Any]] = {
+    "nproc": st.integers(1, 16),
+    "generation": st.integers(1, 1 << 62),
+    "ports": st.lists(st.integers(0, 65535), min_size=1, max_size=3).map(tuple),
+    "version": st.just(1),
+}
+
+
+def records(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """All records of a class that mean something."""
+    hints = get_type_hints(cls)
+    drawn = {f.name: _of(f.name, hints[f.name]) for f in fields(cls)}
+    if "min_nodes" not in drawn:
+        return st.builds(cls, **drawn)
+    del drawn["min_nodes"], drawn["max_nodes"]
+    return st.builds(
+        lambda low_high, rest: cls(min_nodes=low_high[0], max_nodes=low_high[1], **rest),
+        limits,
+        st.fixed_dictionaries(drawn),
+    )
+
+
+def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
+    plain = {str: words, float: numbers, bool: st.booleans(), int: st.integers()}
+    if name in meanings:
+        return meanings[name]
+    if hint == tuple[Member, ...]:
+        unique = st.lists(records(Member), max_size=3, unique_by=lambda m: m.node_id)
+        return unique.map(tuple)
+    if get_origin(hint) is tuple:
+        return st.lists(_of("", get_args(hint)[0]), max_size=3).map(tuple)
+    if get_args(hint):
+        return st.one_of(*(_of("", a) for a in get_args(hint)))
+    if is_dataclass(hint):
+        return records(cast("type[Any]", hint))
+    return plain[hint] if hint in plain else st.from_type(hint)
+
+
+any_record = st.one_of(*(records(cls) for cls in (World, Node, Leader, Trouble, Done)))
+
+
+@given(any_record)
+def test_round_trip(record: Record) -> None:
+    assert decode(type(record), KEY, encode(record)) == record
+
+
+LEADER = {"node_id": "a", "address": "h", "liveness_port": 1, "version": 1}
+MEMBER = {
+    "node_id": "a",
+    "name": "n1",
+    "nproc": 1,
+    "role": "default",
+    "liveness_host": "h",
+    "liveness_port": 1,
+    "process": {"host": "h", "boot_id": "b", "pid_namespace": 1, "pid": 2, "start_ticks": 3},
+}
+WORLD = {
+    "generation": 7,
+    "members": [MEMBER],
+    "store_host": "h",
+    "store_port": 5,
+    "nonce": "ab",
+    "mode": "restart",
+    "switch_at_step": None,
+    "state": "active",
+    "min_nodes": 1,
+    "max_nodes": 2,
+    "lineage": [5, 6],
+    "cause": "first",
+    "reason": "n1 starts",
+    "time_s": 1.5,
+    "committed_step": None,
+    "library": "0.1.0",
+    "version": 1,
+}
+
+
+def changed(data: dict[str, Any], path: str, value: Any) -> bytes:
+    """``data`` with the field at ``path`` (``members.0.nproc``) set to ``value``."""
+    copy = json.loads(json.dumps(data))
+    *parents, last = path.split(".")
+    at = copy
+    for step in parents:
+        at = at[int(step)] if isinstance(at, list) else at[step]
+    at[last] = value
+    return json.dumps(copy).encode()
+
+
+def refused(cls: type[World] | type[Node] | type[Leader], value: bytes) -> str:
+    """The message of the refusal; every one names the key."""
+    with pytest.raises(RecordError) as caught:
+        decode(cast("type[World]", cls), KEY, value)
+    assert caught.value.message.startswith(f"{KEY}: ")
+    assert caught.value.hint
+    assert len(caught.value.message) < 500
+    return caught.value.message
+
+
+def test_the_samples_are_good() -> None:
+    assert decode(World, KEY, json.dumps(WORLD).encode()).members[0].process.pid == 2
+    assert decode(Leader, KEY, json.dumps(LEADER).encode()).address == "h"
+
+
+def test_an_integer_is_a_time_too() -> None:
+    assert decode(World, KEY, changed(WORLD, "time_s", 3)).time_s == 3.0
+
+
+@pytest.mark.parametrize("path", ["colour", "members.0.colour", "members.0.process.colour"])
+def test_unknown_field(path: str) -> None:
+    assert "unknown 'colour'" in refused(World, changed(WORLD, path, "red"))
+
+
+@pytest.mark.parametrize("field", sorted(WORLD))
+def test_missing_field(field: str) -> None:
+    rest = {k: v for k, v in WORLD.items() if k != field}
+    assert f"missing '{field}'" in refused(World, json.dumps(rest).encode())
+
+
+def test_missing_field_inside_says_where() -> None:
+    member = {k: v for k, v in MEMBER.items() if k != "role"}
+    said = refused(World, changed(WORLD, "members", [MEMBER, member]))
+    assert "members[1]: missing 'role'" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("generation", "7", "int"),
+        ("generation", 7.0, "int"),
+        ("generation", True, "int"),
+        ("generation", None, "int"),
+        ("members", {}, "a list"),
+        ("members", None, "a list"),
+        ("members", ["n1"], "an object"),
+        ("members.0.process", [], "an object"),
+        ("members.0.process.pid", "2", "int"),
+        ("lineage", ["5"], "int"),
+        ("nonce", 3, "str"),
+        ("time_s", "now", "a number"),
+        ("time_s", True, "a number"),
+        ("time_s", 10**400, "a finite number"),
+        ("switch_at_step", "soon", "int"),
+        ("state", "sleepy", "one of: active, paused"),
+        ("state", [], "one of: active, paused"),
+        ("cause", None, "one of: first"),
+    ],
+)
+def test_wrong_type(path: str, value: Any, expected: str) -> None:
+    said = refused(World, changed(WORLD, path, value))
+    assert expected in said
+    assert path.split(".")[-1] in said
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("generation", 0, "generation=0"),
+        ("members.0.nproc", 0, "nproc=0"),
+        ("members", [MEMBER, MEMBER], "twice"),
+        ("min_nodes", 3, "min_nodes=3 and max_nodes=2"),
+        ("min_nodes", 0, "min_nodes=0"),
+    ],
+)
+def test_right_type_without_meaning(path: str, value: Any, said: str) -> None:
+    assert said in refused(World, changed(WORLD, path, value))
+
+
+@given(records(Node), st.sampled_from([[], [70000], [-1]]))
+def test_a_node_without_usable_ports(node: Node, ports: list[int]) -> None:
+    """Its port would be picked by ``generation % len(ports)`` on the leader."""
+    data = json.loads(encode(node)) | {"ports": ports}
+    assert "ports=" in refused(Node, json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+def test_another_version(version: Any) -> None:
+    said = refused(World, changed(WORLD, "version", version))
+    assert f"record version {version!r}, this library reads 1" in said
+
+
+def test_another_version_is_named_before_its_unknown_fields() -> None:
+    newer = json.dumps(LEADER | {"version": 2, "colour": "red"}).encode()
+    assert "record version 2" in refused(Leader, newer)
+
+
+@given(records(Node), records(World))
+def test_another_version_inside_a_record(node: Node, world: World) -> None:
+    data = json.loads(encode(node)) | {"running": json.loads(encode(world)) | {"version": 2}}
+    assert "record version 2" in refused(Node, json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("version", [1.0, True])
+def test_a_version_that_merely_equals_one(version: Any) -> None:
+    assert "version=" in refused(World, changed(WORLD, "version", version))
+
+
+@pytest.mark.parametrize("value", [b"[]", b"3", b'"x"', b"null", b"true"])
+def test_json_that_is_no_object(value: bytes) -> None:
+    assert "not an object" in refused(World, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"\x80\x81",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        json.dumps(WORLD).encode() + b"x",
+        json.dumps(WORLD).replace("1.5", "NaN").encode(),
+        json.dumps(WORLD).replace("1.5", "-Infinity").encode(),
+        json.dumps(WORLD).replace('"nonce"', '"generation": 8, "nonce"').encode(),
+    ],
+    ids=lambda value: repr(value[:12]),
+)
+def test_what_is_not_json(value: bytes) -> None:
+    assert "is not JSON" in refused(World, value)
+
+
+def test_a_number_beyond_all_floats() -> None:
+    assert "finite" in refused(World, json.dumps(WORLD).replace("1.5", "1e999").encode())
+
+
+def test_deep_nesting_in_a_field() -> None:
+    deep = json.dumps(WORLD).replace('"ab"', "[" * 900 + "]" * 900).encode()
+    assert "nonce" in refused(World, deep)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_bytes(value: bytes) -> None:
+    refused(World, value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(WORLD)), json_values)
+def test_any_value_in_any_field_is_read_or_refused(field: str, value: Any) -> None:
+    data = json.dumps(WORLD | {field: value}).encode()
+    try:
+        world = decode(World, KEY, data)
+    except RecordError as error:
+        assert error.message.startswith(f"{KEY}: ")
+    else:
+        assert json.loads(encode(world)) == json.loads(data)
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_stand_under_prefix_and_run() -> None:
+    keys = Keys.of("/elastic/", "job 1")
+    assert keys.root == "/elastic/job 1/"
+    assert keys.node("a") == "/elastic/job 1/nodes/a"
+    assert keys.trouble("a") == "/elastic/job 1/trouble/a"
+    assert (keys.leader, keys.world, keys.done) == (
+        "/elastic/job 1/leader",
+        "/elastic/job 1/world",
+        "/elastic/job 1/done",
+    )
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "a\nb", "\x00", "a\x7f", "\x85", "\udcff"])
+def test_run_ids_that_cannot_be_keys(run_id: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Keys.of("/elastic", run_id)
+    assert repr(run_id) in caught.value.message and "--rdzv-id" in caught.value.hint
+
+
+@pytest.mark.parametrize("prefix", ["", "elastic", "/a\nb", "/\udcff"])
+def test_prefixes_that_cannot_be_keys(prefix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Keys.of(prefix, "job")
+    assert repr(prefix) in caught.value.message and "ELASTIC_PREFIX" in caught.value.hint
