@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.coordination.keyvalue import KeyValue
-from elastic.coordination.records import Keys, World, decode
+from elastic.coordination.records import Keys, Leader, Node, World, decode
 from elastic.testing.ledger import Ledger, LedgerReader
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
@@ -46,7 +46,7 @@ class LocalCluster:
     Args:
         endpoints: of etcd, ``host:port``; with ``backend="c10d"`` the store's, one.
         script: the training script.
-        folder: takes ledger, journal, checkpoints and logs.
+        folder: takes ledger, journal, checkpoints and logs; the nodes' working directory.
         args: of the script.
         run_id: ``--rdzv-id``; a fresh one by default.
         nproc: workers per node, unless a node is started with another number.
@@ -77,8 +77,8 @@ class LocalCluster:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.endpoints = tuple(endpoints)
-        self.script = Path(script)
-        self.folder = folder
+        self.script = Path(script).resolve()
+        self.folder = folder.resolve()
         self.args = tuple(args)
         self.run_id = run_id or f"test-{uuid.uuid4().hex[:8]}"
         self.min_nodes = min_nodes
@@ -143,6 +143,7 @@ class LocalCluster:
             {**self._environment(name), **(env or {})},
             f"{self._token}/{len(self.nodes)}",
             self.folder / "logs" / f"{len(self.nodes)}-{name}.log",
+            folder=self.folder,
             clock=self._clock,
         )
         self.nodes.append(node)
@@ -169,7 +170,8 @@ class LocalCluster:
 
     def world(self) -> World | None:
         """The world as it stands in the store."""
-        return self._record(World, self._keys.world)
+        entry = self.store.get(self.keys.world)
+        return decode(World, entry.key, entry.value) if entry else None
 
     def generation(self) -> int:
         """The newest agreed generation, 0 before the first."""
@@ -304,20 +306,33 @@ class LocalCluster:
     # Store ------------------------------------------------------------------------------------
 
     @property
-    def _keys(self) -> Keys:
+    def keys(self) -> Keys:
+        """The names of this job's keys in etcd."""
         return Keys.of(str(self.conf.get("prefix", "/elastic")), self.run_id)
 
-    def _open_etcd(self) -> KeyValue:
-        raise NotImplementedError
-
-    def _record(self, cls: type[World], key: str) -> World | None:
+    @property
+    def store(self) -> KeyValue:
+        """The job's store, connected on first use."""
         if self._store is None:
             self._store = self._open_store()
-        entry = self._store.get(key)
-        return decode(cls, key, entry.value) if entry else None
+        return self._store
+
+    def _open_etcd(self) -> KeyValue:
+        # Here, not above: grpc has no place in a process that tests another backend and forks.
+        from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
+
+        return EtcdStore(EtcdConfig(endpoints=parse_endpoints(",".join(self.endpoints))))
 
     def _leader_node(self) -> LocalNode | None:
-        raise NotImplementedError
+        entry = self.store.get(self.keys.leader)
+        if entry is None:
+            return None
+        key = self.keys.node(decode(Leader, entry.key, entry.value).node_id)
+        record = self.store.get(key)
+        if record is None:
+            return None
+        name = decode(Node, record.key, record.value).name
+        return next((node for node in self.running if node.name == name), None)
 
     def _environment(self, name: str) -> dict[str, str]:
         return {

@@ -21,6 +21,7 @@ class LocalNode:
         environment: the agent's whole environment.
         token: marks the node's processes; see :mod:`elastic.testing.processes`.
         log: file that takes stdout and stderr of the agent and its workers.
+        folder: the working directory; this process's own by default.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class LocalNode:
         token: str,
         log: Path,
         *,
+        folder: Path | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -42,6 +44,7 @@ class LocalNode:
             self._process = subprocess.Popen(
                 command,
                 env={**environment, TOKEN: token},
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,11 +46,12 @@ def save(path: Path, state: dict[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", type=int, default=500)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--step-s", type=float, default=0.05)
-    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -92,19 +94,19 @@ def main() -> None:
                         "step": step + 1,
                     },
                 )
-        if not Path(os.environ["ELASTIC_LEDGER"], "..", "hurry").exists():
+        if not (options.folder / "hurry").exists():
             time.sleep(options.step_s)
 
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
     if RANK == 0:
-        save(checkpoint.with_name("final.pt"), module.state_dict())
+        save_file(module.state_dict(), options.folder / "final.safetensors")
     note("end", rank=RANK, sha256=hashlib.sha256(weights).hexdigest())
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Other backends than ours count restarts at least.
+    # Other backends than etcd-v3 count restarts at least.
     GENERATION = int(
         os.environ.get("ELASTIC_GENERATION", int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     )

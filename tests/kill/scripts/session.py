@@ -1,0 +1,97 @@
+"""A training script written with this project's API, for tests to hurt.
+
+Float64, so that a different world size changes the sums by 1e-15 and not by 1e-6: whatever the
+weights differ by more than that was lost, repeated or torn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elastic
+
+
+class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Synthetic regression; until ``hurry`` exists, ``__getitem__`` takes ``busy_s``.
+
+    What counts is being inside ``__getitem__``: a DataLoader worker looks for its parent's death
+    only while it waits for work.
+    """
+
+    def __init__(self, n: int, busy_s: float, hurry: Path) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
+        self.y = (self.x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
+        self.busy_s = busy_s
+        self.hurry = hurry
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.busy_s and not self.hurry.exists():
+            time.sleep(self.busy_s)
+        return self.x[index], self.y[index]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--loader-workers", type=int, default=0)
+    parser.add_argument("--busy-s", type=float, default=0.05)
+    parser.add_argument("--width", type=int, default=16)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    run = elastic.join(
+        checkpoints=elastic.Checkpoints(
+            folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
+        )
+    )
+    hurry = options.folder / "hurry"
+    width = options.width
+    module = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)).double()
+    model = run.wrap(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.track(optimizer=optimizer)
+    loader = run.loader(
+        DataLoader(
+            Waves(options.samples, options.busy_s if options.loader_workers else 0.0, hurry),
+            batch_size=options.batch,
+            shuffle=True,
+            num_workers=options.loader_workers,
+        ),
+        global_batch=options.batch,
+    )
+
+    def train() -> None:
+        for _ in run.epochs(options.epochs):
+            for x, y in loader:
+                loss = nn.functional.mse_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if not hurry.exists():
+                    time.sleep(options.step_s)
+
+    run.retry(train)
+    if run.is_main:
+        weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+        save_file(weights, options.folder / "final.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Nodes die, leave and join, one after the other, in one job of three nodes on three etcd members.
+
+One cluster for all: starting one costs more than a kill, and a job that survives ten faults in a
+row proves more than ten jobs that survive one. Each test starts from three training nodes,
+whatever the one before left behind; the last ends the job and checks all that it trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import TrainingJob, Workload
+
+from elastic.coordination.embedded import EmbeddedCluster
+from elastic.coordination.records import Cause, Member
+from elastic.testing.node import LocalNode
+
+# Promised are 2 s; the rest is for a machine that is busy with other tests.
+WORKERS_GONE_S = 4.0
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def job(
+    etcd_of_three: EmbeddedCluster, tmp_path_factory: pytest.TempPathFactory, workload: Workload
+) -> Iterator[TrainingJob]:
+    folder = tmp_path_factory.mktemp("deaths")
+    with TrainingJob(
+        etcd_of_three.endpoints, folder, workload=workload, min_nodes=2, max_nodes=3
+    ) as job:
+        yield job
+
+
+@pytest.fixture
+def nodes(job: TrainingJob) -> list[LocalNode]:
+    """Three nodes that train together."""
+    return job.bring_to(3)
+
+
+def members(job: TrainingJob) -> tuple[Member, ...]:
+    """The world's nodes in rank order."""
+    world = job.world()
+    assert world is not None
+    return world.members
+
+
+def bystander(job: TrainingJob) -> LocalNode:
+    """A node that neither leads nor runs rank 0."""
+    special = {job.leader().name, job.node_of_rank(0).name}
+    return next(node for node in job.running if node.name not in special)
+
+
+def test_a_job_starts_at_once_with_all_its_nodes(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    world = job.world()
+    assert world is not None
+    assert world.generation == 1
+    assert world.cause is Cause.FIRST
+    assert {m.name for m in world.members} == {n.name for n in nodes}
+
+
+def test_a_killed_worker_is_replaced_on_its_node(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    generation = job.generation()
+    victim = bystander(job)
+    victim.kill_worker()
+    job.wait_training(nodes=3, after_generation=generation)
+    assert job.running == nodes
+    assert victim.workers()
+
+
+def test_a_killed_agent_takes_its_workers_along(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    generation = job.generation()
+    victim = bystander(job)
+    workers = [p.pid for p in victim.workers().values()]
+    victim.kill_agent()
+    victim.wait_gone(workers, timeout_s=WORKERS_GONE_S)
+    job.wait_training(nodes=2, after_generation=generation)
+    job.wait_for(lambda: not victim.processes(), 5.0, "the end of everything of the node")
+
+
+def test_a_killed_node_is_left_behind(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    generation = job.generation()
+    victim = bystander(job)
+    victim.kill()
+    job.wait_training(nodes=2, after_generation=generation)
+    world = job.world()
+    assert world is not None
+    assert world.cause is Cause.LOST
+    assert victim.name in world.reason
+
+
+def test_a_node_joins(job: TrainingJob) -> None:
+    job.bring_to(max(2, len(job.running)))
+    if len(job.running) == 3:
+        bystander(job).kill()
+        job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
+    generation = job.generation()
+    seniors = [m.name for m in members(job)]
+    newcomer = job.start_node()
+    job.wait_training(nodes=3, after_generation=generation)
+    assert [m.name for m in members(job)] == [*seniors, newcomer.name]
+
+
+def test_the_leader_dies(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    generation = job.generation()
+    victim = job.leader()
+    victim.kill()
+    job.wait_training(nodes=2, after_generation=generation)
+    assert job.leader() is not victim
+
+
+def test_the_node_of_rank_0_dies(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    generation = job.generation()
+    order = [m.name for m in members(job)]
+    job.node_of_rank(0).kill()
+    job.wait_training(nodes=2, after_generation=generation)
+    # Survivors keep their order: the most senior one is rank 0 now.
+    assert [m.name for m in members(job)] == order[1:]
+
+
+def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    generation = job.generation()
+    victim = bystander(job)
+    victim.terminate()
+    assert victim.wait(30.0) == 75
+    job.wait_training(nodes=2, after_generation=generation)
+    world = job.world()
+    assert world is not None
+    assert world.cause is Cause.LEFT
+    assert victim.processes() == []
+
+
+def test_a_dead_etcd_member_changes_nothing(
+    job: TrainingJob, nodes: list[LocalNode], etcd_of_three: EmbeddedCluster
+) -> None:
+    generation = job.generation()
+    etcd_of_three.members[0].kill()
+    job.wait_progress(10)
+    assert job.training_nodes()[0] == job.generation() == generation
+    # And two of three are enough for the next change.
+    bystander(job).kill()
+    job.wait_training(nodes=2, after_generation=generation)
+    etcd_of_three.members[0].start()
+
+
+def test_the_job_ends_as_if_nothing_had_happened(
+    job: TrainingJob, nodes: list[LocalNode], undisturbed: Path
+) -> None:
+    job.assert_finishes_whole(undisturbed)
+
+
+def test_a_node_that_comes_after_the_end_has_nothing_to_do(job: TrainingJob) -> None:
+    assert not job.running, "the job should have ended in the test before"
+    steps = len(job.ledger().steps)
+    late = job.start_node("late")
+    assert late.wait(30.0) == 0, late.log_tail()
+    assert len(job.ledger().steps) == steps
+    job.assert_nothing_left()

@@ -1,0 +1,88 @@
+"""A single etcd member goes away and comes back, with its data and without: training goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import TrainingJob, Workload
+
+from elastic.coordination.embedded import EmbeddedEtcd
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+OUTAGE_S = 30.0  # many times the lease
+
+
+@pytest.fixture(scope="module")
+def job(
+    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
+) -> Iterator[TrainingJob]:
+    folder = tmp_path_factory.mktemp("outages")
+    with TrainingJob([etcd.endpoint], folder, workload=workload, min_nodes=1, max_nodes=3) as job:
+        yield job
+
+
+def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float) -> None:
+    """Kill etcd, train on without it for ``outage_s``, start it with its data."""
+    etcd.kill()
+    until = time.monotonic() + outage_s
+    job.wait_progress(3)
+    while time.monotonic() < until:
+        # Each must come within its time: training does not stop.
+        job.wait_progress(1, timeout_s=10.0)
+    etcd.start()
+
+
+def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
+    """The agents are back in touch, and found nothing to change."""
+    # Longer than every lease that began before the outage: a node that had lost its own, and
+    # was thrown out for it, would show now.
+    until = time.monotonic() + 6.0
+    while time.monotonic() < until:
+        job.wait_progress(1, timeout_s=10.0)
+    world = job.world()
+    assert world is not None
+    assert world.generation == generation
+    assert job.training_nodes()[0] == generation
+    # Every agent registered again if its lease had ended.
+    present = {entry.key for entry in job.store.list(job.keys.nodes).entries}
+    assert present == {job.keys.node(node_id) for node_id in world.node_ids}
+
+
+def test_etcd_restarts_with_its_data(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+    job.bring_to(3)
+    generation = job.generation()
+    train_through_an_outage(job, etcd, outage_s=0.0)
+    assert_no_generation_was_spent(job, generation)
+
+
+def test_etcd_is_down_for_half_a_minute(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+    job.bring_to(3)
+    generation = job.generation()
+    train_through_an_outage(job, etcd, OUTAGE_S)
+    assert_no_generation_was_spent(job, generation)
+    # And the job is as able to change as before.
+    job.running[-1].kill()
+    job.wait_training(nodes=2, after_generation=generation)
+
+
+def test_etcd_is_wiped(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+    job.bring_to(3)
+    generation = job.generation()
+    etcd.wipe()
+    etcd.start()
+    job.wait_progress(3)
+    # The leader adopts the world that its members run: generations never go back.
+    adopted = job.wait_generation(generation)
+    assert adopted.generation >= generation
+    assert len(adopted.members) == 3
+    job.running[-1].kill()
+    job.wait_training(nodes=2, after_generation=adopted.generation)
+
+
+def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+    job.bring_to(2)
+    job.assert_finishes_whole(undisturbed)

@@ -1,0 +1,108 @@
+"""Nodes that differ: in workers, which is fine, and in what cannot mix, which is refused.
+
+The job's workers have DataLoader workers that are busy in ``__getitem__`` all the time: they
+inherit their parent's sockets and outlive it, and are what used to hide its death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import TrainingJob, Workload, train_undisturbed
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.processes import is_alive
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+NPROC = {"two": 2, "one": 1}
+WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=8)
+
+
+@pytest.fixture(scope="module")
+def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
+    folder = tmp_path_factory.mktemp("mixed")
+    with TrainingJob([etcd.endpoint], folder, workload=WORKLOAD, min_nodes=1, max_nodes=3) as job:
+        yield job
+
+
+@pytest.fixture
+def nodes(job: TrainingJob) -> list[str]:
+    """Two nodes that train together: one with two workers, one with one."""
+    generation = job.training_nodes()[0]
+    running = {node.name for node in job.running}
+    missing = [name for name in NPROC if name not in running]
+    for name in missing:
+        job.start_node(name, nproc=NPROC[name])
+    job.wait_training(nodes=2, after_generation=generation if missing else 0)
+    return list(NPROC)
+
+
+def test_nodes_with_different_nproc_train_together(job: TrainingJob, nodes: list[str]) -> None:
+    generation = job.training_nodes()[0]
+    ranks = {(s.node, s.rank) for s in job.ledger().starts if s.generation == generation}
+    assert sorted(rank for _, rank in ranks) == [0, 1, 2]
+    assert sorted(node for node, _ in ranks) == ["one", "two", "two"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        ({"min_nodes": 2}, "2"),
+        ({"max_nodes": 5}, "5"),
+    ],
+)
+def test_a_newcomer_with_other_limits_is_refused(
+    job: TrainingJob, nodes: list[str], limits: dict[str, int], names: str
+) -> None:
+    generation = job.generation()
+    stranger = job.start_node("stranger", **limits)
+    assert stranger.wait(30.0) == 2, stranger.log_tail()
+    said = stranger.log_text()
+    assert "nnodes" in said
+    assert "1:3" in said
+    assert names in said
+    job.wait_progress(3)
+    assert job.generation() == generation
+
+
+def test_a_newcomer_of_another_version_is_refused(
+    job: TrainingJob, nodes: list[str], tmp_path: Path
+) -> None:
+    generation = job.generation()
+    metadata = tmp_path / "torch_elastic_harness-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch-elastic-harness\nVersion: 99.0\n")
+    stranger = job.start_node("stranger", env={"PYTHONPATH": str(tmp_path)})
+    assert stranger.wait(30.0) == 2, stranger.log_tail()
+    assert "99.0" in stranger.log_text()
+    job.wait_progress(3)
+    assert job.generation() == generation
+
+
+def test_a_killed_worker_takes_its_busy_data_workers_along(
+    job: TrainingJob, nodes: list[str]
+) -> None:
+    generation = job.generation()
+    node = job.node("two")
+    victim = node.workers()[0]
+    children = [p.pid for p in node.processes() if p.parent == victim.pid]
+    assert len(children) >= WORKLOAD.loader_workers
+    node.kill_worker(0)
+    node.wait_gone(children, timeout_s=10.0)
+    job.wait_training(nodes=2, after_generation=generation)
+    assert not is_alive(victim.pid)
+
+
+def test_a_node_with_busy_data_workers_dies(job: TrainingJob, nodes: list[str]) -> None:
+    generation = job.generation()
+    job.node("one").kill()
+    job.wait_training(nodes=1, after_generation=generation)
+
+
+def test_the_job_ends_as_if_nothing_had_happened(
+    job: TrainingJob, nodes: list[str], tmp_path: Path
+) -> None:
+    job.assert_finishes_whole(train_undisturbed(tmp_path, WORKLOAD))

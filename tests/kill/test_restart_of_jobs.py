@@ -1,0 +1,62 @@
+"""More than one node is lost: too many for the job to go on, or all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import TrainingJob, Workload
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.records import WorldState
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def job(
+    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
+) -> Iterator[TrainingJob]:
+    folder = tmp_path_factory.mktemp("restart")
+    with TrainingJob([etcd.endpoint], folder, workload=workload, min_nodes=2, max_nodes=4) as job:
+        yield job
+
+
+def test_two_nodes_die_together(job: TrainingJob) -> None:
+    nodes = job.bring_to(4)
+    generation = job.generation()
+    for victim in nodes[1:3]:
+        victim.kill()
+    job.wait_training(nodes=2, after_generation=generation)
+
+
+def test_below_min_nodes_the_job_waits_until_enough_are_back(job: TrainingJob) -> None:
+    last, *others = job.bring_to(2)
+    generation = job.generation()
+    for victim in others:
+        victim.kill()
+    paused = job.wait_generation(generation + 1)
+    assert paused.state is WorldState.PAUSED
+    assert [m.name for m in paused.members] == [last.name]
+    job.start_node()
+    job.wait_training(nodes=2, after_generation=paused.generation)
+    assert last.running
+
+
+def test_all_nodes_die_and_the_job_is_started_again(job: TrainingJob) -> None:
+    job.bring_to(2)
+    job.wait_progress(job.workload.save_every + 2)
+    before = job.ledger()
+    for victim in job.running:
+        victim.kill()
+    job.bring_to(2)
+    after = job.ledger()
+    resumed = min(s.step for s in after.starts if s.generation > before.last_generation)
+    # From the newest checkpoint, not from zero: at most save_every steps are done again.
+    assert before.last_step - job.workload.save_every <= resumed <= before.last_step + 1
+
+
+def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+    job.bring_to(2)
+    job.assert_finishes_whole(undisturbed)

@@ -1,0 +1,57 @@
+"""A script that never heard of this project, launched with ``--rdzv-backend=etcd``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import PLAIN, TrainingJob, Workload
+
+from elastic.coordination.embedded import EmbeddedEtcd
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+WORKERS_GONE_S = 4.0  # promised are 2 s; the rest is for a busy machine
+
+
+@pytest.fixture(scope="module")
+def job(
+    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
+) -> Iterator[TrainingJob]:
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path_factory.mktemp("unmodified"),
+        script=PLAIN,
+        workload=workload,
+        # The name that stock torch has for its etcd v2 backend: ours takes it over.
+        backend="etcd",
+        min_nodes=1,
+        max_nodes=2,
+    ) as job:
+        yield job
+
+
+def test_a_killed_agent_leaves_no_orphans(job: TrainingJob) -> None:
+    job.bring_to(2)
+    generation = job.generation()
+    victim = job.running[-1]
+    workers = [p.pid for p in victim.workers().values()]
+    assert workers
+    victim.kill_agent()
+    victim.wait_gone(workers, WORKERS_GONE_S)
+    job.wait_training(nodes=1, after_generation=generation)
+    job.wait_for(lambda: not victim.processes(), 5.0, "the end of everything of the node")
+
+
+def test_a_killed_node_is_left_behind_and_replaced(job: TrainingJob) -> None:
+    job.bring_to(2)
+    generation = job.generation()
+    job.node_of_rank(0).kill()
+    job.wait_training(nodes=1, after_generation=generation)
+    job.bring_to(2)
+
+
+def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed_plain: Path) -> None:
+    job.bring_to(2)
+    job.assert_finishes_whole(undisturbed_plain)

@@ -1,0 +1,140 @@
+"""A training job whose outcome is known beforehand, on a cluster made to be hurt.
+
+Steps are slow until :meth:`TrainingJob.hurry`: a test has time for its faults without having to
+guess how many steps that takes, and no time is lost once it is done.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from elastic.testing.cluster import LocalCluster
+from elastic.testing.node import LocalNode
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SESSION = SCRIPTS / "session.py"  # written with this project's API
+PLAIN = SCRIPTS / "plain_ddp.py"  # plain torch
+FINAL = "final.safetensors"
+EXIT_WITHIN_S = 5.0  # all agents, after the last step
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained. The last batch of an epoch is smaller on purpose."""
+
+    samples: int = 1000
+    batch: int = 24
+    epochs: int = 20
+    step_s: float = 0.15  # before hurry()
+    save_every: int = 10
+    loader_workers: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch)
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+    def arguments(self, folder: Path) -> list[str]:
+        return [
+            f"--folder={folder}",
+            f"--samples={self.samples}",
+            f"--batch={self.batch}",
+            f"--epochs={self.epochs}",
+            f"--step-s={self.step_s}",
+            f"--save-every={self.save_every}",
+            *([f"--loader-workers={self.loader_workers}"] if self.loader_workers else []),
+        ]
+
+
+class TrainingJob(LocalCluster):
+    """A LocalCluster that trains a Workload with one of the scripts."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        folder: Path,
+        *,
+        script: Path = SESSION,
+        workload: Workload | None = None,
+        **settings: Any,
+    ) -> None:
+        self.workload = workload or Workload()
+        # More faults in a minute than any job should survive: the budget is not the subject.
+        conf = {"failure_budget": 1000, **settings.pop("conf", {})}
+        arguments = self.workload.arguments(folder)
+        super().__init__(endpoints, script, folder, args=arguments, conf=conf, **settings)
+
+    def hurry(self) -> None:
+        """Train at full speed from now on."""
+        (self.folder / "hurry").touch()
+
+    def bring_to(self, count: int) -> list[LocalNode]:
+        """Start nodes until ``count`` run, and wait until exactly those train together."""
+        generation = self.training_nodes()[0]
+        missing = count - len(self.running)
+        self.start_nodes(missing)
+        # Nothing to wait for but a step if the world is whole already.
+        self.wait_training(nodes=count, after_generation=generation if missing > 0 else 0)
+        return self.running
+
+    def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = 90.0) -> None:
+        """Hurry to the end and check everything that a job must keep, whatever happened to it:
+
+        all running agents end with 0 within 5 s of the last step, nothing is left running, each
+        sample had exactly one effect per epoch, two worlds never trained at once, the weights
+        are equal on all ranks and those of an undisturbed run to 1e-6.
+        """
+        survivors = self.running
+        self.hurry()
+        self.wait_for(lambda: not self.running or None, timeout_s, "the end of the job")
+        self.assert_nothing_left()
+        codes = {node.name: node.exit_code for node in survivors}
+        assert set(codes.values()) == {0}, f"{codes}\n{self.report()}"
+        ledger = self.ledger()
+        ledger.assert_exactly_once(self.workload.samples, self.workload.epochs)
+        ledger.assert_one_world_at_a_time()
+        ledger.final_hash()
+        assert_same_weights(self.folder / FINAL, undisturbed)
+
+
+def train_undisturbed(
+    folder: Path, workload: Workload, script: Path = SESSION, env: Mapping[str, str] | None = None
+) -> Path:
+    """The same job in one process with no cluster; returns its final weights."""
+    for part in ("ledger", "checkpoints"):
+        (folder / part).mkdir(parents=True)
+    (folder / "hurry").touch()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ELASTIC_NODE_NAME": "alone",
+        "ELASTIC_LEDGER": str(folder / "ledger"),
+        "ELASTIC_CHECKPOINTS": str(folder / "checkpoints"),
+        **(env or {}),
+    }
+    command = [sys.executable, str(script), *workload.arguments(folder)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / FINAL
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Both files hold the same tensors to 1e-6."""
+    a, b = load_file(one), load_file(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6)
