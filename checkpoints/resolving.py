@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from checkpoints.errors import LoadError
@@ -61,34 +61,35 @@ def latest(
     """
     storage = storage_for(root)
     names = _names(storage)
-    passed: list[PassedOver] = []
-    given = None if lineage is None else as_lineage(lineage)
-    follow = _newest_lineage(storage, names) if given is None else given
-    for name, reason in _candidates(names, follow):
-        if reason is not None and given is not None:
-            passed.append(PassedOver(str(name), reason))
-            continue
+    follow = _newest_lineage(storage, names) if lineage is None else as_lineage(lineage)
+    astray = {name: why for name in names if (why := abandoned(name, follow)) is not None}
+    candidates = [name for name in names if name not in astray]
+    if lineage is None:
+        candidates += astray
+    chosen, failures = _first_whole(storage, candidates)
+    passed = (
+        PassedOver(str(name), failures.get(name) or astray[name])
+        for name in names
+        if name in failures or (name in astray and (chosen is None or _newer(name, chosen)))
+    )
+    return Resolution(chosen, tuple(passed))
+
+
+def _first_whole(
+    storage: Storage, candidates: Iterable[CheckpointName]
+) -> tuple[CheckpointInfo | None, dict[CheckpointName, str]]:
+    """The first that verifies, and why those before it do not."""
+    failures: dict[CheckpointName, str] = {}
+    for name in candidates:
         try:
-            info = verify(storage, str(name))
+            return verify(storage, str(name)), failures
         except LoadError as error:
-            passed.append(PassedOver(str(name), error.message))
-            continue
-        unwanted = (
-            PassedOver(str(other), why)
-            for other, why in _candidates(names, follow)
-            if why is not None and reason is None and other.age_order > name.age_order
-        )
-        return Resolution(info, (*unwanted, *passed))
-    return Resolution(None, tuple(passed))
+            failures[name] = error.message
+    return None, failures
 
 
-def _candidates(
-    names: list[CheckpointName], lineage: Lineage
-) -> Iterator[tuple[CheckpointName, str | None]]:
-    """Newest first; those off the lineage last, with the reason."""
-    judged = [(name, abandoned(name, lineage)) for name in names]
-    yield from (item for item in judged if item[1] is None)
-    yield from (item for item in judged if item[1] is not None)
+def _newer(name: CheckpointName, chosen: CheckpointInfo) -> bool:
+    return (name.generation, name.step) > (chosen.generation, chosen.step)
 
 
 def _newest_lineage(storage: Storage, names: list[CheckpointName]) -> Lineage:

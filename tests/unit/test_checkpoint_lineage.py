@@ -1,0 +1,122 @@
+"""Which checkpoint a new start goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_states import flip, save_all, small_state
+
+import checkpoints
+
+
+def _save(root: Path, generation: int, step: int, *lineage: tuple[int, int]) -> str:
+    return save_all(
+        root, small_state(step), step=step, generation=generation, lineage=lineage, keep=None
+    )
+
+
+def _damage(root: Path, name: str) -> None:
+    flip(root / name / "00000-of-00001.safetensors", -1)
+
+
+def test_the_newest_is_by_generation_first(tmp_path: Path) -> None:
+    _save(tmp_path, 1, 1000)
+    newest = _save(tmp_path, 2, 250)
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is not None
+    assert (found.checkpoint.name, found.passed_over) == (newest, ())
+
+
+def test_it_falls_back_to_the_newest_that_is_whole_and_says_so(tmp_path: Path) -> None:
+    whole = _save(tmp_path, 0, 1)
+    flipped, cut, gone = (_save(tmp_path, 0, step) for step in (2, 3, 4))
+    _damage(tmp_path, flipped)
+    (tmp_path / cut / "manifest.json").write_bytes(b"")
+    (tmp_path / gone / "00000-of-00001.safetensors").unlink()
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.name == whole
+    assert [passed.name for passed in found.passed_over] == [gone, cut, flipped]
+    assert "missing" in found.passed_over[0].reason
+    assert "manifest.json" in found.passed_over[1].reason
+    assert "00000-of-00001.safetensors, tensor 'model/scale'" in found.passed_over[2].reason
+
+
+def test_nothing_whole_is_none_with_every_reason(tmp_path: Path) -> None:
+    name = _save(tmp_path, 0, 1)
+    shutil.rmtree(tmp_path / name)
+    (tmp_path / name).mkdir()
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is None
+    assert [passed.name for passed in found.passed_over] == [name]
+
+
+def _branched(root: Path) -> dict[tuple[int, int], str]:
+    """Generation 2 began at step 200 of generation 1, which had gone on to 300."""
+    names = {(1, step): _save(root, 1, step, (1, 0)) for step in (100, 200, 300)}
+    names[2, 250] = _save(root, 2, 250, (1, 0), (2, 200))
+    return names
+
+
+def test_an_abandoned_branch_is_skipped_when_falling_back(tmp_path: Path) -> None:
+    names = _branched(tmp_path)
+    _damage(tmp_path, names[2, 250])
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.name == names[1, 200]
+    reasons = {passed.name: passed.reason for passed in found.passed_over}
+    assert set(reasons) == {names[2, 250], names[1, 300]}
+    assert "generation 2 began at step 200 of generation 1" in reasons[names[1, 300]]
+
+
+def test_an_abandoned_branch_is_the_last_resort_only_without_a_lineage(tmp_path: Path) -> None:
+    names = _branched(tmp_path)
+    for key in ((2, 250), (1, 200), (1, 100)):
+        _damage(tmp_path, names[key])
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.name == names[1, 300]
+    strict = checkpoints.latest(tmp_path, lineage=[(1, 0), (2, 200)])
+    assert strict.checkpoint is None
+    assert {passed.name for passed in strict.passed_over} == set(names.values())
+
+
+def test_a_given_lineage_decides_whatever_is_newest(tmp_path: Path) -> None:
+    names = _branched(tmp_path)
+    other = _save(tmp_path, 3, 999, (3, 0))
+    found = checkpoints.latest(tmp_path, lineage=[(1, 0), (2, 200)])
+    assert found.checkpoint is not None
+    assert found.checkpoint.name == names[2, 250]
+    assert found.passed_over == (
+        checkpoints.PassedOver(other, "abandoned: generation 3 is not in the lineage"),
+    )
+
+
+def test_descend_carries_the_history_on(tmp_path: Path) -> None:
+    assert checkpoints.descend(None, 1) == (checkpoints.Ancestor(1, 0),)
+    _save(tmp_path, 1, 200, (1, 0))
+    (origin,) = checkpoints.list_checkpoints(tmp_path)
+    lineage = checkpoints.descend(origin, 4)
+    assert lineage == (checkpoints.Ancestor(1, 0), checkpoints.Ancestor(4, 200))
+    assert checkpoints.descend(origin, 1) == origin.lineage
+    newest = save_all(tmp_path, {}, step=201, generation=4, lineage=lineage)
+    found = checkpoints.latest(tmp_path, lineage=lineage)
+    assert found.checkpoint is not None
+    assert found.checkpoint.name == newest
+
+
+def test_a_zombies_later_steps_do_not_win(tmp_path: Path) -> None:
+    """Generation 1, cut off, goes on to 900 while generation 2 trains from 200."""
+    names = _branched(tmp_path)
+    _save(tmp_path, 1, 900, (1, 0))
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.name == names[2, 250]
+
+
+@pytest.mark.parametrize("began", [[(1, 0), (1, 5)], [(2, 0), (1, 5)], [(1, -1)]])
+def test_a_lineage_that_is_none_is_refused(tmp_path: Path, began: list[tuple[int, int]]) -> None:
+    with pytest.raises(checkpoints.ArgumentError, match="lineage"):
+        checkpoints.latest(tmp_path, lineage=began)
