@@ -1,1 +1,60 @@
-"""Elastic, fault-tolerant training: see README.md."""
+"""Elastic, fault-tolerant training: see README.md.
+
+``import elastic`` costs nothing: torch is imported when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.errors import CheckpointRequired, ConfigError, ElasticError, NoWorld, TrainingError
+    from elastic.training.loader import ElasticLoader
+    from elastic.training.run import Run, join
+    from elastic.training.sampler import ElasticSampler
+    from elastic.training.saving import Checkpoints
+    from elastic.training.step import Step
+    from elastic.worker.world import World
+
+__all__ = [
+    "CheckpointRequired",
+    "Checkpoints",
+    "ConfigError",
+    "ElasticError",
+    "ElasticLoader",
+    "ElasticSampler",
+    "NoWorld",
+    "Run",
+    "Step",
+    "TrainingError",
+    "World",
+    "join",
+]
+
+_HOMES = {
+    "CheckpointRequired": "elastic.errors",
+    "Checkpoints": "elastic.training.saving",
+    "ConfigError": "elastic.errors",
+    "ElasticError": "elastic.errors",
+    "ElasticLoader": "elastic.training.loader",
+    "ElasticSampler": "elastic.training.sampler",
+    "NoWorld": "elastic.errors",
+    "Run": "elastic.training.run",
+    "Step": "elastic.training.step",
+    "TrainingError": "elastic.errors",
+    "World": "elastic.worker.world",
+    "join": "elastic.training.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,45 @@
+"""Gradients of uneven shares: every rank's are weighted by its samples, then summed.
+
+A rank that holds n of the N samples of a step has the gradient of the mean over its n. The mean
+over all N is the sum over ranks of n/N times that, for any split, down to a rank with nothing.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+
+class Reduction:
+    """The communication hook's state: this rank's weight, and whether gradients were reduced."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.is_done = False
+
+    def begin(self, weight: float) -> None:
+        """A new step, in which this rank holds the part ``weight`` of the global batch."""
+        self.weight = weight
+        self.is_done = False
+
+
+def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: scale this rank's bucket by its weight and add all ranks' up."""
+    gradients = bucket.buffer()
+    if state.weight == 0.0:
+        gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
+    elif state.weight != 1.0:
+        gradients.mul_(state.weight)
+    state.is_done = True
+    if dist.get_world_size() == 1:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(gradients)
+        return future
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None  # None only on ranks outside the group
+    reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    return reduced
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]

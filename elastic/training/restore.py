@@ -1,0 +1,118 @@
+"""How a new world comes to its state: the newest checkpoint, else rank 0's initial state.
+
+Rank 0 sweeps, resolves and verifies; the others are told the name. Whatever fails on one rank is
+raised on all: nobody is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from checkpoints import CheckpointError, CheckpointInfo, Loaded
+from checkpoints.tree import Node, pack, unpack
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ElasticError, TrainingError
+from elastic.events import StateRestored
+from elastic.telemetry.journal import EventSink
+from elastic.training.saving import Saver, Source
+from elastic.training.state import JobState
+from elastic.worker.collectives import all_gather_json, broadcast_json, broadcast_tensors
+from elastic.worker.world import World
+
+T = TypeVar("T")
+
+
+def restore(world: World, job: JobState, saver: Saver, journal: EventSink) -> int:
+    """Bring every rank to one state. Returns the generation that checkpoints go on with.
+
+    That is the world's, unless the folder holds newer ones: a launcher that counts from one
+    again (plain python, stock backends, an emptied etcd) must not save below what is there.
+    """
+    began_s = SYSTEM_CLOCK.monotonic()
+    _together(world, saver.check_writable)
+    found = _together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
+    source = Source(**broadcast_json(vars(found) if found is not None else None))
+    generation = max(world.generation, source.newest_generation + 1)
+    origin = None
+    if source.name is None:
+        _share_initial(world, job)
+    else:
+        origin = _load(world, job, saver, source.name)
+    saver.resume(origin, generation, job.progress.step)
+    name, took_s = source.name or "initial", SYSTEM_CLOCK.monotonic() - began_s
+    journal.emit(StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)))
+    return generation
+
+
+def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:
+    def read_and_check() -> Loaded:
+        loaded = saver.load(name)
+        job.check(loaded.state, f"checkpoint {name}")
+        return loaded
+
+    loaded = _together(world, read_and_check)
+    _together(world, lambda: job.apply(loaded.state))
+    return loaded.info
+
+
+def _share_initial(world: World, job: JobState) -> None:
+    """Rank 0's state to all, tensors and the rest alike."""
+    node, tensors = _together(world, lambda: pack(job.tree()))
+    plan = broadcast_json(_plan(node, tensors))
+    _together(world, lambda: _check_same_model(world, plan["specs"], tensors))
+    modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
+    broadcast_tensors(modules)
+    small = _small_tensors(world, plan["specs"], tensors)
+    broadcast_tensors(small)
+    if world.rank != 0:
+        tree = unpack(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
+        _together(world, lambda: job.apply_small(tree))
+    else:
+        _together(world, lambda: None)
+
+
+def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    specs = {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+    return {"tree": node, "specs": specs}
+
+
+def _check_same_model(
+    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
+    theirs = {n: s for n, s in specs.items() if n.startswith("model/")}
+    mine = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
+    if differing := sorted(n for n in theirs.keys() | mine if theirs.get(n) != mine.get(n)):
+        raise TrainingError(
+            f"rank {world.rank} has another model than rank 0: {', '.join(differing[:10])}",
+            hint="every rank must build the same model",
+        )
+
+
+def _small_tensors(
+    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies, on the CPU, of what trackers hold: rank 0's, and room for them on the others."""
+    names = [name for name in specs if not name.startswith("model/")]
+    if world.rank == 0:
+        return {name: tensors[name].cpu() for name in names}
+    return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}
+
+
+def _together(world: World, act: Callable[[], T]) -> T:
+    """Act on every rank; if it fails on one, raise on all: there its error, here who failed."""
+    error: Exception | None = None
+    try:
+        result = act()
+    except (ElasticError, CheckpointError, ValueError, RuntimeError, OSError, KeyError) as failure:
+        error = failure
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    failures = [(rank, text) for rank, text in enumerate(all_gather_json(told)) if text]
+    if error is not None:
+        raise error
+    if failures:
+        rank, text = failures[0]
+        raise TrainingError(f"rank {rank} could not restore the state: {text}")
+    return result

@@ -1,0 +1,218 @@
+"""The API that scripts use: ``run = elastic.join()``, and everything on ``run``.
+
+In restart mode a fault of the world ends the process; torchrun's agent starts it again, and the
+script comes back here. ``retry`` is where in-process recovery takes place under the same API.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic.telemetry.journal import Journal
+from elastic.telemetry.ledger import Ledger
+from elastic.training import loop
+from elastic.training.evaluation import shard_by
+from elastic.training.loader import ElasticLoader
+from elastic.training.saving import Checkpoints, Saver, checkpoints_from
+from elastic.training.session import Session
+from elastic.training.step import Step
+from elastic.training.wrap import ElasticDDP
+from elastic.worker.collectives import all_sum
+from elastic.worker.failure import FailureHook
+from elastic.worker.node_first import node_first
+from elastic.worker.process_group import ProcessGroup, choose_device
+from elastic.worker.world import World, node_name, world_from_environment
+
+T = TypeVar("T")
+
+
+class Run:
+    """One job, as one of its workers sees it. Made by :func:`join`."""
+
+    def __init__(self, session: Session, device: torch.device) -> None:
+        self._session = session
+        self._turns = 0
+        self._device = device
+
+    # -- who and where ------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """The run id that torchrun was given; ``local`` without torchrun."""
+        return os.environ.get("TORCHELASTIC_RUN_ID", "local")
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device: ``cuda:LOCAL_RANK``, or the CPU."""
+        return self._device
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON values that travel with the model: saved, restored, and rank 0's for all."""
+        return self._session.job.user
+
+    @property
+    def world(self) -> World:
+        """Generation, rank, size and more. Raises NoWorld before the first world."""
+        return self._session.world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0. False before the first world."""
+        return self._session.has_world and self._session.world.rank == 0
+
+    # -- what the job consists of -------------------------------------------------------------
+
+    def wrap(self, module: nn.Module, **ddp: Any) -> ElasticDDP:
+        """A DistributedDataParallel of ``module``, one object for life.
+
+        ``ddp`` are its options. Call before the first loop, in the same order on all ranks.
+        Raises ConfigError for options that cannot work here, TrainingError if it is too late.
+        """
+        return self._session.wrap(module, ddp)
+
+    def track(self, **named: Any) -> None:
+        """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
+
+        Optimizers of wrapped modules must be tracked. Call before the first loop.
+        """
+        self._session.track(named)
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        loader: Iterable[Any],
+        *,
+        dataloader: DataLoader[Any] | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+    ) -> ElasticLoader:
+        """Deal a DataLoader out over the world, at a constant global batch.
+
+        Iterating gives this rank's share of each step, from where the job stands to the end of
+        the epoch. ``dataloader`` names the DataLoader inside a wrapper. ``global_batch`` is the
+        samples of one step of the whole job, by default batch_size × the largest world;
+        ``micro_batch`` the most samples at once, for :meth:`steps`. Call before the first loop.
+        """
+        return self._session.add_loader(
+            loader, dataloader=dataloader, global_batch=global_batch, micro_batch=micro_batch
+        )
+
+    def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """This rank's part of a DataLoader for evaluation: every sample once, no padding.
+
+        A rank may get nothing: keep collectives (:meth:`mean`) out of the loop over it.
+        """
+        return shard_by(loader, self._session.rank_and_size)
+
+    # -- loops --------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of ``count``; nothing when the job is complete."""
+        return loop.epochs(self._session, count)
+
+    def steps(self, loader: ElasticLoader) -> Iterator[Step]:
+        """The steps that are left of the loader's epoch, for loops over micro-batches."""
+        return loop.steps(self._session, loader)
+
+    def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call ``fn`` in a world; the one recovery point, around the whole loop.
+
+        In restart mode faults pass through and end the process, for its agent to start anew.
+        """
+        with self._session.retrying():
+            return fn(*args, **kwargs)
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """:meth:`retry` inline: ``for attempt in run.attempts(): with attempt: …``."""
+        yield self._session.retrying()
+
+    # -- callbacks ----------------------------------------------------------------------------
+
+    def after_step(self, callback: Callable[[Step], object]) -> None:
+        """Call back at every commit, for example to update an EMA."""
+        self._session.after_step.append(callback)
+
+    def on_world(self, callback: Callable[[World], object]) -> None:
+        """Call back when a world has begun and its state is restored; at once if one has."""
+        self._session.call_on_world(callback)
+
+    def on_main(self, callback: Callable[[], object]) -> None:
+        """Call back when this rank becomes main; at once if it is."""
+        self._session.call_on_main(callback)
+
+    # -- things to do together ----------------------------------------------------------------
+
+    def mean(self, weight: float, **values: float | torch.Tensor) -> dict[str, float]:
+        """The weighted mean of each value over the world; NaN if all weights are 0.
+
+        Every rank calls it, with the same names. A rank of weight 0 counts for nothing, whatever
+        its values are.
+        """
+        self._session.enter_world()
+        names = sorted(values)
+        parts = [float(values[name]) * weight if weight else 0.0 for name in names]
+        total, *sums = all_sum([weight, *parts])
+        return {n: s / total if total else math.nan for n, s in zip(names, sums, strict=True)}
+
+    def node_first(self) -> AbstractContextManager[None]:
+        """The body runs on one worker of each node first, then on its others: for downloads."""
+        self._turns += 1
+        return node_first(self._turns)
+
+
+_run: Run | None = None
+
+
+def join(
+    *,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    backend: str | None = None,
+) -> Run:
+    """Become part of the job. The same object on every call.
+
+    ``checkpoints`` is a folder or :class:`Checkpoints`; by default ``ELASTIC_CHECKPOINTS``, and
+    without that nothing is saved. ``seed`` decides the order of the data and everything random
+    inside steps. ``backend`` is torch.distributed's, by default ``gloo`` on CPUs and
+    ``cpu:gloo,cuda:nccl`` on GPUs.
+    """
+    global _run
+    if _run is None:
+        _run = _join(checkpoints_from(checkpoints), seed, backend)
+    return _run
+
+
+def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
+    device = choose_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    journal = Journal(
+        folder=os.environ.get("ELASTIC_JOURNAL"),
+        identity={
+            "node": node_name(),
+            "rank": int(os.environ.get("RANK", "0")),
+            "generation": world_from_environment().generation,
+        },
+    )
+    session = Session(
+        seed=seed,
+        group=ProcessGroup(device, backend),
+        saver=Saver(policy, journal),
+        ledger=Ledger.from_environment(),
+        journal=journal,
+    )
+    hook = FailureHook()
+    hook.install()
+    atexit.register(lambda: session.close(clean=not hook.failed))
+    return Run(session, device)

@@ -1,0 +1,159 @@
+"""When a worker saves, and what happens when it cannot: training goes on with older checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import checkpoints
+from checkpoints import SaveError
+from checkpoints.naming import parse_committed
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CheckpointRequired, ConfigError
+from elastic.events import CheckpointSaved, CheckpointSkipped
+from elastic.telemetry.journal import EventSink
+from elastic.training.state import JobState
+from elastic.worker.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Where and how often to save. ``join(checkpoints="folder")`` takes the defaults."""
+
+    folder: str | os.PathLike[str]
+    every_steps: int = 50  # steps between two saves; the end of training is always saved
+    keep: int = 3  # the newest ones that stay
+    required: bool = False  # refuse to start from step 0 (exit code 65)
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 1:
+            raise ConfigError(f"every_steps={self.every_steps} must be at least 1")
+        if self.keep < 1:
+            raise ConfigError(f"keep={self.keep} must be at least 1")
+
+
+def checkpoints_from(
+    given: Checkpoints | str | os.PathLike[str] | None, env: Mapping[str, str] = os.environ
+) -> Checkpoints | None:
+    """What ``join`` was given, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved."""
+    if isinstance(given, Checkpoints):
+        return given
+    folder = given if given is not None else env.get("ELASTIC_CHECKPOINTS") or None
+    return Checkpoints(folder=folder) if folder is not None else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a world's state comes from, as rank 0 found it. JSON, for the other ranks."""
+
+    name: str | None = None  # None: no checkpoint, start with rank 0's initial state
+    newest_generation: int = -1  # in the folder, whole or not
+
+
+class Saver:
+    """Finds, loads and saves this job's checkpoints. Does nothing without a policy."""
+
+    def __init__(self, policy: Checkpoints | None, journal: EventSink) -> None:
+        self._policy = policy
+        self._journal = journal
+        self._lineage: checkpoints.Lineage = ()
+        self._generation = 0
+        self._saved_step = 0  # the last step that is on disk, or was tried to be
+
+    def check_writable(self) -> None:
+        """Raise ConfigError if this worker cannot write into the folder."""
+        if self._policy is None:
+            return
+        try:
+            os.makedirs(self._policy.folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._policy.folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints cannot be written into {self._policy.folder}: {error.strerror}",
+                hint="give a folder that every worker may write, on storage that all nodes share",
+            ) from error
+
+    def resolve(self, world: World) -> Source:
+        """Complete what a dead world left, and choose the checkpoint to go on from: rank 0's task.
+
+        Raises CheckpointRequired if there is none and one was required, or there are some and
+        none is whole: a silent start from zero would throw the work away.
+        """
+        if self._policy is None:
+            return Source()
+        folder = self._policy.folder
+        checkpoints.sweep(folder, generation=world.generation, nonce=world.nonce)
+        found = checkpoints.latest(folder)
+        for passed in found.passed_over:
+            self._skipped(passed.name, passed.reason)
+        if found.checkpoint is None and found.passed_over:
+            raise CheckpointRequired(
+                f"none of the {len(found.passed_over)} checkpoints in {folder} can be loaded; "
+                f"the newest: {found.passed_over[0].name}: {found.passed_over[0].reason}",
+                hint="repair the folder, or give another one to start from step 0",
+            )
+        if found.checkpoint is None and self._policy.required:
+            raise CheckpointRequired(
+                f"there is no checkpoint in {folder}, and one is required",
+                hint="give the folder of the job to go on with, or required=False",
+            )
+        name = found.checkpoint.name if found.checkpoint else None
+        return Source(name, self._newest(found))
+
+    def _newest(self, found: checkpoints.Resolution) -> int:
+        assert self._policy is not None
+        listed = [info.generation for info in checkpoints.list_checkpoints(self._policy.folder)]
+        passed = [parse_committed(p.name) for p in found.passed_over]
+        return max([-1, *listed, *(name.generation for name in passed if name)])
+
+    def load(self, name: str) -> checkpoints.Loaded:
+        """Read and verify a checkpoint into fresh memory."""
+        assert self._policy is not None
+        return checkpoints.load(self._policy.folder, name)
+
+    def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
+        """From now on save as ``generation``, which began at ``step`` with ``origin``'s state."""
+        self._lineage = checkpoints.descend(origin, generation)
+        self._generation = generation
+        self._saved_step = step
+
+    def save_if_due(self, world: World, job: JobState) -> None:
+        """Save at the boundaries that the policy names: the same ones on every rank."""
+        if self._policy is not None and job.progress.step % self._policy.every_steps == 0:
+            self.save(world, job)
+
+    def save(self, world: World, job: JobState) -> None:
+        """Write this rank's part, unless this step is saved. Never stops training."""
+        step = job.progress.step
+        if self._policy is None or step <= self._saved_step:
+            return
+        self._saved_step = step
+        began_s = SYSTEM_CLOCK.monotonic()
+        try:
+            saved = checkpoints.save(
+                self._policy.folder,
+                job.tree(),
+                step=step,
+                nonce=world.nonce,
+                generation=self._generation,
+                rank=world.rank,
+                world_size=world.size,
+                lineage=self._lineage,
+                data_position=job.data_position(),
+                keep=checkpoints.LatestN(self._policy.keep),
+            )
+        except SaveError as error:
+            self._skipped(f"step {step}", str(error))
+            return
+        for note in saved.notes if saved.committed else ():
+            self._skipped(saved.name, note)
+        if saved.committed:
+            took_s = round(SYSTEM_CLOCK.monotonic() - began_s, 4)
+            self._journal.emit(CheckpointSaved(name=saved.name, step=step, duration_s=took_s))
+
+    def _skipped(self, name: str, reason: str) -> None:
+        self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=logging.WARNING)

@@ -1,0 +1,118 @@
+"""One optimizer step as the user's loop sees it, and how far the job has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.errors import TrainingError
+from elastic.training.loader import BatchInfo
+
+
+@dataclass
+class Progress:
+    """Where the job stands: what is committed. Saved with every checkpoint."""
+
+    step: int = 0  # steps committed since the job began
+    epoch: int = 0
+
+
+Batches = Iterator[tuple[BatchInfo, Any]]
+
+
+class Step:
+    """What ``run.steps(loader)`` yields: iterate it for this rank's micro-batches.
+
+    With one micro-batch ``loss.backward()`` is exact. With several, use ``step.backward(loss)``
+    or ``(loss * step.weight).backward()``, where ``loss`` is the mean over the micro-batch.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        first: tuple[BatchInfo, Any],
+        rest: Batches,
+        begin_micro_batch: Callable[[Step], object],
+    ) -> None:
+        self.number = number  # within the job, from 0
+        self.replay = False  # in-process recovery runs a body again with some optimizers masked
+        self.optimizer_stepped = False
+        self.is_weighted = False  # whether the user's losses carry the weight
+        self._info, self._data = first
+        self._rest = rest
+        self._begin_micro_batch = begin_micro_batch
+        self._begun = 0  # micro-batches
+
+    @property
+    def epoch(self) -> int:
+        return self._info.epoch
+
+    @property
+    def index(self) -> int:
+        """Within the epoch, from 0."""
+        return self._info.step
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The dataset indices of this rank's samples."""
+        return self._info.part.indices
+
+    @property
+    def samples(self) -> int:
+        """How many of the global batch's samples are this rank's."""
+        return self._info.rank_samples
+
+    @property
+    def share(self) -> float:
+        """This rank's part of the global batch, 0 to 1."""
+        return self._info.rank_weight
+
+    @property
+    def weight(self) -> float:
+        """What the mean loss of the present micro-batch counts for within this rank's share."""
+        self.is_weighted = True
+        return self._info.weight
+
+    @property
+    def micro_batch(self) -> int:
+        """The number of the present micro-batch, from 0."""
+        return self._info.micro_batch
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether gradients are reduced in the next backward pass and optimizers may step."""
+        return self._begun == len(self)
+
+    def __len__(self) -> int:
+        return self._info.micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._begun < len(self):
+            if self._begun:
+                self._info, self._data = next(self._rest)
+            self._begun += 1
+            self._begin_micro_batch(self)
+            data, self._data = self._data, None  # not kept alive for longer than the user does
+            yield data
+
+    def only_micro_batch(self) -> Any:
+        """The data of a step that has one micro-batch, for ``for x, y in loader``."""
+        if len(self) != 1:
+            raise TrainingError(
+                f"step {self.number} has {len(self)} micro-batches, this loop takes one",
+                hint="loop with `for step in run.steps(loader): for x, y in step: …`",
+            )
+        return next(iter(self))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()`` with the right weight; ``loss`` is the micro-batch's mean."""
+        weight = self.weight
+        if weight == 0.0:
+            # where and not × 0: a NaN of the filling sample must not reach the gradients.
+            loss = torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
+        elif weight != 1.0:
+            loss = loss * weight
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,93 @@
+"""A DistributedDataParallel that is one object for life, whatever happens to the world.
+
+Before the first world, in eval mode and without gradients it is a plain module without
+collectives: rank 0 may evaluate alone. (Stock DDP broadcasts buffers in eval mode, too, and such
+a script hangs.) For each world it is initialised again in place: the optimizer, ``torch.compile``
+and the user's variables keep pointing at the right thing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from elastic.errors import ConfigError
+from elastic.training.reduction import Reduction, weighted_sum
+
+# Module.__init__ starts these afresh; they belong to the user.
+_HOOK_TABLES = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_REFUSED = {
+    "process_group": "the world's group is the only one that is rebuilt",
+    "device_mesh": "the world's group is the only one that is rebuilt",
+    "delay_all_reduce_named_params": "gradients would bypass the weights of uneven shares",
+    "param_to_hook_all_reduce": "gradients would bypass the weights of uneven shares",
+    "mixed_precision": "it replaces the communication hook that weights uneven shares",
+}
+
+
+class ElasticDDP(DDP):
+    """What ``run.wrap`` returns. ``options`` are DistributedDataParallel's."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        for name in options.keys() & _REFUSED.keys():
+            raise ConfigError(f"wrap({name}=…) is not possible: {_REFUSED[name]}")
+        nn.Module.__init__(self)
+        self.module = module
+        self.options = options
+        self.reduction = Reduction()
+        self.in_world = False
+        self.require_backward_grad_sync = True
+        self.training = module.training
+
+    def enter_world(self) -> None:
+        """Become a working DDP over the present default group. Parameters must agree already."""
+        self.leave_world()
+        kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
+        training, module = self.training, self.module
+        # State is agreed before, by restore: init_sync would broadcast all of it once more.
+        DDP.__init__(self, module, **{"init_sync": False, **self.options})
+        self.__dict__.update(kept)
+        self.training = training
+        self.register_comm_hook(self.reduction, weighted_sum)
+        self.in_world = True
+
+    def leave_world(self) -> None:
+        """Back to a plain module. The old reducer's hooks must go: the next DDP over the same
+        parameters fails for ever otherwise (DESIGN section 6)."""
+        if self.in_world:
+            self.reducer._remove_autograd_hooks()
+            self.in_world = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a forward pass now is one without collectives."""
+        return not (self.in_world and self.training and torch.is_grad_enabled())
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; with DDP's work around it only while training in a world."""
+        if not self.is_plain:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if device_ids := self.options.get("device_ids"):
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        return self.module(*inputs, **kwargs)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are reduced."""
+        return [p for p in self.module.parameters() if p.requires_grad]

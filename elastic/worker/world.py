@@ -1,0 +1,111 @@
+"""The world as one worker sees it: who it is, among how many, in which generation."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+
+# What torchrun (any backend) sets and env:// needs. Without them a process is a world of one.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Who trains together, as agreed for one generation."""
+
+    generation: int  # only grows over the life of a job
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    nonce: str  # hex, the same on all ranks, fresh for every world
+    lineage: tuple[int, ...]  # earlier generations, oldest first
+    node: str  # name for people
+    is_launched: bool  # False: plain `python train.py`, a world of one
+
+
+def is_launched(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher (torchrun) started this process as one of several.
+
+    >>> is_launched({})
+    False
+    """
+    present = [name for name in _LAUNCHED if env.get(name)]
+    if not present or present == ["WORLD_SIZE"]:
+        return False
+    missing = [name for name in _LAUNCHED if name not in present]
+    if missing and "RANK" in present:
+        raise ConfigError(
+            f"the environment has RANK={env['RANK']} but lacks {', '.join(missing)}",
+            hint="start with torchrun, or unset RANK to train alone",
+        )
+    return not missing
+
+
+def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
+    """Read the world from the environment; under a foreign backend its nonce is still ``""``.
+
+    With the etcd-v3 backend the agent tells generation, nonce and lineage. Any other backend
+    knows none of them: torchrun's restart count stands in for the generation, and the nonce has
+    to be agreed by the group itself.
+
+    >>> world_from_environment({}).size
+    1
+    """
+    launched = is_launched(env)
+    return World(
+        generation=_generation(env),
+        rank=_integer(env, "RANK", 0) if launched else 0,
+        size=_integer(env, "WORLD_SIZE", 1) if launched else 1,
+        local_rank=_integer(env, "LOCAL_RANK", 0) if launched else 0,
+        local_size=_integer(env, "LOCAL_WORLD_SIZE", 1) if launched else 1,
+        nonce=env.get("ELASTIC_NONCE", "") if launched else fresh_nonce(),
+        lineage=tuple(int(g) for g in env.get("ELASTIC_LINEAGE", "").split(",") if g.strip()),
+        node=node_name(env),
+        is_launched=launched,
+    )
+
+
+def largest_world(env: Mapping[str, str] = os.environ) -> int:
+    """The most workers this job can have; the present ones if the backend does not tell.
+
+    >>> largest_world({"ELASTIC_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "2"})
+    6
+    """
+    nodes = _integer(env, "ELASTIC_MAX_NODES", 0)
+    if nodes:
+        return nodes * _integer(env, "LOCAL_WORLD_SIZE", 1)
+    return _integer(env, "WORLD_SIZE", 1) if is_launched(env) else 1
+
+
+def fresh_nonce() -> str:
+    """Eight hex digits nobody has used before."""
+    return secrets.token_hex(4)
+
+
+def node_name(env: Mapping[str, str] = os.environ) -> str:
+    """This node's name for people: what the agent said, else torchrun's group rank."""
+    if name := env.get("ELASTIC_NODE_NAME"):
+        return name
+    group = env.get("GROUP_RANK")
+    return f"node-{group}" if group else "local"
+
+
+def _generation(env: Mapping[str, str]) -> int:
+    if "ELASTIC_GENERATION" in env:
+        return _integer(env, "ELASTIC_GENERATION", 1)
+    return _integer(env, "TORCHELASTIC_RESTART_COUNT", 0) + 1
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} in the environment is not a whole number") from None
