@@ -166,9 +166,9 @@ class ElasticSampler(DistributedSampler[int]):
         Raises ConfigError when the state is of another order, dataset or global batch: the
         position would then mean other samples.
         """
+        for name in self.state_dict().keys() - state.keys():
+            raise ConfigError(f"the data position has no {name!r}: {dict(state)}")
         for name, here in self._identity().items():
-            if name not in state:
-                raise ConfigError(f"the data position has no {name!r}: {dict(state)}")
             if state[name] != here:
                 raise ConfigError(
                     f"the data position was saved with {name}={state[name]!r}, "

@@ -1,0 +1,475 @@
+"""A user's DataLoader over a changing world: the same loader, other batches."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from elastic.errors import ConfigError, TrainingError
+from elastic.training.evaluation import shard, shard_by
+from elastic.training.loader import BatchInfo, ElasticLoader
+from elastic.training.plan import Position
+from elastic.training.sampler import ElasticSampler
+
+N = 53
+
+
+class Noisy(Dataset[tuple[int, float, float, float]]):
+    """Each sample draws from the three generators that augmentations use."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Prefetcher:
+    """A wrapper as found in training scripts: iterates a loader some batches ahead."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.mixup_enabled = True
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead: list[Any] = []
+        for batch in self.loader:
+            ahead.append(batch)
+            if len(ahead) > 2:
+                yield ahead.pop(0)
+        yield from ahead
+
+
+def numbers(n: int = N) -> TensorDataset:
+    return TensorDataset(torch.arange(n))
+
+
+def loader(**options: Any) -> ElasticLoader:
+    return ElasticLoader(DataLoader(numbers(), batch_size=4, shuffle=True), **options)
+
+
+def read(one: ElasticLoader, rank: int, size: int) -> list[tuple[BatchInfo, list[int]]]:
+    return [(info, batch[0].tolist()) for info, batch in one.batches(rank, size)]
+
+
+def counted(batches: list[tuple[BatchInfo, list[int]]]) -> list[int]:
+    return [index for info, data in batches if info.samples for index in data]
+
+
+# -- what the batches are -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_batches_hold_what_their_info_says(micro_batch: int | None) -> None:
+    one = loader(largest_world=3, micro_batch=micro_batch)
+    everything: list[int] = []
+    for rank in range(3):
+        batches = read(one, rank, 3)
+        for info, data in batches:
+            assert len(data) == max(info.samples, 1)
+            assert info.samples == 0 or tuple(data) == info.indices
+            assert info.samples <= (micro_batch or 12)
+        everything += counted(batches)
+    assert sorted(everything) == list(range(N))
+
+
+def test_weights_add_up_to_one() -> None:
+    one = loader(global_batch=10, micro_batch=2)
+    weights = [0.0] * len(one)
+    micro_batches: list[set[int]] = [set() for _ in range(len(one))]
+    for rank in range(3):
+        for info, _ in read(one, rank, 3):
+            weights[info.step] += info.weight * info.rank_weight
+            micro_batches[info.step].add(info.micro_batches)
+            assert info.is_last_micro_batch == (info.micro_batch == info.micro_batches - 1)
+            assert info.is_last_step == (info.step == 5)
+            assert info.global_samples == (3 if info.is_last_step else 10)
+    assert weights == pytest.approx([1.0] * 6)
+    assert all(len(counts) == 1 for counts in micro_batches)
+
+
+def test_a_rank_without_samples_reads_one_that_does_not_count() -> None:
+    one = loader(global_batch=13)  # the last step has one sample
+    info, data = read(one, 1, 2)[-1]
+    assert (info.samples, info.rank_samples, info.weight, info.indices) == (0, 0, 0.0, ())
+    assert data == list(read(one, 0, 2)[-1][0].indices)
+
+
+def test_the_world_may_change_between_steps() -> None:
+    reference = counted(read(loader(global_batch=10), 0, 1))
+    one = loader(global_batch=10)
+    first = [read(one, rank, 3)[0][0].indices for rank in range(3)]
+    one.advance()
+    rest = [counted(read(one, rank, 2)) for rank in range(2)]
+    assert [index for part in first for index in part] == reference[:10]
+    assert sorted(rest[0] + rest[1]) == sorted(reference[10:])
+
+
+def test_reading_does_not_move_the_position() -> None:
+    one = loader(global_batch=10)
+    read(one, 0, 1)
+    assert one.position == Position(0, 0)
+    one.seek(Position(0, 6))
+    assert read(one, 0, 1) == []
+    one.begin_epoch(0)
+    assert one.position == Position(0, 6)
+    one.begin_epoch(1)
+    assert one.position == Position(1, 0)
+
+
+def test_len_is_the_steps_of_an_epoch_in_every_world() -> None:
+    one = loader(largest_world=2)
+    assert len(one) == 7
+    read(one, 0, 2)
+    one.advance()
+    assert len(one) == 7
+
+
+def test_the_global_batch_defaults_to_that_of_the_largest_world() -> None:
+    assert loader(largest_world=3).plan.global_batch == 12
+    assert loader(largest_world=3, global_batch=20).plan.global_batch == 20
+
+
+def test_set_epoch_of_old_scripts_is_ignored() -> None:
+    one = loader()
+    one.seek(Position(1, 3))
+    one.sampler.set_epoch(7)
+    assert one.position == Position(1, 3)
+    assert isinstance(one.sampler, DistributedSampler)
+
+
+def test_alone_it_trains_epoch_after_epoch() -> None:
+    one = loader(global_batch=10)
+    first = [index for (batch,) in one for index in batch.tolist()]
+    assert one.position == Position(0, 6)
+    second = [index for (batch,) in one for index in batch.tolist()]
+    assert sorted(first) == sorted(second) == list(range(N))
+    assert first != second
+
+
+def test_iterating_is_what_the_run_makes_of_it() -> None:
+    def drive(one: ElasticLoader) -> Iterator[Any]:
+        yield ("driven", len(one))
+
+    assert list(loader(drive=drive)) == [("driven", 14)]
+
+
+def test_the_state_goes_on_elsewhere() -> None:
+    one, other = loader(global_batch=10), loader(global_batch=10)
+    one.seek(Position(3, 2))
+    other.load_state_dict(one.state_dict())
+    assert counted(read(one, 0, 1)) == counted(read(other, 0, 1))
+    with pytest.raises(ConfigError, match=r"global_batch=10, .* global_batch=20"):
+        loader(global_batch=20).load_state_dict(one.state_dict())
+
+
+def test_a_world_larger_than_the_global_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="global batch of 2 is smaller than the world of 3"):
+        loader(global_batch=2).batches(0, 3)
+
+
+# -- what the user's loader says ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "shuffle", "seed"),
+    [
+        (lambda data: DataLoader(data, batch_size=4), False, 7),
+        (lambda data: DataLoader(data, batch_size=4, shuffle=True), True, 7),
+        (lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)), True, 0),
+        (
+            lambda data: DataLoader(
+                data, 4, sampler=DistributedSampler(data, 2, 0, shuffle=False, seed=3)
+            ),
+            False,
+            3,
+        ),
+        (
+            lambda data: DataLoader(
+                data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)
+            ),
+            True,
+            7,
+        ),
+    ],
+)
+def test_the_order_is_the_loaders(
+    make: Callable[[Any], DataLoader[Any]], shuffle: bool, seed: int
+) -> None:
+    one = ElasticLoader(make(numbers()), seed=7)
+    expected = ElasticSampler(numbers(), 1, 0, shuffle, seed, global_batch=4)
+    assert counted(read(one, 0, 1)) == list(expected)
+
+
+def test_an_elastic_sampler_brings_its_global_batch() -> None:
+    own = ElasticSampler(numbers(), 1, 0, global_batch=20)
+    one = ElasticLoader(DataLoader(numbers(), 5, sampler=own), largest_world=2)
+    assert one.plan.global_batch == 20
+
+
+def test_drop_last_is_kept() -> None:
+    given = DataLoader(numbers(), batch_size=10, shuffle=True, drop_last=True)
+    one = ElasticLoader(given)
+    assert len(one) == 5
+    assert len(counted(read(one, 0, 1))) == 50
+
+
+def test_the_loader_given_is_left_as_it_was() -> None:
+    given = DataLoader(numbers(), batch_size=10)
+    one = ElasticLoader(given, global_batch=20)
+    read(one, 1, 2)
+    assert [len(batch) for (batch,) in given] == [10, 10, 10, 10, 10, 3]
+    assert one.batch_size == 10 and one.dataset is given.dataset
+
+
+def test_collate_and_subclass_are_kept() -> None:
+    class Doubling(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                yield batch * 2
+
+    def collate(samples: list[tuple[torch.Tensor]]) -> torch.Tensor:
+        return torch.stack([sample[0] for sample in samples]) + 1000
+
+    one = ElasticLoader(Doubling(numbers(), batch_size=4, collate_fn=collate))
+    info, batch = next(one.batches(0, 1))
+    assert batch.tolist() == [2 * (index + 1000) for index in info.indices]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "remedy"),
+    [
+        (lambda: DataLoader(Stream(), 4), "Stream is an IterableDataset", "run.generate"),
+        (
+            lambda: DataLoader(numbers(), 4, sampler=SubsetRandomSampler([1, 2])),
+            "SubsetRandomSampler",
+            "Subset",
+        ),
+        (
+            lambda: DataLoader(numbers(), 4, sampler=WeightedRandomSampler([1.0] * N, N)),
+            "WeightedRandomSampler",
+            "shuffle=True",
+        ),
+        (
+            lambda: DataLoader(
+                numbers(), 4, sampler=RandomSampler(numbers(), replacement=True, num_samples=9)
+            ),
+            "9 samples of 53 with replacement",
+            "shuffle=True",
+        ),
+        (lambda: DataLoader(numbers(), batch_sampler=[[1, 2]]), "list", "batch_size"),
+        (lambda: DataLoader(numbers(), batch_size=None), "NoneType", "batch_size"),
+        (lambda: Prefetcher(DataLoader(numbers())), "Prefetcher", "dataloader=inner"),
+        (lambda: DataLoader(numbers(0), 4), "empty", "path"),
+    ],
+)
+def test_loaders_that_cannot_be_dealt_out_are_refused_with_a_remedy(
+    given: Callable[[], Any], named: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        ElasticLoader(given())
+    assert remedy in refused.value.hint
+
+
+def test_a_micro_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="micro_batch is 0"):
+        loader(micro_batch=0)
+
+
+# -- wrapped loaders ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrapped_loader_gives_this_ranks_batches(workers: int) -> None:
+    inner = DataLoader(numbers(), batch_size=4, shuffle=True, num_workers=workers)
+    one = ElasticLoader(Prefetcher(inner), dataloader=inner, global_batch=10)
+    assert [read(one, rank, 2) for rank in range(2)] == [
+        read(loader(global_batch=10), rank, 2) for rank in range(2)
+    ]
+    one.advance()
+    assert [info.step for info, _ in read(one, 0, 3)] == [1, 2, 3, 4, 5]
+    assert one.mixup_enabled and inner.batch_size == 4
+    assert len(inner) == len(one)
+    inner.sampler.set_epoch(5)  # type: ignore[attr-defined]
+    assert one.position == Position(0, 1)
+
+
+def test_a_wrapped_loader_may_be_given_again() -> None:
+    inner = DataLoader(numbers(), batch_size=4, shuffle=True)
+    ElasticLoader(Prefetcher(inner), dataloader=inner)
+    again = ElasticLoader(Prefetcher(inner), dataloader=inner, global_batch=10)
+    assert read(again, 0, 1) == read(loader(global_batch=10), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "named"),
+    [
+        (lambda inner: list(DataLoader(numbers(), 10)), "does not read"),
+        (lambda inner: _Changed(inner, lambda batches: batches[:2]), "ended before step 2"),
+        (lambda inner: _Changed(inner, lambda batches: batches * 2), "went on after the last"),
+    ],
+)
+def test_a_wrapper_that_changes_the_batches_is_noticed(
+    wrap: Callable[[DataLoader[Any]], Any], named: str
+) -> None:
+    inner = DataLoader(numbers(), batch_size=10)
+    one = ElasticLoader(wrap(inner), dataloader=inner)
+    with pytest.raises(TrainingError, match=named):
+        read(one, 0, 1)
+
+
+class _Changed:
+    def __init__(self, inner: DataLoader[Any], change: Callable[[list[Any]], list[Any]]) -> None:
+        self._inner, self._change = inner, change
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._change(list(self._inner)))
+
+
+# -- data workers and randomness ------------------------------------------------------------------
+
+
+def test_persistent_workers_follow_the_world_and_the_epoch() -> None:
+    given = DataLoader(
+        numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4
+    )
+    one, reference = ElasticLoader(given, global_batch=10), loader(global_batch=10)
+    for position, rank, size in [(Position(0, 0), 0, 2), (Position(0, 1), 2, 3)]:
+        for this in (one, reference):
+            this.seek(position)
+        left_early = one.batches(rank, size)
+        next(left_early)  # the worker has read further ahead, for a world that is gone
+        assert read(one, rank, size) == read(reference, rank, size)
+    for this in (one, reference):
+        this.begin_epoch(1)
+    assert read(one, 0, 1) == read(reference, 0, 1)
+
+
+def test_persistent_workers_start_once() -> None:
+    given = DataLoader(_WorkerPids(), 4, num_workers=1, persistent_workers=True)
+    one = ElasticLoader(given)
+    pids = {int(pid) for _ in range(2) for _, batch in one.batches(0, 1) for pid in batch}
+    assert len(pids) == 1
+
+
+class _WorkerPids(Dataset[int]):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> int:
+        info = get_worker_info()
+        assert info is not None and isinstance(info.dataset, _WorkerPids)
+        return os.getpid()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(N))])
+def test_a_samples_randomness_is_its_own(workers: int, wrap: Callable[[Any], Any]) -> None:
+    """Not that of the process that reads it, the world, or what was read before."""
+
+    def noise(size: int, position: Position, workers: int = 0) -> dict[int, tuple[float, ...]]:
+        one = ElasticLoader(
+            DataLoader(wrap(Noisy()), 5, shuffle=True, num_workers=workers), global_batch=10
+        )
+        one.seek(position)
+        return {
+            sample[0]: sample[1:]
+            for rank in range(size)
+            for info, batch in one.batches(rank, size)
+            if info.samples
+            for sample in zip(*(column.tolist() for column in batch), strict=True)
+        }
+
+    alone = noise(1, Position(0, 0))
+    assert noise(3, Position(0, 0), workers) == alone
+    resumed = noise(2, Position(0, 3), workers)
+    assert len(resumed) == N - 30
+    assert resumed.items() <= alone.items()
+    assert len({draw for draws in alone.values() for draw in draws}) == 3 * N
+    next_epoch = noise(1, Position(1, 0))
+    assert not set(next_epoch.values()) & set(alone.values())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_processes_generators_alone(workers: int) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    one = ElasticLoader(DataLoader(Noisy(), 5, shuffle=True, num_workers=workers))
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    undisturbed = [draw() for _ in range(4)]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    drawn = [draw()]
+    batches = one.batches(0, 1)
+    for _ in range(2):
+        next(batches)
+        drawn.append(draw())
+    list(batches)
+    assert [*drawn, draw()] == undisturbed
+
+
+def test_a_sample_that_cannot_be_read_leaves_the_generators_alone() -> None:
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+            raise OSError("bad block")
+
+    torch.manual_seed(1)
+    undisturbed = float(torch.rand(()))
+    torch.manual_seed(1)
+    with pytest.raises(OSError, match="bad block"):
+        next(ElasticLoader(DataLoader(Broken(), 5)).batches(0, 1))
+    assert float(torch.rand(())) == undisturbed
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 60])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}])
+def test_evaluation_reads_every_sample_once(size: int, options: dict[str, bool]) -> None:
+    given: DataLoader[Any] = DataLoader(numbers(), batch_size=4, **options)  # type: ignore[arg-type]
+    parts = [[batch.tolist() for (batch,) in shard(given, rank, size)] for rank in range(size)]
+    assert [index for part in parts for batch in part for index in batch] == list(range(N))
+    sizes = [sum(map(len, part)) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(len(batch) for part in parts for batch in part) <= 4
+    assert [len(shard(given, rank, size)) for rank in range(size)] == [len(part) for part in parts]
+
+
+def test_evaluation_follows_the_world() -> None:
+    world = (0, 1)
+    part = shard_by(DataLoader(numbers(), batch_size=4), lambda: world)
+    assert sum(len(batch) for (batch,) in part) == N
+    world = (1, 2)
+    assert sum(len(batch) for (batch,) in part) == N // 2
+
+
+def test_evaluation_refuses_what_it_cannot_deal_out() -> None:
+    with pytest.raises(ConfigError, match="IterableDataset"):
+        shard(DataLoader(Stream(), 4), 0, 1)
+    with pytest.raises(ConfigError, match="rank 2"):
+        shard(DataLoader(numbers(), 4), 2, 2)
