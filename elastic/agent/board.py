@@ -77,7 +77,10 @@ class Board:
 
     def _ended(self, done: Done) -> Exception:
         if done.exit_code == 0:
-            return JobSucceeded(f"the job under {self._keys.root} is done: {done.reason}")
+            return JobSucceeded(
+                f"the job under {self._keys.root} is done: {done.reason}; "
+                "to train again, use another --rdzv-id"
+            )
         kind = BudgetSpent if done.exit_code == BudgetSpent.exit_code else JobFailed
         return kind(
             f"the job under {self._keys.root} has failed: {done.reason}",

@@ -38,6 +38,7 @@ from elastic.coordination.records import (
     Outcome,
     ProcessIdentity,
     World,
+    WorldState,
     encode,
 )
 from elastic.errors import RecordError
@@ -261,7 +262,9 @@ class Leadership:
             case Wait():
                 if decision.reason != self._waiting_reason:
                     self._waiting_reason = decision.reason
-                    self._journal.emit(Waiting(reason=decision.reason))
+                    healthy = entry.world is not None and entry.world.state is WorldState.ACTIVE
+                    level = logging.DEBUG if healthy else logging.INFO
+                    self._journal.emit(Waiting(reason=decision.reason), level=level)
                 soon = now + RECHECK_S if self.roster.silent() else now + 5.0
                 until_s = decision.until_s
                 return None, soon if until_s is None else min(soon, until_s)

@@ -4,7 +4,8 @@ Checked against torch 2.11 to 2.13 (``torch/distributed/elastic``); the contract
 ``tests/contract/test_torch_private.py`` fails where a torch version differs, and at run time
 a clear error names what is missing.
 
-- the handler registry's dictionary, to take over the literal ``etcd``;
+- the handler registry's dictionary, to take over the literal ``etcd`` (in entrypoint.py, which
+  must import nothing heavy);
 - the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
   interface does not say how many workers the node has, nor how the last ones ended;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
@@ -17,14 +18,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
 from elastic.coordination.records import World
 from elastic.errors import ConfigError
@@ -52,14 +51,6 @@ class CallingAgent:
     max_restarts: int
     worker_pids: tuple[int, ...]  # of the workers that have just ended; empty before the first
     failure: WorkerFailure | None
-
-
-def replace_handler(name: str, creator: Callable[[Any], Any]) -> None:
-    """Register ``creator`` under ``name``, whatever is registered there."""
-    registry = getattr(rendezvous_handler_registry, "_registry", None)
-    if not isinstance(registry, dict):
-        raise _differs("RendezvousHandlerRegistry._registry")
-    registry[name] = creator
 
 
 def leave_signal_to_us(name: str) -> None:

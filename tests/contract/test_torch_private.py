@@ -1,0 +1,162 @@
+"""torch's private names, as the handler uses them: fails where a torch version differs."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.utils import store as store_util
+
+from elastic.agent import torch_private
+from elastic.agent.entrypoint import create_handler
+from elastic.coordination.records import Cause, Member, ProcessIdentity, World, WorldState
+from elastic.errors import ConfigError
+
+PROCESS = ProcessIdentity(host="h", boot_id="b", pid_namespace=1, pid=1, start_ticks=1)
+
+
+def world(*nprocs: int) -> World:
+    members = tuple(
+        Member(
+            node_id=f"n{i}",
+            name=f"n{i}",
+            nproc=nproc,
+            role="trainer",
+            liveness_host="127.0.0.1",
+            liveness_port=1,
+            process=PROCESS,
+        )
+        for i, nproc in enumerate(nprocs)
+    )
+    return World(
+        generation=1,
+        members=members,
+        store_host="127.0.0.1",
+        store_port=29500,
+        nonce="ab",
+        mode="restart",
+        switch_at_step=None,
+        state=WorldState.ACTIVE,
+        min_nodes=1,
+        max_nodes=3,
+        lineage=(),
+        cause=Cause.FIRST,
+        reason="test",
+        time_s=0.0,
+    )
+
+
+class OneWorld(RendezvousHandler):
+    """Hands the same world to the agent, as the real handler does."""
+
+    def __init__(self, given: World, index: int) -> None:
+        self._world, self._index = given, index
+        self.calls: list[torch_private.CallingAgent] = []
+
+    def get_backend(self) -> str:
+        return "test"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.calls.append(torch_private.calling_agent())
+        store = torch_private.private_store(self._world, f"n{self._index}")
+        info = RendezvousStoreInfo(self._world.store_host, self._world.store_port)
+        return RendezvousInfo(store, self._index, len(self._world.members), info)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "r"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def agent_for(handler: OneWorld, nproc: int, script: str, **more: Any) -> LocalElasticAgent:
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=nproc,
+        rdzv_handler=handler,
+        entrypoint="/bin/sh",
+        args=("-c", script),
+        monitor_interval=0.05,
+        **more,
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="spawn")
+
+
+@pytest.mark.parametrize(("index", "first"), [(0, 0), (1, 2), (2, 3)])
+def test_ranks_are_assigned_and_the_exit_barrier_passes_without_any_peer(
+    index: int, first: int
+) -> None:
+    nproc = (2, 1, 3)[index]
+    agent = agent_for(OneWorld(world(2, 1, 3), index), nproc, "exit 0")
+    assert agent.run().state == api.WorkerState.SUCCEEDED
+    workers = agent.get_worker_group().workers
+    assert [w.global_rank for w in workers] == list(range(first, first + nproc))
+    assert {w.world_size for w in workers} == {6}
+
+
+def test_the_exit_barrier_uses_the_key_that_is_prefilled() -> None:
+    prefilled = f"{api._TERMINAL_STATE_SYNC_ID}{store_util._NUM_MEMBERS}"
+    assert prefilled == torch_private._EXIT_BARRIER_MEMBERS
+
+
+def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
+    error = json.dumps(
+        {"message": {"message": "ValueError: bad loss", "extraInfo": {"timestamp": "7"}}}
+    )
+    script = (
+        f"[ $TORCHELASTIC_RESTART_COUNT = 0 ] && echo '{error}' > $TORCHELASTIC_ERROR_FILE "
+        "&& exit 3; exit 0"
+    )
+    handler = OneWorld(world(1), 0)
+    agent = agent_for(handler, 1, script, max_restarts=5)
+    assert agent.run().state == api.WorkerState.SUCCEEDED
+    first, second = handler.calls
+    assert (first.nproc, first.role, first.max_restarts, first.failure) == (1, "trainer", 5, None)
+    assert second.failure == torch_private.WorkerFailure("ValueError: bad loss", 3)
+    assert len(second.worker_pids) == 1
+
+
+def test_without_an_agent_on_the_stack_there_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="not called by torchrun's agent"):
+        torch_private.calling_agent()
+
+
+def test_the_literal_etcd_is_taken_over_and_etcd_v3_registered() -> None:
+    registry = rendezvous_handler_registry._registry
+    assert registry["etcd-v3"] is create_handler
+    assert registry["etcd"] is create_handler
+
+
+def test_torch_leaves_sigterm_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(torch_private.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
+    torch_private.leave_signal_to_us("SIGTERM")
+    assert os.environ[torch_private.SIGNALS_VARIABLE] == "SIGINT"
+
+
+def test_torchrun_still_sends_its_default_timeout() -> None:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    assert config.rdzv_configs == {"timeout": 900}
+    assert RendezvousParameters("x", "", "r", 1, 1, **config.rdzv_configs).get("timeout") == 900

@@ -1,0 +1,106 @@
+"""The guard ends an agent's workers if, and only if, the agent dies without a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.agent.guard import MARK, marked_processes
+
+AGENT = textwrap.dedent(
+    """
+    import os, subprocess, sys
+    from elastic.agent.guard import Guard
+    guard = Guard(os.environ["TOKEN"])
+    environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    for code in ("import time; time.sleep(600)", stubborn):
+        subprocess.Popen([sys.executable, "-S", "-c", code], env=environment,
+                         start_new_session=True)
+    print("up", guard.pid, flush=True)
+    if sys.stdin.readline().startswith("release"):
+        guard.release()
+    """
+)
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "condition not met in time"
+        time.sleep(0.01)
+
+
+def ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+class FakeAgent:
+    def __init__(self) -> None:
+        self.token = uuid.uuid4().hex
+        environment = {k: v for k, v in os.environ.items() if k != MARK}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AGENT],
+            env={**environment, "TOKEN": self.token},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.guard_pid = int(self.process.stdout.readline().split()[1])
+        wait_until(lambda: len(marked_processes(self.token)) == 2)
+        wait_until(lambda: ignores_sigterm(self.guard_pid))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in marked_processes(self.token):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def agent() -> FakeAgent:
+    return FakeAgent()
+
+
+def test_workers_of_a_killed_agent_end_and_so_does_the_guard(agent: FakeAgent) -> None:
+    try:
+        agent.process.kill()
+        agent.process.wait()
+        wait_until(lambda: not marked_processes(agent.token))
+        wait_until(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
+    finally:
+        agent.end()
+
+
+def test_workers_end_even_if_the_agent_was_told_to_terminate_and_died(agent: FakeAgent) -> None:
+    try:
+        os.kill(agent.guard_pid, signal.SIGTERM)  # as a group-wide signal would: ignored
+        agent.process.terminate()
+        agent.process.wait()
+        wait_until(lambda: not marked_processes(agent.token))
+    finally:
+        agent.end()
+
+
+def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent) -> None:
+    try:
+        assert agent.process.stdin is not None
+        agent.process.stdin.write("release\n")
+        agent.process.stdin.flush()
+        agent.process.wait(timeout=10)
+        wait_until(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
+        assert len(marked_processes(agent.token)) == 2
+    finally:
+        agent.end()

@@ -1,0 +1,84 @@
+"""Options from --rdzv-conf and the environment: merged, mapped, refused with a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.config import AgentOptions, read_options
+from elastic.errors import ConfigError
+
+
+def test_conf_wins_over_environment_which_wins_over_defaults() -> None:
+    environ = {"ELASTIC_LEASE_S": "5", "ELASTIC_LAST_CALL_S": "7", "HOME": "/x"}
+    options = read_options({"lease_s": "6", "timeout": 900}, environ)
+    assert (options.lease_s, options.last_call_s) == (6.0, 7.0)
+    assert options.join_timeout_s == AgentOptions().join_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("conf", "field", "value"),
+    [
+        ({"join_timeout": "33"}, "join_timeout_s", 33.0),
+        ({"last_call_timeout": 2}, "last_call_s", 2.0),
+        ({"timeout": 120}, "join_timeout_s", 120.0),
+        ({"etcd_prefix": "/p"}, "prefix", "/p"),
+        ({"read_timeout": "8"}, "connect_timeout_s", 8.0),
+    ],
+)
+def test_names_of_stock_backends_are_mapped(
+    conf: dict[str, Any], field: str, value: object
+) -> None:
+    assert getattr(read_options(conf, {}), field) == value
+
+
+def test_names_of_stock_backends_without_meaning_here_are_accepted() -> None:
+    conf = {"is_host": "1", "keep_alive_interval": 5, "close_timeout": 30, "timeout": 900}
+    assert read_options(conf, {}) == AgentOptions()
+
+
+def test_unknown_option_is_refused_with_the_nearest_known_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options({"leases": "4"}, {})
+    assert "leases=4" in caught.value.message
+    assert "did you mean lease_s?" in caught.value.hint
+
+
+def test_misspelt_variable_is_refused_and_its_value_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options({}, {"ELASTIC_LAESE_S": "secret"})
+    assert "ELASTIC_LAESE_S" in caught.value.message
+    assert "ELASTIC_LEASE_S" in caught.value.hint
+    assert "secret" not in str(caught.value)
+
+
+def test_variables_of_other_products_with_our_prefix_are_left_alone() -> None:
+    environ = {"ELASTIC_APM_SERVER_URL": "x", "ELASTIC_VERSION": "8.1"}
+    assert read_options({}, environ) == AgentOptions()
+
+
+def test_worker_variables_are_no_options() -> None:
+    environ = {"ELASTIC_GENERATION": "3", "ELASTIC_NODE_ID": "x", "ELASTIC_LEDGER": "/l"}
+    assert read_options({}, environ) == AgentOptions()
+
+
+@pytest.mark.parametrize(
+    ("conf", "said"),
+    [
+        ({"lease_s": "four"}, "lease_s='four'"),
+        ({"lease_s": "0"}, "lease_s=0"),
+        ({"last_call_s": "nan"}, "last_call_s=nan"),
+        ({"failure_budget": "2.5"}, "failure_budget='2.5'"),
+        ({"lease_s": "100"}, "takeover_s=300"),
+        ({"probe_s": "5"}, "lease_s=4"),
+        ({"cert": "/c.pem"}, "key is not"),
+        ({"user": "u"}, "password_file is not"),
+        ({"password_file": "/p"}, "user is not"),
+    ],
+)
+def test_unusable_values_are_named(conf: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options(conf, {})
+    assert said in caught.value.message
+    assert caught.value.hint
