@@ -82,6 +82,6 @@ def _in_mid_epoch(ledger: Ledger, step: int, epoch: int) -> bool:
     """Whether ``step`` lies in the middle half of its epoch; its length is that of epoch 0."""
     if epoch == 0:
         return False
-    length = len({s.step for s in ledger.surviving if s.epoch == 0})
-    begin = min(s.step for s in ledger.surviving if s.epoch == epoch)
+    length = len({s.step for s in ledger.steps if s.epoch == 0})
+    begin = min(s.step for s in ledger.steps if s.epoch == epoch)
     return length // 4 <= step - begin < length - length // 4

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.cli.demo_journal import Entry
-from elastic.cli.demo_plan import MAX_NODES, NEWCOMER, VICTIM, Plan
+from elastic.cli.demo_plan import MAX_NODES, NEWCOMER, VICTIM, Plan, Position
 from elastic.testing.ledger import Ledger, LedgerError
 
 ACCURACY_NEEDED = 0.97
@@ -47,8 +47,8 @@ class Summary:
     steps: int  # of the surviving lineage
     recomputed_steps: int
     accuracy: float | None
-    killed: str | None  # where the job stood, in words
-    joined: str | None
+    killed: str | None  # where the job stood then, in words
+    added: str | None  # where the job stood when the newcomer's agent was started
     duration_s: float
     failures: tuple[str, ...]
 
@@ -91,7 +91,7 @@ def summarize(
         recomputed_steps=ledger.recomputed_steps,
         accuracy=accuracy,
         killed=_where(VICTIM, plan.killed_at),
-        joined=_where(NEWCOMER, plan.joined_at),
+        added=_where(NEWCOMER, plan.joined_at),
         duration_s=duration_s,
         failures=tuple(failures),
     )
@@ -138,12 +138,10 @@ def samples_of(ledger: Ledger, train_samples: int, epochs: int) -> tuple[EpochSa
     return tuple(result)
 
 
-def _where(node: str, position: Any) -> str | None:
-    if position is None:
+def _where(node: str, at: Position | None) -> str | None:
+    if at is None:
         return None
-    return f"{node} at step {position.step}, epoch {position.epoch}, of generation " + str(
-        position.generation
-    )
+    return f"{node} at step {at.step} in epoch {at.epoch}, generation {at.generation}"
 
 
 def _failed_nodes(exit_codes: dict[str, int | None]) -> Iterable[str]:

@@ -124,8 +124,6 @@ def sentence(entry: Entry) -> str | None:
         return f"generation {f['generation']}, {f['size']} workers: {f['reason']}"
     if entry.name == "node-lost":
         return f"{entry.node} noticed the loss of {f['lost']}: {f['reason']}"
-    if entry.name == "leader-changed" and f.get("leader"):
-        return f"{f['leader']} leads"
     if entry.name == "state-restored":
         return f"{entry.node} restored step {f['step']} from {f['source']}"
     if entry.name == "store-trouble":
@@ -177,7 +175,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     accuracy = "unknown" if summary.accuracy is None else f"{summary.accuracy:.2%}"
     lines = {
         "killed": summary.killed or "nobody",
-        "joined": summary.joined or "nobody",
+        "added": summary.added or "nobody",
         "samples": f"{once} seen once, {twice} twice, {never} never, in {len(summary.samples)} "
         "epochs of the surviving lineage",
         "steps": f"{summary.steps}, and {summary.recomputed_steps} recomputed",
@@ -185,9 +183,9 @@ def print_summary(summary: Summary, console: Console) -> None:
         "duration": f"{summary.duration_s:.0f} s",
     }
     for name, text in lines.items():
-        console.print(Text(f"{name:<14}{text}"))
+        console.print(Text(f"{name:<14}{text}"), soft_wrap=True)
     for failure in summary.failures:
-        console.print(Text(f"FAILED: {failure}", style="bold red"))
+        console.print(Text(f"FAILED: {failure}", style="bold red"), soft_wrap=True)
     if summary.ok:
         console.print(Text("every promise was kept", style="bold green"))
 

@@ -119,6 +119,12 @@ def _position(ledger: Ledger) -> Position:
     return position
 
 
+def test_a_generation_that_has_not_stepped_yet_has_a_position_too() -> None:
+    begun = world(3, 60, 60, began_s=90.0)
+    thrown_away = joined(world(1, 0, 60, began_s=0.0), world(2, 58, 81, began_s=65.0), begun)
+    assert _position(thrown_away).generation == 2
+
+
 # The summary.
 
 

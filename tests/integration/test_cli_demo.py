@@ -1,0 +1,64 @@
+"""``elastic demo`` for real: three nodes, one killed, one added, every promise checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.cli import processes
+from elastic.cli.demo_plan import NEWCOMER, VICTIM
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE_S = 280.0
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "elastic.cli.main", "demo", *words],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_the_demo_keeps_every_promise_and_cleans_up(tmp_path: Path) -> None:
+    demo = start(tmp_path, "--json")
+    out, err = demo.communicate(timeout=DEADLINE_S)
+    assert demo.returncode == 0, err
+    said = json.loads(out)
+    assert said["ok"] and said["failures"] == []
+    assert said["accuracy"] >= 0.97
+    assert [g["cause"] for g in said["generations"]][:2] == ["first", "lost"]
+    assert VICTIM not in said["generations"][1]["nodes"]
+    assert NEWCOMER in said["generations"][-1]["nodes"]
+    assert all((s["once"], s["twice"], s["never"]) == (1437, 0, 0) for s in said["samples"])
+    assert not list(tmp_path.glob("elastic-demo-*"))
+
+
+def test_an_interrupt_ends_everything_cleanly(tmp_path: Path) -> None:
+    demo = start(tmp_path)
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "epoch 0" in line:
+            break
+    tree = processes.tree(demo.pid)
+    assert len(tree) > 6  # three agents with a worker each, and etcd
+    demo.send_signal(signal.SIGINT)
+    _, err = demo.communicate(timeout=DEADLINE_S)
+    assert demo.returncode == 130, err
+    assert "Traceback" not in err
+    until = time.monotonic() + 20
+    while any(processes.tree(pid) for pid in tree):
+        assert time.monotonic() < until, "left behind"
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("elastic-demo-*"))
