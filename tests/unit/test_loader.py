@@ -369,6 +369,14 @@ def test_persistent_workers_follow_the_world_and_the_epoch() -> None:
     assert read(one, 0, 1) == read(reference, 0, 1)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_persistent_workers_that_run_already_do_not_keep_the_old_batches(in_place: bool) -> None:
+    given = DataLoader(numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    assert len(next(iter(given))[0]) == 4
+    one = ElasticLoader(given, dataloader=given if in_place else None, global_batch=10)
+    assert read(one, 1, 2) == read(loader(global_batch=10), 1, 2)
+
+
 def test_persistent_workers_start_once() -> None:
     given = DataLoader(_WorkerPids(), 4, num_workers=1, persistent_workers=True)
     one = ElasticLoader(given)
