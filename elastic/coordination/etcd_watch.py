@@ -7,17 +7,19 @@ has another cluster id, or remembers another past is not the one we knew: everyt
 cluster id, and may have passed the old revision before we come back; a watch resumed there would
 deliver nothing, and no error (PROTOCOL section 3).
 
-Order: exact within one prefix. Across prefixes also by revision, except while a watch catches
-up after a reconnect: etcd catches up watcher by watcher.
+Order: every prefix is a watcher of its own to etcd, and watchers catch up one after the other
+(``syncWatchers`` in etcd's ``mvcc/watchable_store.go``, every 100 ms), while those that have
+caught up hear of every transaction in order. So for the first second of a connection a change is
+told only if the prefixes, read at its revision, hold just what has been told and is about to be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from elastic.clock import Clock
@@ -25,12 +27,18 @@ from elastic.coordination.etcd_calls import BACKOFF_CAP_S
 from elastic.coordination.etcd_compat import load_grpc, load_rpc
 from elastic.coordination.etcd_connection import Connection, Connections
 from elastic.coordination.etcd_failures import Failure, Remedy, classify, classify_text
-from elastic.coordination.etcd_keys import entry_of, key_of, range_of
+from elastic.coordination.etcd_followed import (
+    Followed,
+    Untold,
+    change_of,
+    entries_of,
+    revision_of,
+    without_covered,
+)
+from elastic.coordination.etcd_keys import range_of
 from elastic.coordination.keyvalue import (
-    Deleted,
     Disconnected,
     Entry,
-    Put,
     Reconnected,
     Reset,
     Snapshot,
@@ -38,15 +46,7 @@ from elastic.coordination.keyvalue import (
 )
 
 _READ_TIMEOUT_S = 2.0
-
-
-@dataclass
-class _Followed:
-    """One prefix: what was last known of it, and at which revision."""
-
-    prefix: str
-    revision: int = 0
-    entries: dict[str, Entry] = field(default_factory=dict)
+_SETTLING_S = 1.0
 
 
 class EtcdWatch:
@@ -65,10 +65,11 @@ class EtcdWatch:
         self._clock = clock
         self._callback = callback
         self._rpc = load_rpc()
-        self._followed = [_Followed(prefix) for prefix in without_covered(prefixes)]
+        self._followed = [Followed(prefix) for prefix in without_covered(prefixes)]
         self._cluster_id: int | None = None  # None: nothing is known yet
         self._connected = True  # until the first Reset there is nothing to be cut off from
         self._failures = 0
+        self._settled_at_s = 0.0
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stream: Any = None
@@ -103,6 +104,14 @@ class EtcdWatch:
         reason = self._why_start_over(connection)
         if reason is not None:
             self._start_over(connection, reason)
+        with contextlib.closing(self._responses(connection)) as responses:
+            self._read(connection, responses)
+
+    def _responses(self, connection: Connection) -> Generator[Any, None, None]:
+        """What etcd says on a new stream, until it breaks. Raises Failure, nothing else.
+
+        A generator, so that an exception of the callback is not taken for one of the stream.
+        """
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for followed in self._followed:
             requests.put(self._create_request(followed))
@@ -114,14 +123,19 @@ class EtcdWatch:
                 self._stream = stream
                 if self._closed.is_set():
                     stream.cancel()
-            self._read(stream)
+            for response in stream:
+                self._connections.touch()
+                if response.canceled:
+                    # A passed compaction is found again, and told, by _why_start_over.
+                    raise classify_text(response.cancel_reason or "etcd cancelled the watch")
+                yield response
+            raise Failure(Remedy.MOVE, "etcd ended the watch")
         except (load_grpc().RpcError, ValueError) as error:
             failure = classify(error)
-            if not self._closed.is_set():
-                self._connections.react(connection, failure)
+            self._react(connection, failure)
             raise failure from None
         except Failure as failure:
-            self._connections.react(connection, failure)
+            self._react(connection, failure)
             raise
         finally:
             requests.put(None)  # ends gRPC's thread that reads the requests
@@ -129,6 +143,10 @@ class EtcdWatch:
                 if self._stream is not None:
                     self._stream.cancel()
                 self._stream = None
+
+    def _react(self, connection: Connection, failure: Failure) -> None:
+        if not self._closed.is_set():  # closing cancels the stream; that is no failure
+            self._connections.react(connection, failure)
 
     # -- is it still the store we knew? ----------------------------------------------------
 
@@ -144,38 +162,42 @@ class EtcdWatch:
                 if failure.remedy is Remedy.COMPACTED:
                     return "compacted"
                 raise
-            remembered = {entry.key: entry for entry in map(entry_of, reply.kvs)}
-            if reply.header.cluster_id != self._cluster_id or remembered != followed.entries:
+            same = entries_of(reply.kvs) == followed.entries
+            if reply.header.cluster_id != self._cluster_id or not same:
                 return "wiped"
         return None
 
     def _start_over(self, connection: Connection, reason: str) -> None:
         """List everything at one revision and make that the new knowledge."""
-        rpc = self._rpc
-        reads = [
-            rpc.RequestOp(request_range=rpc.RangeRequest(key=k, range_end=end))
-            for k, end in (range_of(followed.prefix) for followed in self._followed)
-        ]
-        reply = self._connections.invoke(
-            connection, connection.kv.Txn, rpc.TxnRequest(success=reads), _READ_TIMEOUT_S
-        )
-        revision, cluster_id = reply.header.revision, reply.header.cluster_id
-        listed = [
-            {entry.key: entry for entry in map(entry_of, response.response_range.kvs)}
-            for response in reply.responses
-        ]
+        header, listed = self._read_all(connection)
         if reason == "compacted" and (
-            cluster_id != self._cluster_id or any(map(_contradicts, self._followed, listed))
+            header.cluster_id != self._cluster_id
+            or any(
+                f.contradicts(entries) for f, entries in zip(self._followed, listed, strict=True)
+            )
         ):
             reason = "wiped"
         for followed, entries in zip(self._followed, listed, strict=True):
-            followed.revision, followed.entries = revision, entries
-        self._cluster_id = cluster_id
-        everything = sorted(
-            (entry for entries in listed for entry in entries.values()), key=lambda e: e.key
-        )
+            followed.revision, followed.entries = header.revision, entries
+        self._cluster_id = header.cluster_id
+        everything = sorted((e for entries in listed for e in entries.values()), key=_by_key)
         self._connected = True
-        self._emit(Reset(Snapshot(revision, tuple(everything)), reason))
+        self._emit(Reset(Snapshot(header.revision, tuple(everything)), reason))
+
+    def _read_all(
+        self, connection: Connection, *, revision: int = 0
+    ) -> tuple[Any, list[dict[str, Entry]]]:
+        """All prefixes at one revision: now, or an earlier one that this member has told of."""
+        rpc, reads = self._rpc, []
+        for followed in self._followed:
+            key, end = range_of(followed.prefix)
+            read = rpc.RangeRequest(
+                key=key, range_end=end, revision=revision, serializable=revision > 0
+            )
+            reads.append(rpc.RequestOp(request_range=read))
+        request = rpc.TxnRequest(success=reads)
+        reply = self._connections.invoke(connection, connection.kv.Txn, request, _READ_TIMEOUT_S)
+        return reply.header, [entries_of(r.response_range.kvs) for r in reply.responses]
 
     def _range(self, connection: Connection, prefix: str, *, revision: int) -> Any:
         key, end = range_of(prefix)
@@ -184,7 +206,7 @@ class EtcdWatch:
 
     # -- following -------------------------------------------------------------------------
 
-    def _create_request(self, followed: _Followed) -> Any:
+    def _create_request(self, followed: Followed) -> Any:
         key, end = range_of(followed.prefix)
         return self._rpc.WatchRequest(
             create_request=self._rpc.WatchCreateRequest(
@@ -192,67 +214,50 @@ class EtcdWatch:
             )
         )
 
-    def _read(self, stream: Any) -> None:
-        """Deliver events; those that come before all prefixes are watched wait till then."""
-        watched: dict[int, _Followed] = {}
-        early: list[tuple[_Followed, Any]] = []
-        for response in stream:
-            self._connections.touch()
-            if response.canceled:
-                # A passed compaction is found again, and told, by _why_start_over.
-                raise classify_text(response.cancel_reason or "the watch was cancelled by etcd")
+    def _read(self, connection: Connection, responses: Iterable[Any]) -> None:
+        """Tell what comes, in order. Raises Failure when nothing comes any more."""
+        watched: dict[int, Followed] = {}
+        untold: list[Untold] = []
+        for response in responses:
             if response.created:  # in the order of the requests
                 watched[response.watch_id] = self._followed[len(watched)]
                 if len(watched) == len(self._followed):
                     self._established()
-                    for followed, held_back in early:
-                        self._deliver(followed, held_back)
-                    early = []
-            if response.events:
-                if len(watched) < len(self._followed):
-                    early.append((watched[response.watch_id], response.events))
-                else:
-                    self._deliver(watched[response.watch_id], response.events)
-        raise Failure(Remedy.MOVE, "etcd ended the watch")
+            untold += [Untold(watched[response.watch_id], change_of(e)) for e in response.events]
+            if len(watched) == len(self._followed) and self._in_order(connection, untold):
+                self._tell(untold)
+                untold = []
+
+    def _in_order(self, connection: Connection, untold: Sequence[Untold]) -> bool:
+        """Whether no earlier change of another prefix can still be on its way."""
+        settled = self._clock.monotonic() >= self._settled_at_s
+        if len(self._followed) == 1 or settled or not untold:
+            return True
+        newest = max(revision_of(one.change) for one in untold)
+        _, listed = self._read_all(connection, revision=newest)
+        return all(
+            followed.would_be((u.change for u in untold if u.followed is followed), entries)
+            for followed, entries in zip(self._followed, listed, strict=True)
+        )
 
     def _established(self) -> None:
         self._failures = 0
+        self._settled_at_s = self._clock.monotonic() + _SETTLING_S
         if not self._connected:
             self._connected = True
             self._emit(Reconnected())
 
-    def _deliver(self, followed: _Followed, events: Any) -> None:
-        known = followed.revision  # one transaction may bring several events of one revision
-        for event in events:
-            if event.kv.mod_revision <= known:
-                continue
-            followed.revision = event.kv.mod_revision
-            if event.type == event.DELETE:
-                key = key_of(event.kv.key)
-                followed.entries.pop(key, None)
-                self._emit(Deleted(key, event.kv.mod_revision))
-            else:
-                entry = entry_of(event.kv)
-                followed.entries[entry.key] = entry
-                self._emit(Put(entry))
+    def _tell(self, untold: list[Untold]) -> None:
+        known = {id(followed): followed.revision for followed in self._followed}
+        for one in sorted(untold, key=lambda one: revision_of(one.change)):
+            if revision_of(one.change) > known[id(one.followed)]:
+                one.followed.apply(one.change)
+                self._emit(one.change)
 
     def _emit(self, event: WatchEvent) -> None:
         if not self._closed.is_set():
             self._callback(event)
 
 
-def without_covered(prefixes: Sequence[str]) -> list[str]:
-    """Drop prefixes that another one covers: no event may come twice."""
-    kept: list[str] = []
-    for prefix in sorted(set(prefixes)):
-        if not any(prefix.startswith(other) for other in kept):
-            kept.append(prefix)
-    return kept
-
-
-def _contradicts(followed: _Followed, entries: dict[str, Entry]) -> bool:
-    """Whether the store tells another story of the time up to ``followed.revision``."""
-    return any(
-        entry.mod_revision <= followed.revision and followed.entries.get(key) != entry
-        for key, entry in entries.items()
-    )
+def _by_key(entry: Entry) -> str:
+    return entry.key

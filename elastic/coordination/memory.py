@@ -40,6 +40,7 @@ class MemoryServer:
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.down = False
+        self.cuts = 0  # how often connections were cut
         self.epoch = 0  # grows with every wipe, like a new cluster id
         self.revision = 1  # as in etcd, where the first write gets 2
         self.compacted = 0
@@ -54,6 +55,7 @@ class MemoryServer:
         """No call gets through, every watch loses its connection, until :meth:`reconnect`."""
         with self.changed:
             self.down = True
+            self.cuts += 1
             self.changed.notify_all()
 
     def reconnect(self) -> None:
@@ -66,6 +68,7 @@ class MemoryServer:
         """Another, empty store answers from now on; revisions start over, leases are gone."""
         with self.changed:
             self.epoch += 1
+            self.cuts += 1
             self.revision, self.compacted = 1, 0
             self.entries, self.history, self.leases = {}, [], set()
             self.changed.notify_all()
@@ -265,6 +268,7 @@ class MemoryWatch:
         self._callback = callback
         self._epoch: int | None = None  # None: nothing is known yet
         self._revision = 0
+        self._cuts = server.cuts
         self._connected = True
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"elastic-watch-{name}", daemon=True)
@@ -294,16 +298,16 @@ class MemoryWatch:
     def _next_batch(self) -> list[WatchEvent]:
         """What has happened since the last look, in the words of a watch."""
         server = self._server
-        if server.down:
-            if not self._connected or self._epoch is None:
-                return []
+        was_cut, self._cuts = self._cuts != server.cuts, server.cuts
+        if was_cut and self._connected and self._epoch is not None:
             self._connected = False
-            return [Disconnected("the memory store is disconnected")]
+            return [Disconnected("the memory store cut the connection")]
+        if server.down:
+            return []
         if self._epoch is None:
             return self._start_over("started")
         if self._epoch != server.epoch:
-            cut: list[WatchEvent] = [Disconnected("wiped")] if self._connected else []
-            return cut + self._start_over("wiped")
+            return self._start_over("wiped")
         if not self._connected and self._revision < server.compacted:
             return self._start_over("compacted")
         resumed: list[WatchEvent] = [] if self._connected else [Reconnected()]

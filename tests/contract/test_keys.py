@@ -1,0 +1,135 @@
+"""Reading, writing, swapping: the same on every store."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from elastic.coordination.keyvalue import KeyValue
+from elastic.errors import CoordinationError
+
+
+def test_a_missing_key_is_none_and_lists_empty(store: KeyValue, root: str) -> None:
+    assert store.get(f"{root}a") is None
+    assert store.list(root).entries == ()
+    assert store.delete(f"{root}a") is False
+
+
+def test_a_written_key_is_read_by_another_client(
+    open_store: Callable[[], KeyValue], root: str
+) -> None:
+    writer, reader = open_store(), open_store()
+    revision = writer.put(f"{root}a", b"\x00\xff")
+    entry = reader.get(f"{root}a")
+    assert entry is not None
+    assert (entry.key, entry.value, entry.mod_revision, entry.lease_id) == (
+        f"{root}a",
+        b"\x00\xff",
+        revision,
+        0,
+    )
+
+
+def test_every_write_raises_the_revision_by_one(store: KeyValue, root: str) -> None:
+    first = store.put(f"{root}a", b"1")
+    assert store.put(f"{root}b", b"") == first + 1
+    assert store.put(f"{root}a", b"1") == first + 2
+    assert store.list(root).revision == first + 2
+    assert store.delete(f"{root}b")
+    assert store.list(root).revision == first + 3
+
+
+def test_a_list_holds_the_prefix_in_key_order(store: KeyValue, root: str) -> None:
+    for name in ("nodes/b", "nodes/a", "node", "nodesx", "nodes/ä", "nodes/"):
+        store.put(root + name, name.encode())
+    listed = store.list(f"{root}nodes/").entries
+    assert [e.key.removeprefix(root) for e in listed] == ["nodes/", "nodes/a", "nodes/b", "nodes/ä"]
+    assert listed[-1].value == "nodes/ä".encode()
+
+
+def test_a_swap_succeeds_only_on_the_expected_revision(store: KeyValue, root: str) -> None:
+    key = f"{root}world"
+    first = store.compare_and_swap(key, b"1", expected_revision=0)
+    assert first is not None
+    assert store.compare_and_swap(key, b"2", expected_revision=0) is None
+    second = store.compare_and_swap(key, b"2", expected_revision=first)
+    assert second is not None and second > first
+    assert store.compare_and_swap(key, b"3", expected_revision=first) is None
+    entry = store.get(key)
+    assert entry is not None and (entry.value, entry.mod_revision) == (b"2", second)
+
+
+def test_of_two_swaps_with_the_same_bytes_one_wins(
+    open_store: Callable[[], KeyValue], root: str
+) -> None:
+    one, other = open_store(), open_store()
+    assert one.compare_and_swap(f"{root}leader", b"me", expected_revision=0) is not None
+    assert other.compare_and_swap(f"{root}leader", b"me", expected_revision=0) is None
+
+
+def test_concurrent_swaps_lose_no_update(open_store: Callable[[], KeyValue], root: str) -> None:
+    key, rounds, clients = f"{root}counter", 5, [open_store() for _ in range(3)]
+    clients[0].put(key, b"0")
+
+    def count_up(client: KeyValue) -> None:
+        for _ in range(rounds):
+            swapped = None
+            while swapped is None:
+                entry = client.get(key)
+                assert entry is not None
+                swapped = client.compare_and_swap(
+                    key, b"%d" % (int(entry.value) + 1), expected_revision=entry.mod_revision
+                )
+
+    threads = [threading.Thread(target=count_up, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    entry = clients[0].get(key)
+    assert entry is not None and int(entry.value) == rounds * len(clients)
+
+
+def test_a_compared_deletion_spares_a_newer_version(store: KeyValue, root: str) -> None:
+    key = f"{root}leader"
+    old = store.put(key, b"old")
+    new = store.put(key, b"new")
+    assert store.compare_and_delete(key, expected_revision=old) is False
+    assert store.get(key) is not None
+    assert store.compare_and_delete(key, expected_revision=new) is True
+    assert store.get(key) is None
+    assert store.compare_and_delete(key, expected_revision=new) is False
+
+
+def test_a_closed_store_says_so(store: KeyValue, root: str) -> None:
+    store.close()
+    with pytest.raises(CoordinationError, match="closed"):
+        store.get(f"{root}a")
+    store.close()  # twice is fine
+
+
+def test_random_histories_end_as_in_a_plain_dictionary(store: KeyValue, root: str) -> None:
+    chance, model = random.Random(7), dict[str, tuple[bytes, int]]()
+    for step in range(150):
+        key = root + chance.choice("abc")
+        value, known = b"%d" % step, model.get(key, (b"", 0))[1]
+        guess = known if chance.random() < 0.7 else max(0, known - 1)
+        action = chance.choice(["put", "swap", "swap", "delete", "compare-delete"])
+        if action == "put":
+            model[key] = (value, store.put(key, value))
+        elif action == "swap":
+            revision = store.compare_and_swap(key, value, expected_revision=guess)
+            assert (revision is not None) == (guess == known)
+            if revision is not None:
+                model[key] = (value, revision)
+        elif action == "delete":
+            assert store.delete(key) == (model.pop(key, None) is not None)
+        elif known:
+            assert store.compare_and_delete(key, expected_revision=guess) == (guess == known)
+            if guess == known:
+                del model[key]
+        listed = {e.key: (e.value, e.mod_revision) for e in store.list(root).entries}
+        assert listed == model

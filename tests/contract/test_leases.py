@@ -1,0 +1,123 @@
+"""Leases: the same on every store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from conftest import Backend
+from etcd_fixtures import PATIENCE_S, Recorder, wait_until
+
+from elastic.coordination.keyvalue import KeyValue
+from elastic.errors import CoordinationError, LeaseGone
+
+
+def test_a_key_on_a_lease_names_it(store: KeyValue, root: str) -> None:
+    lease = store.lease(5)
+    store.put(f"{root}put", b"", lease=lease)
+    store.compare_and_swap(f"{root}swapped", b"", expected_revision=0, lease=lease)
+    assert {e.lease_id for e in store.list(root).entries} == {lease.id}
+    assert lease.ttl_s >= 5
+    assert not lease.lost
+
+
+def test_a_closed_lease_takes_its_keys_along(store: KeyValue, root: str) -> None:
+    lease = store.lease(60)
+    store.put(f"{root}leased", b"", lease=lease)
+    store.put(f"{root}free", b"")
+    lease.close()
+    assert [e.key for e in store.list(root).entries] == [f"{root}free"]
+    lease.close()  # twice is fine
+
+
+def test_a_lease_closed_without_revoking_leaves_its_keys(store: KeyValue, root: str) -> None:
+    lease = store.lease(60)
+    store.put(f"{root}leased", b"", lease=lease)
+    lease.close(revoke=False)
+    assert store.get(f"{root}leased") is not None
+
+
+def test_a_key_written_without_the_lease_outlives_it(store: KeyValue, root: str) -> None:
+    lease = store.lease(60)
+    store.put(f"{root}a", b"leased", lease=lease)
+    store.put(f"{root}a", b"free")
+    lease.close()
+    entry = store.get(f"{root}a")
+    assert entry is not None and entry.value == b"free"
+
+
+def test_the_loss_of_a_lease_is_told_once_on_its_own_thread(
+    backend: Backend, store: KeyValue, root: str
+) -> None:
+    told: list[str] = []
+    lease = store.lease(2, on_lost=lambda: told.append(threading.current_thread().name))
+    store.put(f"{root}a", b"", lease=lease)
+    backend.expire(lease)
+    wait_until(lambda: told, "on_lost is called")
+    assert lease.lost
+    assert store.get(f"{root}a") is None
+    lease.close()
+    assert told == [f"elastic-lease-{lease.id:x}"]
+
+
+def test_a_lease_may_be_closed_from_its_own_callback(backend: Backend, store: KeyValue) -> None:
+    ready, done = threading.Event(), threading.Event()
+
+    def on_lost() -> None:
+        ready.wait(PATIENCE_S)
+        lease.close()
+        done.set()
+
+    lease = store.lease(2, on_lost=on_lost)
+    backend.expire(lease)
+    ready.set()
+    assert done.wait(PATIENCE_S)
+
+
+def test_writing_on_a_lost_lease_is_its_own_error(
+    backend: Backend, store: KeyValue, root: str
+) -> None:
+    lease = store.lease(60)
+    backend.expire(lease)
+    with pytest.raises(LeaseGone):
+        store.put(f"{root}a", b"", lease=lease)
+    with pytest.raises(LeaseGone):
+        store.compare_and_swap(f"{root}a", b"", expected_revision=0, lease=lease)
+    assert store.get(f"{root}a") is None
+
+
+def test_a_write_on_a_lost_lease_lets_its_owner_know(
+    backend: Backend, store: KeyValue, root: str
+) -> None:
+    lost = threading.Event()
+    lease = store.lease(3600, on_lost=lost.set)  # the next renewal would be in 20 minutes
+    backend.expire(lease)
+    with pytest.raises(CoordinationError):
+        store.put(f"{root}a", b"", lease=lease)
+    assert lost.wait(PATIENCE_S)
+
+
+def test_a_lease_outlives_an_interruption(backend: Backend, store: KeyValue, root: str) -> None:
+    lost = threading.Event()
+    lease = store.lease(2, on_lost=lost.set)
+    recorder = Recorder()
+    store.put(f"{root}a", b"", lease=lease)
+    store.watch([root], recorder, name="leased")
+    recorder.wait_for(lambda r: r.resets)
+    backend.interrupt(store)
+    recorder.wait_for(lambda r: r.reconnections)
+    store.put(f"{root}b", b"", lease=lease)
+    recorder.wait_for(lambda r: (f"{root}b", b"") in r.changes)
+    assert not lost.is_set() and not lease.lost
+    assert [e.key for e in store.list(root).entries] == [f"{root}a", f"{root}b"]
+
+
+def test_closing_the_store_revokes_its_leases(
+    open_store: Callable[[], KeyValue], root: str
+) -> None:
+    leaving, staying = open_store(), open_store()
+    leaving.put(f"{root}node", b"", lease=leaving.lease(60))
+    assert staying.get(f"{root}node") is not None
+    leaving.close()
+    assert staying.get(f"{root}node") is None
