@@ -33,6 +33,7 @@ from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
 
 T = TypeVar("T")
+C = TypeVar("C", bound="LocalCluster")
 _POLL_S = 0.05
 
 
@@ -110,8 +111,13 @@ class LocalCluster:
         endpoints: Sequence[str] | None = None,
         conf: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> LocalNode:
-        """Start one more node; what is given differs from the cluster's own settings."""
+        """Start one more node; what is given differs from the cluster's own settings.
+
+        ``launcher``: a command that ends in replacing itself by the one it is given (``env``,
+        ``unshare``, ``nice``), put before the agent's.
+        """
         name = name or f"node{len(self.nodes)}"
         if any(node.name == name and node.running for node in self.nodes):
             raise ValueError(f"a node named {name!r} is running already")
@@ -119,6 +125,7 @@ class LocalCluster:
         largest = self.max_nodes if max_nodes is None else max_nodes
         settings = {**self.conf, **(conf or {})}
         command = [
+            *launcher,
             sys.executable,
             "-m",
             "torch.distributed.run",
@@ -290,7 +297,7 @@ class LocalCluster:
             self._store.close()
             self._store = None
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(

@@ -48,22 +48,19 @@ def test_nodes_with_different_nproc_train_together(job: TrainingJob, nodes: list
 
 
 @pytest.mark.parametrize(
-    ("limits", "names"),
-    [
-        ({"min_nodes": 2}, "2"),
-        ({"max_nodes": 5}, "5"),
-    ],
+    ("smallest", "largest"),
+    [(2, 3), (1, 5)],
 )
 def test_a_newcomer_with_other_limits_is_refused(
-    job: TrainingJob, nodes: list[str], limits: dict[str, int], names: str
+    job: TrainingJob, nodes: list[str], smallest: int, largest: int
 ) -> None:
     generation = job.generation()
-    stranger = job.start_node("stranger", **limits)
+    stranger = job.start_node("stranger", min_nodes=smallest, max_nodes=largest)
     assert stranger.wait(30.0) == 2, stranger.log_tail()
     said = stranger.log_text()
     assert "nnodes" in said
-    assert "1:3" in said
-    assert names in said
+    assert f"{smallest} to {largest}" in said
+    assert "1 to 3" in said
     job.wait_progress(3)
     assert job.generation() == generation
 
@@ -72,9 +69,15 @@ def test_a_newcomer_of_another_version_is_refused(
     job: TrainingJob, nodes: list[str], tmp_path: Path
 ) -> None:
     generation = job.generation()
-    metadata = tmp_path / "torch_elastic_harness-99.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: torch-elastic-harness\nVersion: 99.0\n")
+    # What pip would have left behind had it installed version 99.0 there.
+    installed = tmp_path / "torch_elastic_harness-99.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch-elastic-harness\nVersion: 99.0\n"
+    )
+    (installed / "entry_points.txt").write_text(
+        "[torchrun.handlers]\netcd-v3 = elastic.agent.entrypoint:handlers\n"
+    )
     stranger = job.start_node("stranger", env={"PYTHONPATH": str(tmp_path)})
     assert stranger.wait(30.0) == 2, stranger.log_tail()
     assert "99.0" in stranger.log_text()

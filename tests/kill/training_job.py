@@ -37,6 +37,7 @@ class Workload:
     step_s: float = 0.15  # before hurry()
     save_every: int = 10
     loader_workers: int = 0
+    extra: tuple[str, ...] = ()  # more arguments of the script
 
     @property
     def steps_per_epoch(self) -> int:
@@ -55,6 +56,7 @@ class Workload:
             f"--step-s={self.step_s}",
             f"--save-every={self.save_every}",
             *([f"--loader-workers={self.loader_workers}"] if self.loader_workers else []),
+            *self.extra,
         ]
 
 

@@ -1,0 +1,138 @@
+"""Checkpoints and data that cannot work, under real torchrun on real etcd."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import TrainingJob, Workload
+
+import checkpoints
+from elastic.coordination.embedded import EmbeddedEtcd
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+WORKLOAD = Workload(samples=250, epochs=3, save_every=10)
+
+
+@pytest.fixture
+def job(shared_etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[TrainingJob]:
+    """A job of one node, with torchrun's own default: the first failure ends it."""
+    with one_node(shared_etcd, tmp_path) as job:
+        yield job
+
+
+def one_node(
+    etcd: EmbeddedEtcd, folder: Path, workload: Workload = WORKLOAD, **settings: Any
+) -> TrainingJob:
+    options: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "max_restarts": 0, **settings}
+    return TrainingJob([etcd.endpoint], folder, workload=workload, **options)
+
+
+def journal(folder: Path, event: str) -> list[dict[str, object]]:
+    """All events of that name, from all processes."""
+    lines = [
+        json.loads(line)
+        for file in (folder / "journal").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    return [line for line in lines if line["event"] == event]
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_training(job: TrainingJob) -> None:
+    # Not by mode bits: root may write everywhere.
+    (job.folder / "file").write_text("in the way")
+    folder = str(job.folder / "file" / "checkpoints")
+    node = job.start_node(env={"ELASTIC_CHECKPOINTS": folder})
+    assert node.wait(60.0) == 1
+    assert folder in node.log_text()
+    assert "cannot be written" in node.log_text()
+    assert job.ledger().last_step == -1
+
+
+def test_a_full_disk_never_stops_training_and_older_checkpoints_stay(
+    shared_etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """The disk has room for one checkpoint: weights and momenta of 650 KB on 1 MB."""
+    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode != 0:
+        pytest.skip("needs user namespaces to mount a small disk")
+    workload = replace(WORKLOAD, epochs=40, step_s=0.1, extra=("--width=4096",))
+    with one_node(shared_etcd, tmp_path, workload, max_restarts=5) as job:
+        disk = str(tmp_path / "checkpoints")
+        mount = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
+        node = job.start_node(launcher=["unshare", "-rm", "sh", "-c", mount, "sh"])
+        job.wait_for(lambda: journal(tmp_path, "checkpoint-skipped"), 60.0, "a full disk")
+        saved = [int(str(e["step"])) for e in journal(tmp_path, "checkpoint-saved")]
+        assert saved == [WORKLOAD.save_every]
+        reason = str(journal(tmp_path, "checkpoint-skipped")[0]["reason"])
+        assert "space" in reason.lower()
+        job.wait_progress(3)
+        generation = job.generation()
+        node.kill_worker()
+        job.wait_training(nodes=1, after_generation=generation)
+        assert {s.step for s in job.ledger().starts if s.generation > generation} == set(saved)
+
+
+def test_a_corrupt_newest_checkpoint_is_passed_over(
+    shared_etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    with one_node(shared_etcd, tmp_path) as job:
+        job.hurry()
+        job.start_node()
+        assert set(job.wait_ended(60.0).values()) == {0}
+    folder = tmp_path / "checkpoints"
+    newest, previous = checkpoints.list_checkpoints(folder)[:2]
+    tensors = next((folder / newest.name).glob("*.safetensors"))
+    content = bytearray(tensors.read_bytes())
+    content[-5] ^= 0x10
+    tensors.write_bytes(content)
+
+    with one_node(shared_etcd, tmp_path) as again:
+        again.start_node()
+        assert set(again.wait_ended(60.0).values()) == {0}, again.report()
+        again.ledger().assert_exactly_once(WORKLOAD.samples, WORKLOAD.epochs)
+    resumed = [e["source"] for e in journal(tmp_path, "state-restored")]
+    assert resumed == ["initial", previous.name]
+    assert newest.name in [e["name"] for e in journal(tmp_path, "checkpoint-skipped")]
+
+    # And the same folder for another model: nothing of it may be loaded.
+    wider = replace(WORKLOAD, extra=("--width=32",))
+    with one_node(shared_etcd, tmp_path, wider) as other:
+        node = other.start_node()
+        assert node.wait(60.0) == 1
+        assert "module.0.weight" in node.log_text() or "0.weight" in node.log_text()
+
+
+@pytest.mark.parametrize(
+    ("workload", "nproc", "says"),
+    [
+        (replace(WORKLOAD, batch=1), 2, "smaller than the world of 2"),
+        (replace(WORKLOAD, samples=0), 1, "empty"),
+    ],
+)
+def test_data_that_cannot_work_is_said(
+    shared_etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload, nproc: int, says: str
+) -> None:
+    with one_node(shared_etcd, tmp_path, workload, nproc=nproc) as job:
+        node = job.start_node()
+        assert node.wait(60.0) == 1
+        assert says in node.log_text()
+        job.assert_nothing_left()
+
+
+def test_no_restarts_with_a_range_of_nodes_is_warned_of(
+    shared_etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    conf = {"last_call_s": 0.1}
+    with one_node(shared_etcd, tmp_path, max_nodes=2, conf=conf) as job:
+        job.hurry()
+        node = job.start_node()
+        assert node.wait(60.0) == 0
+        warning = next(x for x in node.log_text().splitlines() if "--max-restarts=0" in x)
+        assert "1:2" in warning
+        assert "elastic run" in warning
