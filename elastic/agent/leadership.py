@@ -345,6 +345,7 @@ class Leadership:
             reason=proposal.reason,
             time_s=self._clock.wall(),
             committed_step=before.committed_step if before else None,
+            library=first.library if first else (before.library if before else ""),
         )
 
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:

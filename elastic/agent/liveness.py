@@ -101,12 +101,19 @@ class LivenessServer:
     """Listens, answers, follows the leader. One thread, owned by whoever calls ``close``.
 
     ``on_closed(node_id, is_leader)`` runs on that thread when a connection that had a hello
-    (or ours to the leader) closes.
+    (or ours to the leader) closes; ``on_error`` if the thread dies.
     """
 
-    def __init__(self, node_id: str, host: str, on_closed: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        host: str,
+        on_closed: Callable[[str, bool], None],
+        on_error: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self._node_id = node_id
         self._on_closed = on_closed
+        self._on_error = on_error
         self._listener = _listen(host)
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakee = socket.socketpair()
@@ -114,7 +121,6 @@ class LivenessServer:
         self._lock = threading.Lock()
         self._leader: _Peer | None = None
         self._closing = False
-        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="elastic-liveness", daemon=True)
 
     @property
@@ -159,8 +165,8 @@ class LivenessServer:
                 for key, _ in self._selector.select():
                     self._turn(key)
         except BaseException as error:
-            self.error = error
             get_logger().exception("liveness thread died")
+            self._on_error(error)
             raise
         finally:
             self._release()
@@ -179,7 +185,8 @@ class LivenessServer:
         elif key.fileobj is self._wakee:
             self._wakee.recv(4096)
             self._obey()
-        elif isinstance(key.data, _Peer):
+        elif isinstance(key.data, _Peer) and key.data.connection.fileno() != -1:
+            # (-1: an earlier event of the same round had this connection dropped.)
             self._read(key.data)
 
     def _accept(self) -> None:

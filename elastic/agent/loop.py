@@ -31,13 +31,20 @@ from elastic.coordination.keyvalue import (
     WatchEvent,
 )
 from elastic.coordination.membership import Policy
-from elastic.coordination.records import Done, Keys, Node, World, decode, encode
-from elastic.errors import CoordinationError, ElasticError, RecordError, StoreUnreachable
+from elastic.coordination.records import Done, Keys, Node, NodeState, World, decode, encode
+from elastic.errors import (
+    CoordinationError,
+    ElasticError,
+    LeaseGone,
+    RecordError,
+    StoreUnreachable,
+)
 from elastic.events import JobEnded, LeaseLost, StoreTrouble
 from elastic.telemetry.journal import EventSink
 
 RETRY_S = 0.5
 IDLE_S = 1.0
+FAREWELL_S = 2.0  # how long a leaving node waits for the world without it
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class BaseEvent:
 
 
 @dataclass(frozen=True)
-class LeaseGone:
+class LeaseEnded:
     """The store says the lease does not exist any more."""
 
 
@@ -100,6 +107,7 @@ class NodeLoop:
             node.node_id,
             node.address,
             lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
+            board.fail,
         )
         self._succession = Succession(
             store=store,
@@ -115,7 +123,7 @@ class NodeLoop:
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._watch: Watch | None = None
-        self._closing = False
+        self._close_by_s: float | None = None  # set once: the end, at the latest
         self._next_wake_s = 0.0
         self._thread = threading.Thread(target=self._run, name="elastic-node", daemon=True)
 
@@ -152,13 +160,30 @@ class NodeLoop:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._may_end():
                 self._turn()
         except BaseException as error:
             self._board.fail(error)
             raise
         finally:
             self._end()
+
+    def _may_end(self) -> bool:
+        """Closing, and if this node leaves: the world goes on without it, or time is up. So
+        the last one to leave in order leaves an empty world behind, not one of dead members
+        that a later start would have to wait for."""
+        if self._close_by_s is None:
+            return False
+        board, node = self._board, self._board.node
+        world = board.world.world
+        return (
+            node.state not in (NodeState.LEAVING, NodeState.FAILED)
+            or world is None
+            or node.node_id not in world.node_ids
+            or board.done is not None
+            or bool(board.store_trouble)
+            or self._clock.monotonic() >= self._close_by_s
+        )
 
     def _turn(self) -> None:
         for message in self._take():
@@ -208,14 +233,14 @@ class NodeLoop:
             case ChangeNode(change):
                 self._board.change_node(change)
                 self._registered = False
-            case LeaseGone():
+            case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._closing = True
+                self._close_by_s = self._clock.monotonic() + FAREWELL_S
 
     def _duties(self) -> None:
         now = self._clock.monotonic()
-        self._next_wake_s = now + IDLE_S
+        self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
         if not self._registered and self._board.node.nproc > 0:
             self._register()
         self._succession.duties(self._lease if self._registered else None, now)
@@ -234,10 +259,15 @@ class NodeLoop:
     def _register(self) -> None:
         if self._lease is None or self._lease.lost:
             self._lease = self._store.lease(
-                self._options.lease_s, on_lost=lambda: self.post(LeaseGone())
+                self._options.lease_s, on_lost=lambda: self.post(LeaseEnded())
             )
         node = self._board.node
-        self._store.put(self._keys.node(node.node_id), encode(node), lease=self._lease)
+        try:
+            self._store.put(self._keys.node(node.node_id), encode(node), lease=self._lease)
+        except LeaseGone:  # the store knew before its renewal did
+            lease, self._lease = self._lease, None
+            lease.close(revoke=False)
+            raise
         self._registered = True
         if self._succession.term is not None:
             self._succession.term.on_own_record(node, self._lease.id)
@@ -324,7 +354,9 @@ class NodeLoop:
         self._next_wake_s = self._clock.monotonic() + RETRY_S
 
     def _on_store_trouble(self, error: CoordinationError) -> None:
-        if not isinstance(error, StoreUnreachable) and self._board.node.running is None:
+        if isinstance(error, LeaseGone):
+            self._registered = False
+        elif not isinstance(error, StoreUnreachable) and self._board.node.running is None:
             self._board.fail(error)
             return
         self._say_trouble(error, "training goes on; trying again")

@@ -112,6 +112,16 @@ class Roster:
     def knows(self, node_id: str) -> Known | None:
         return self._known.get(node_id)
 
+    def is_alive(self, node_id: str) -> bool:
+        """It has a key, and nothing speaks against its life."""
+        known = self._known.get(node_id)
+        return (
+            known is not None
+            and known.present
+            and node_id not in self._unsettled
+            and self._liveness.get(node_id) is Liveness.ALIVE
+        )
+
     def unsettled(self) -> frozenset[str]:
         """Nodes in question; nothing is decided before they are settled."""
         return frozenset(self._unsettled)

@@ -100,8 +100,9 @@ class Succession:
         return self._follow_at_s
 
     def _stand(self, lease: Lease, now: float) -> None:
+        # A node on its way out stands, too: the last one to leave has to say so in a world.
         node = self._board.node
-        if node.state in _ON_THE_WAY_OUT or not leader_key.may_campaign(
+        if not leader_key.may_campaign(
             self._board.world.world,
             node.node_id,
             absent_for_s=now - self._absent_since_s,
@@ -158,7 +159,9 @@ class Succession:
             return
         for node_id in world.node_ids:
             known = term.roster.knows(node_id)
-            if known is None or not known.present or known.node.state in _ON_THE_WAY_OUT:
+            if known is None or not term.roster.is_alive(node_id):
+                continue
+            if known.node.state in _ON_THE_WAY_OUT:
                 continue
             handed = leader_key.hand_over(
                 self._store, self._keys, entry, known.node, known.lease_id

@@ -1,0 +1,508 @@
+"""Several nodes' services in one process, on the store's twin in memory and real sockets.
+
+Histories of PROTOCOL section 4 and 8 that need no torchrun: tests/kill runs them with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.agent.board import JobSucceeded
+from elastic.agent.identity import current_process
+from elastic.agent.service import NodeService
+from elastic.config import AgentOptions
+from elastic.coordination.memory import MemoryServer, MemoryStore
+from elastic.coordination.records import (
+    Cause,
+    Done,
+    Keys,
+    Leader,
+    Node,
+    NodeState,
+    Outcome,
+    World,
+    WorldState,
+    decode,
+)
+from elastic.errors import (
+    JobFailed,
+    JoinTimeout,
+    NodeRefused,
+    RecordError,
+    StoreUnreachable,
+)
+from elastic.events import Event
+
+KEYS = Keys.of("/elastic", "job")
+OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
+DEADLINE_S = 10.0
+_ids = itertools.count()
+
+
+class Recorder:
+    """An event sink for assertions."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        self.events.append(event)
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < end, "not within the deadline"
+        time.sleep(0.005)
+    return found
+
+
+class TestNode:
+    """One node: its service, and a main thread that behaves like torchrun's."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        server: MemoryServer,
+        *,
+        min_nodes: int = 2,
+        max_nodes: int = 3,
+        options: AgentOptions = OPTIONS,
+        library: str = "0.1.0",
+        contact: Callable[[], float] | None = None,
+    ) -> None:
+        number = next(_ids)
+        self.store = MemoryStore(server)
+        self.journal = Recorder()
+        self.service = NodeService(
+            store=self.store,
+            keys=KEYS,
+            node=Node(
+                node_id=f"id{number}",
+                name=f"n{number}",
+                nproc=0,
+                role="",
+                address="127.0.0.1",
+                ports=(),
+                liveness_port=0,
+                process=current_process(),
+                state=NodeState.ARRIVED,
+                in_process=False,
+                min_nodes=min_nodes,
+                max_nodes=max_nodes,
+                library=library,
+                torch="2.13.0",
+                running=None,
+                arrived_for=0,
+                failure=None,
+                failure_exit_code=None,
+                joined_at_s=float(number),
+            ),
+            options=options,
+            journal=self.journal,
+            last_contact_s=contact,
+        )
+        self.service.start()
+        self.id = self.service.node_id
+
+    def arrive(self, failure: str | None = None) -> TestNode:
+        self.service.arrive(
+            nproc=1,
+            role="trainer",
+            ports=(29500, 29501),
+            failure=failure,
+            failure_exit_code=1 if failure else None,
+        )
+        return self
+
+    def enter(self) -> World:
+        world = self.service.wait_for_world()
+        self.service.enter(world, waited_s=0.0)
+        return world
+
+    def again(self, failure: str | None = None) -> World:
+        """What torchrun does when ``num_nodes_waiting`` is positive, or its workers failed."""
+        self.arrive(failure)
+        return self.enter()
+
+    def follow(self) -> World:
+        """Wait for a newer world, then go along."""
+        eventually(self.service.newer_world)
+        return self.again()
+
+    def crash(self) -> None:
+        """Vanish without a word: no resignation, no deletion; the port refuses from now on."""
+        self.service._loop._end = lambda: None  # type: ignore[method-assign]
+        self.service._loop.close()
+        self.service._loop._succession.end_term()
+
+    def lease_id(self) -> int:
+        lease = self.service._loop._lease
+        return lease.id if lease is not None else 0
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+@pytest.fixture
+def start(server: MemoryServer) -> Iterator[Callable[..., TestNode]]:
+    nodes: list[TestNode] = []
+
+    def make(**more: Any) -> TestNode:
+        nodes.append(TestNode(server, **more))
+        return nodes[-1]
+
+    yield make
+    server.reconnect()
+    for node in nodes:
+        node.service.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("elastic-")]
+
+
+def world_in(server: MemoryServer) -> World:
+    entry = eventually(lambda: MemoryStore(server).get(KEYS.world))
+    return decode(World, entry.key, entry.value)
+
+
+def leader_in(server: MemoryServer) -> str | None:
+    entry = MemoryStore(server).get(KEYS.leader)
+    return decode(Leader, entry.key, entry.value).node_id if entry else None
+
+
+def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
+    nodes = [start(**more).arrive() for _ in range(3)]
+    worlds = [node.enter() for node in nodes]
+    assert len({world.nonce for world in worlds}) == 1
+    assert set(worlds[0].node_ids) == {node.id for node in nodes}
+    return sorted(nodes, key=lambda node: worlds[0].node_ids.index(node.id))
+
+
+def test_max_nodes_form_a_world_at_once(start: Callable[..., TestNode]) -> None:
+    patient = replace(OPTIONS, last_call_s=60.0)
+    nodes = trio(start, options=patient)
+    assert not any(node.service.newer_world() for node in nodes)
+
+
+def test_min_nodes_form_a_world_after_the_last_call(start: Callable[..., TestNode]) -> None:
+    a, b = start().arrive(), start().arrive()
+    assert a.enter().size == b.enter().size == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_crashed_node_is_left_out_at_once(
+    start: Callable[..., TestNode], victim: int, server: MemoryServer
+) -> None:
+    nodes = trio(start)
+    nodes[victim].crash()  # its lease stays: only its port speaks
+    rest = [n for n in nodes if n is not nodes[victim]]
+    worlds = [node.follow() for node in rest]
+    assert [w.node_ids for w in worlds] == [tuple(n.id for n in rest)] * 2
+    assert worlds[0].generation == 2
+    assert worlds[0].cause is Cause.LOST
+    assert leader_in(server) in worlds[0].node_ids
+
+
+def test_the_leader_crashes(start: Callable[..., TestNode], server: MemoryServer) -> None:
+    nodes = trio(start)
+    leader = next(n for n in nodes if n.id == leader_in(server))
+    leader.crash()
+    rest = [n for n in nodes if n is not leader]
+    assert {n.follow().generation for n in rest} == {2}
+
+
+def test_two_crash_together_and_one_is_not_enough(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a, b, c = trio(start)
+    b.crash()
+    c.crash()
+    eventually(a.service.newer_world)
+    a.arrive()
+    eventually(lambda: world_in(server).state is WorldState.PAUSED)
+    assert world_in(server).node_ids == (a.id,)
+    d = start().arrive()
+    world = a.enter()
+    assert (world.cause, world.node_ids) == (Cause.RESUMED, (a.id, d.id))
+    assert d.enter() == world
+
+
+def test_a_failure_with_everyone_alive_keeps_the_members(start: Callable[..., TestNode]) -> None:
+    a, b, c = trio(start)
+    a.arrive("RuntimeError: Connection closed by peer")
+    worlds = [a.enter(), b.follow(), c.follow()]
+    assert {w.node_ids for w in worlds} == {(a.id, b.id, c.id)}
+    assert worlds[0].cause is Cause.TROUBLE
+
+
+def test_the_same_error_three_times_ends_the_job_with_it(
+    start: Callable[..., TestNode],
+) -> None:
+    nodes = trio(start)
+    for _ in range(2):
+        for node in nodes:
+            node.arrive("ValueError: bad loss")
+        for node in nodes:
+            node.enter()
+    for node in nodes:
+        node.arrive("ValueError: bad loss")
+    for node in nodes:
+        with pytest.raises(JobFailed, match="bad loss"):
+            node.enter()
+
+
+def test_a_newcomer_joins_a_running_job(start: Callable[..., TestNode]) -> None:
+    a, b = start().arrive(), start().arrive()
+    a.enter(), b.enter()
+    c = start().arrive()
+    worlds = [a.follow(), b.follow(), c.enter()]
+    assert worlds[2].cause is Cause.JOINED
+    assert worlds[2].node_ids[2] == c.id
+    assert worlds[2].lineage == (1,)
+
+
+def test_a_node_that_leaves_is_not_waited_for(start: Callable[..., TestNode]) -> None:
+    a, b, c = trio(start)
+    a.service.leave("SIGTERM")
+    worlds = [b.follow(), c.follow()]
+    assert worlds[0].node_ids == (b.id, c.id)
+    assert worlds[0].cause is Cause.LEFT
+
+
+def test_all_leave_in_order_and_the_job_goes_on_later(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    nodes = trio(start)
+    for node in nodes:
+        node.service.leave("SIGTERM")
+        node.service.close()
+    assert world_in(server).members == ()
+    world = trio(start)[0].service.running
+    assert world is not None and world.generation > 1
+
+
+def test_all_crash_and_the_job_is_started_again(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    for node in trio(start):
+        node.crash()
+    world = trio(start)[0].service.running
+    assert world is not None
+    assert (world.generation, world.cause) == (2, Cause.TAKEOVER)
+
+
+def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., TestNode]) -> None:
+    a, b, c = trio(start)
+    ended: list[Done | None] = []
+    threads = [
+        threading.Thread(target=lambda n=n: ended.append(n.service.finish()), name="main")
+        for n in (a, b)
+    ]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: a.service._board.node.state is NodeState.FINISHED)
+    assert not ended
+    c.crash()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [done.outcome for done in ended if done] == [Outcome.SUCCESS] * 2
+
+
+def test_a_newcomer_to_a_finished_job_is_told_so(start: Callable[..., TestNode]) -> None:
+    a = start(min_nodes=1).arrive()
+    a.enter()
+    assert a.service.finish() is not None
+    with pytest.raises(JobSucceeded, match="another --rdzv-id"):
+        start(min_nodes=1).arrive().enter()
+
+
+def test_a_lost_lease_is_replaced_and_nothing_else_happens(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a, b, c = trio(start)
+    before = b.lease_id()
+    server.expire(before)
+    eventually(lambda: b.lease_id() not in (0, before) and MemoryStore(server).get(KEYS.node(b.id)))
+    c.service.leave("a later change")
+    assert {a.follow().generation, b.follow().generation} == {2}
+
+
+def test_a_wiped_store_gets_the_running_world_back(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a, b, c = trio(start)
+    c.crash()
+    assert {a.follow().generation, b.follow().generation} == {2}
+    server.wipe()
+    newcomer = start().arrive()
+    world = newcomer.enter()
+    assert world.generation == 3
+    assert world.node_ids == (a.id, b.id, newcomer.id)
+    assert a.follow() == b.follow() == world
+
+
+def test_an_outage_of_the_store_disturbs_nobody(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a, b, c = trio(start)
+    server.disconnect()
+    c.crash()
+    eventually(lambda: a.service._board.store_trouble or b.service._board.store_trouble)
+    assert not a.service.newer_world()
+    server.reconnect()
+    assert {a.follow().generation, b.follow().generation} == {2}
+
+
+def test_a_node_cut_off_for_half_of_takeover_s_stops(start: Callable[..., TestNode]) -> None:
+    last_contact = [time.monotonic()]
+    a = start(min_nodes=1, max_nodes=1, contact=lambda: last_contact[0]).arrive()
+    a.enter()
+    assert not a.service.newer_world()
+    last_contact[0] -= OPTIONS.takeover_s / 2 + 1
+
+    def stopped() -> bool:
+        try:
+            a.service.newer_world()
+        except StoreUnreachable as error:
+            return "takeover_s=300" in str(error)
+        return False
+
+    eventually(stopped)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"max_nodes": 4}, "2 to 4 nodes"), ({"library": "9.9.9"}, "9.9.9")],
+)
+def test_a_newcomer_that_cannot_mix_is_refused_and_the_job_unharmed(
+    start: Callable[..., TestNode], more: dict[str, Any], said: str
+) -> None:
+    a, b = start().arrive(), start().arrive()
+    a.enter(), b.enter()
+    with pytest.raises(NodeRefused, match=said):
+        start(**more).arrive()
+    assert not a.service.newer_world()
+    start().arrive().enter()
+
+
+def test_a_spare_waits_beyond_the_join_timeout(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a, b, c = trio(start)
+    short = replace(OPTIONS, join_timeout_s=0.2)
+    spare = start(options=short).arrive()
+    entered: list[World] = []
+    thread = threading.Thread(target=lambda: entered.append(spare.enter()), name="main")
+    thread.start()
+    thread.join(1.0)
+    assert thread.is_alive()
+    a.crash()
+    b.follow(), c.follow()
+    thread.join(DEADLINE_S)
+    assert [world.node_ids for world in entered] == [(b.id, c.id, spare.id)]
+
+
+def test_too_few_nodes_is_a_clear_error(start: Callable[..., TestNode]) -> None:
+    lonely = start(options=replace(OPTIONS, join_timeout_s=0.3)).arrive()
+    with pytest.raises(JoinTimeout, match=r"min 2, max 3.*no world was ever formed"):
+        lonely.enter()
+
+
+def test_a_broken_node_record_leaves_the_others_unharmed(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    MemoryStore(server).put(KEYS.node("intruder"), b"{not json")
+    nodes = trio(start)
+    said = [e for n in nodes for e in n.journal.events if "intruder" in str(e)]
+    assert said
+
+
+def test_a_broken_world_record_stops_a_newcomer_and_not_the_job(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a, b = start().arrive(), start().arrive()
+    a.enter(), b.enter()
+    MemoryStore(server).put(KEYS.world, b'{"version": 99}')
+    with pytest.raises(RecordError, match=KEYS.world):
+        start().arrive()
+    assert not a.service.newer_world()
+    # The next change heals it.
+    b.arrive("RuntimeError: boom")
+    assert a.follow().generation == b.enter().generation == 2
+    assert world_in(server).generation == 2
+
+
+def test_random_crashes_and_arrivals_never_end_in_two_worlds(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    """Fifteen rounds of a crash and a replacement, with live main threads throughout."""
+    live: list[TestNode] = []
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+    histories: dict[str, list[World]] = {}
+
+    def main(node: TestNode, crashed: threading.Event) -> None:
+        node.arrive()
+        while not stop.is_set() and not crashed.is_set():
+            try:
+                world = node.service.wait_for_world()
+            except JoinTimeout:
+                continue
+            if crashed.is_set() or stop.is_set():
+                return
+            node.service.enter(world, waited_s=0.0)
+            histories.setdefault(node.id, []).append(world)
+            while not node.service.newer_world():
+                if stop.wait(0.005) or crashed.is_set():
+                    return
+            node.arrive()
+
+    crashes: dict[str, threading.Event] = {}
+
+    def add() -> None:
+        node = start(options=replace(OPTIONS, join_timeout_s=0.5))
+        crashes[node.id] = threading.Event()
+        threads.append(
+            threading.Thread(target=main, args=(node, crashes[node.id]), name="main", daemon=True)
+        )
+        threads[-1].start()
+        live.append(node)
+
+    for _ in range(3):
+        add()
+    try:
+        for round_ in range(15):
+            expected = {n.id for n in live}
+            eventually(lambda expected=expected: set(world_in(server).node_ids) == expected)
+            victim = live.pop(round_ % 3)
+            crashes[victim.id].set()
+            victim.crash()
+            add()
+        expected = {n.id for n in live}
+        eventually(
+            lambda: all(
+                histories.get(i) and set(histories[i][-1].node_ids) == expected for i in expected
+            )
+        )
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    for worlds in histories.values():
+        generations = [w.generation for w in worlds]
+        assert generations == sorted(set(generations))
+    by_generation: dict[int, set[str]] = {}
+    for worlds in histories.values():
+        for world in worlds:
+            by_generation.setdefault(world.generation, set()).add(world.nonce)
+    assert all(len(nonces) == 1 for nonces in by_generation.values())
