@@ -180,7 +180,12 @@ class Demo:
             self._do(act, position, nodes, endpoint)
         killed = {demo_plan.VICTIM} if self._plan.killed_at else set()
         codes = {node.name: node.exit_code for node in nodes.nodes}
-        self._view.update(rows_of(ledger, codes, killed))
+        self._view.update(rows_of(ledger, codes, killed, newest=self._newest_generation))
+
+    @property
+    def _newest_generation(self) -> int:
+        formed = (e.fields["generation"] for e in self._entries if e.name == "world-formed")
+        return max(formed, default=0)
 
     def _do(self, act: Act, position: Position, nodes: LocalNodes, endpoint: str) -> None:
         if act is Act.KILL:

@@ -133,9 +133,10 @@ def sentence(entry: Entry) -> str | None:
     return None
 
 
-def rows_of(ledger: Ledger, exit_codes: dict[str, int | None], killed: set[str]) -> list[NodeRow]:
-    """One row per node that was started."""
-    newest = max((s.generation for s in ledger.starts), default=0)
+def rows_of(
+    ledger: Ledger, exit_codes: dict[str, int | None], killed: set[str], *, newest: int
+) -> list[NodeRow]:
+    """One row per node that was started; ``newest`` is the generation agreed on last."""
     rows = []
     for node, code in exit_codes.items():
         start = max(

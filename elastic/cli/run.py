@@ -108,9 +108,13 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a StopRequest for the time of the block."""
+    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest for the time of the block.
+
+    What is ignored on entry (SIGHUP under nohup) stays ignored.
+    """
     stop = StopRequest()
-    signums = (signal.SIGINT, signal.SIGTERM)
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signums = [signum for signum in asked if signal.getsignal(signum) != signal.SIG_IGN]
     before = [signal.signal(signum, stop) for signum in signums]
     try:
         yield stop

@@ -227,10 +227,12 @@ def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
 def test_rows_follow_the_nodes() -> None:
     ledger = joined(world(1, 0, 60, began_s=0.0), world(2, 58, 70, began_s=65.0))
     codes = {"node-0": None, VICTIM: -9, "node-2": None, NEWCOMER: None}
-    rows = {row.name: row for row in rows_of(ledger, codes, {VICTIM})}
+    rows = {row.name: row for row in rows_of(ledger, codes, {VICTIM}, newest=2)}
     assert rows["node-0"] == NodeRow("node-0", "training", 0, 2, 69, 1)
     assert rows[VICTIM] == NodeRow(VICTIM, "killed", 1, 1, 59, 1)
     assert rows[NEWCOMER] == NodeRow(NEWCOMER, "forming")
+    agreed = {row.name: row.state for row in rows_of(ledger, codes, {VICTIM}, newest=3)}
+    assert agreed["node-0"] == "forming"
 
 
 def test_lines_carry_the_time_and_each_epoch_once() -> None:

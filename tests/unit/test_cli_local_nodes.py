@@ -14,6 +14,7 @@ import pytest
 
 from elastic.cli import leash, processes
 from elastic.cli.local_nodes import LocalNodes
+from elastic.cli.run import stop_on_signals
 
 DEADLINE_S = 20.0
 
@@ -140,6 +141,21 @@ def test_a_leash_to_a_parent_that_is_gone_starts_nothing() -> None:
         check=False,
     )
     assert done.returncode == 1 and done.stdout == ""
+
+
+def test_signals_become_a_request_and_a_second_one_is_urgent() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)  # as under nohup
+            assert stop.signum is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (stop.signum, stop.urgent) == (signal.SIGTERM, False)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert (stop.signum, stop.urgent) == (signal.SIGTERM, True)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_tree_of_a_process_that_is_gone_is_empty() -> None:
