@@ -6,6 +6,7 @@ torchrun reads ``TORCHELASTIC_ERROR_FILE`` of each worker, but only scripts deco
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -21,12 +22,15 @@ class FailureHook:
 
     def __init__(self) -> None:
         self.failed = False
+        self._exit_code = 1
         self._next: _Hook = sys.excepthook
 
     def install(self) -> None:
-        """Put this hook before the present one."""
+        """Put this hook before the present one. What is registered with atexit after this
+        still runs."""
         self._next = sys.excepthook
         sys.excepthook = self
+        atexit.register(self._leave)
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -35,12 +39,17 @@ class FailureHook:
         if isinstance(error, Exception):
             record(error)
         self._next(kind, error, trace)
-        if isinstance(error, ElasticError) and error.exit_code != 1:
-            # An excepthook cannot choose the exit code otherwise, and the interpreter's own end
-            # is not safe here: see process_group.
+        if isinstance(error, ElasticError):
+            self._exit_code = error.exit_code
+
+    def _leave(self) -> None:
+        # Not in the hook: init_process_group puts a hook around this one that collects what is
+        # said, to print it with the rank in front (torch 2.13, distributed_c10d.py). An exit in
+        # there is silent. And an excepthook cannot choose the exit code otherwise.
+        if self._exit_code != 1:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(error.exit_code)
+            os._exit(self._exit_code)
 
 
 def record(error: Exception) -> None:

@@ -71,7 +71,8 @@ def main() -> None:
         DataLoader(
             Waves(options.samples, options.busy_s if options.loader_workers else 0.0, hurry),
             batch_size=options.batch,
-            shuffle=True,
+            # An empty dataset: torch refuses to shuffle it, before ours can say what is wrong.
+            shuffle=options.samples > 0,
             num_workers=options.loader_workers,
         ),
         global_batch=options.batch,
