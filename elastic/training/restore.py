@@ -26,25 +26,23 @@ T = TypeVar("T")
 
 
 def restore(world: World, job: JobState, saver: Saver, journal: EventSink) -> int:
-    """Bring every rank to one state. Returns the generation that checkpoints go on with.
+    """Bring every rank to one state. Returns the generation that the job goes on with.
 
-    That is the world's, unless the folder holds newer ones: a launcher that counts from one
-    again (plain python, stock backends, an emptied etcd) must not save below what is there.
+    That is the world's, or a later one if the checkpoint folder has seen that before.
     """
     began_s = SYSTEM_CLOCK.monotonic()
     _together(world, saver.check_writable)
     found = _together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
     source = Source(**broadcast_json(vars(found) if found is not None else None))
-    generation = max(world.generation, source.newest_generation + 1)
     origin = None
     if source.name is None:
         _share_initial(world, job)
     else:
         origin = _load(world, job, saver, source.name)
-    saver.resume(origin, generation, job.progress.step)
+    saver.resume(origin, source.generation, job.progress.step)
     name, took_s = source.name or "initial", SYSTEM_CLOCK.monotonic() - began_s
     journal.emit(StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)))
-    return generation
+    return source.generation
 
 
 def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:

@@ -170,6 +170,14 @@ class Run:
         self._turns += 1
         return node_first(self._turns)
 
+    def close(self, *, clean: bool) -> None:
+        """The job ends for this process. ``join`` does it at exit.
+
+        A clean end saves what is not saved and takes the group down; after an error nothing is
+        touched, since peers may be gone.
+        """
+        self._session.close(clean=clean)
+
 
 _run: Run | None = None
 
@@ -194,6 +202,15 @@ def join(
 
 
 def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
+    run = start(policy, seed=seed, backend=backend)
+    hook = FailureHook()
+    hook.install()
+    atexit.register(lambda: run.close(clean=not hook.failed))
+    return run
+
+
+def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = None) -> Run:
+    """What :func:`join` does once, without a hold on the process: the caller closes the run."""
     device = choose_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -212,7 +229,4 @@ def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
         ledger=Ledger.from_environment(),
         journal=journal,
     )
-    hook = FailureHook()
-    hook.install()
-    atexit.register(lambda: session.close(clean=not hook.failed))
     return Run(session, device)

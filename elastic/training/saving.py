@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import checkpoints
 from checkpoints import SaveError
@@ -17,6 +19,8 @@ from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
 from elastic.training.state import JobState
 from elastic.worker.world import World
+
+GENERATION_FILE = ".generation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class Source:
     """Where a world's state comes from, as rank 0 found it. JSON, for the other ranks."""
 
     name: str | None = None  # None: no checkpoint, start with rank 0's initial state
-    newest_generation: int = -1  # in the folder, whole or not
+    generation: int = 0  # that checkpoints go on with
 
 
 class Saver:
@@ -84,7 +88,7 @@ class Saver:
         none is whole: a silent start from zero would throw the work away.
         """
         if self._policy is None:
-            return Source()
+            return Source(None, world.generation)
         folder = self._policy.folder
         checkpoints.sweep(folder, generation=world.generation, nonce=world.nonce)
         found = checkpoints.latest(folder)
@@ -102,13 +106,26 @@ class Saver:
                 hint="give the folder of the job to go on with, or required=False",
             )
         name = found.checkpoint.name if found.checkpoint else None
-        return Source(name, self._newest(found))
+        return Source(name, self._next_generation(world, found))
 
-    def _newest(self, found: checkpoints.Resolution) -> int:
+    def _next_generation(self, world: World, found: checkpoints.Resolution) -> int:
+        """The world's generation, unless the folder has seen that one: then the next unseen.
+
+        Launchers that count from one again (plain python, stock backends, an emptied etcd) must
+        not save below what is there, nor under the number of a world that died before it saved.
+        """
         assert self._policy is not None
-        listed = [info.generation for info in checkpoints.list_checkpoints(self._policy.folder)]
+        seen = [info.generation for info in checkpoints.list_checkpoints(self._policy.folder)]
         passed = [parse_committed(p.name) for p in found.passed_over]
-        return max([-1, *listed, *(name.generation for name in passed if name)])
+        seen += [name.generation for name in passed if name]
+        file = Path(self._policy.folder) / GENERATION_FILE
+        with contextlib.suppress(OSError, ValueError):  # none yet, or not ours
+            seen.append(int(file.read_text()))
+        generation = max([world.generation, *(g + 1 for g in seen)])
+        written = file.with_name(f"{GENERATION_FILE}.{world.nonce}")
+        written.write_text(f"{generation}\n")
+        written.replace(file)
+        return generation
 
     def load(self, name: str) -> checkpoints.Loaded:
         """Read and verify a checkpoint into fresh memory."""

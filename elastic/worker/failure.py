@@ -57,9 +57,16 @@ def record(error: Exception) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or (os.path.exists(path) and os.path.getsize(path) > 0):
         return
+    try:
+        _record_raised(error)
+    except OSError as failure:
+        sys.stderr.write(f"elastic: {path} could not be written: {failure}\n")
+
+
+def _record_raised(error: Exception) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:
-        get_error_handler().record_exception(error)
-    except OSError as failure:
-        sys.stderr.write(f"elastic: {path} could not be written: {failure}\n")
+        raise error  # torch's handler takes the traceback of the exception that is being handled
+    except Exception as raised:  # noqa: BLE001  it is the one just raised
+        get_error_handler().record_exception(raised)

@@ -1,0 +1,87 @@
+"""A small job in this process: a world of one, real group, real checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic.training.loader import ElasticLoader
+from elastic.training.run import Run, start
+from elastic.training.saving import Checkpoints
+from elastic.training.wrap import ElasticDDP
+
+SAMPLES = 52
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    """Regression data that depends on nothing but the index."""
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+
+def network(hidden: int = 8) -> nn.Module:
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1)).double()
+
+
+@dataclass
+class Job:
+    """The objects of a script, in the order in which scripts make them."""
+
+    run: Run
+    model: ElasticDDP
+    optimizer: torch.optim.Optimizer
+    loader: ElasticLoader
+
+    def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def train(self, epochs: int = 2, stop_after: int | None = None) -> int:
+        """Train as a script would; the number of steps done. ``stop_after`` breaks off."""
+        done = 0
+        for _ in self.run.epochs(epochs):
+            for x, y in self.loader:
+                self.update(x, y)
+                done += 1
+                if done == stop_after:
+                    return done
+        return done
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
+
+
+@contextmanager
+def process(
+    folder: Path | None = None, *, seed: int = 0, every_steps: int = 3, clean: bool = True
+) -> Iterator[Run]:
+    """What one process is to the job. With ``clean=False`` it ends as if it had been killed."""
+    policy = Checkpoints(folder=folder, every_steps=every_steps) if folder else None
+    run = start(policy, seed=seed)
+    ended_well = False
+    try:
+        yield run
+        ended_well = clean
+    finally:
+        run.close(clean=ended_well)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def job(run: Run, *, hidden: int = 8, samples: int = SAMPLES, global_batch: int | None = 10) -> Job:
+    """A job on ``run``."""
+    model = run.wrap(network(hidden))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run.track(optimizer=optimizer)
+    data = DataLoader(dataset(samples), batch_size=10, shuffle=True)
+    return Job(run, model, optimizer, run.loader(data, global_batch=global_batch))

@@ -1,0 +1,262 @@
+"""What a person is told when a script, a folder or a checkpoint cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from run_kit import SAMPLES, dataset, job, process
+from torch import nn
+from torch.utils.data import DataLoader
+
+import checkpoints
+from elastic.errors import CheckpointRequired, ConfigError, TrainingError
+from elastic.training.run import start
+from elastic.training.saving import Checkpoints
+
+
+def train_some(folder: Path, steps: int | None = 8) -> None:
+    with process(folder, clean=steps is None) as run:
+        job(run).train(2, steps)
+
+
+def damage(folder: Path, name: str) -> None:
+    file = next((folder / name).glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_checkpoint_of_another_model_names_what_differs_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    train_some(tmp_path)
+    with process(tmp_path, clean=False) as run:
+        script = job(run, hidden=16)
+        before = script.weights()
+        with pytest.raises(TrainingError, match=r"0\.weight has shape \(8, 4\), here \(16, 4\)"):
+            script.train()
+        assert torch.equal(script.weights(), before)
+
+
+def test_missing_and_unexpected_parts_are_named(tmp_path: Path) -> None:
+    train_some(tmp_path)
+    with process(tmp_path, clean=False) as run:
+        script = job(run)
+        run.track(ema=nn.Linear(1, 1))
+        with pytest.raises(TrainingError, match="tracked object 'ema' is not in the checkpoint"):
+            script.train()
+
+
+def test_other_parameter_groups_are_refused_before_the_model_changes(tmp_path: Path) -> None:
+    train_some(tmp_path)
+    with process(tmp_path, clean=False) as run:
+        script = job(run)
+        before = script.weights()
+        optimizer = torch.optim.Adam([{"params": [p]} for p in script.model.parameters()], lr=0.01)
+        run._session.job.tracked["optimizer"] = optimizer
+        with pytest.raises(TrainingError, match=r"groups of sizes \[4\], here \[1, 1, 1, 1\]"):
+            script.train()
+        assert torch.equal(script.weights(), before)
+
+
+def test_another_global_batch_names_both(tmp_path: Path) -> None:
+    train_some(tmp_path)
+    with process(tmp_path, clean=False) as run:
+        script = job(run, global_batch=13)
+        with pytest.raises(ConfigError, match=r"global_batch=10.*global_batch=13"):
+            script.train()
+
+
+def test_a_global_batch_that_was_not_given_is_the_saved_one(tmp_path: Path) -> None:
+    with process(tmp_path, clean=False) as run:
+        job(run, global_batch=20).train(2, stop_after=4)
+    with process(tmp_path) as run:
+        script = job(run, global_batch=None)
+        script.train(2)
+        assert len(script.loader) == -(-SAMPLES // 20)
+
+
+def test_another_seed_names_both(tmp_path: Path) -> None:
+    train_some(tmp_path)
+    with process(tmp_path, seed=7, clean=False) as run:
+        script = job(run)
+        with pytest.raises(ConfigError, match=r"seed=7 was given.*seed=0"):
+            script.train()
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_some(tmp_path)
+    newest, second, *_ = checkpoints.list_checkpoints(tmp_path)
+    damage(tmp_path, newest.name)
+    heard: list[str] = []
+    with process(tmp_path) as run:
+        monkeypatch.setattr(run._session.saver, "_journal", Heard(heard))
+        script = job(run)
+        assert script.train() == 2 * 6 - second.step
+    assert any(newest.name in text and "damaged" in text for text in heard)
+
+
+class Heard:
+    """Collects what would be logged."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    def emit(self, event: object, *, level: int = 0) -> None:
+        self._texts.append(str(event))
+
+
+def test_when_no_checkpoint_is_whole_nothing_starts_from_zero(tmp_path: Path) -> None:
+    train_some(tmp_path)
+    for info in checkpoints.list_checkpoints(tmp_path):
+        damage(tmp_path, info.name)
+    with process(tmp_path, clean=False) as run:
+        script = job(run)
+        with pytest.raises(CheckpointRequired, match="none of the 2 checkpoints"):
+            script.train()
+
+
+def test_a_required_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    run = start(Checkpoints(folder=tmp_path, required=True))
+    try:
+        script = job(run)
+        with pytest.raises(CheckpointRequired, match="there is no checkpoint"):
+            script.train()
+        assert CheckpointRequired.exit_code == 65
+    finally:
+        run.close(clean=False)
+        torch.distributed.destroy_process_group()
+
+
+def test_a_folder_that_cannot_be_written_stops_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with process(tmp_path / "file" / "folder", clean=False) as run:
+        script = job(run)
+        with pytest.raises(ConfigError, match="checkpoints cannot be written into"):
+            script.train()
+        assert script.loader.position.step == 0
+
+
+def test_a_save_that_fails_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    with process(tmp_path) as run:
+        script = job(run)
+        monkeypatch.setattr(run._session.saver, "_journal", Heard(heard))
+        script.train(1, stop_after=4)
+        moved = tmp_path.rename(tmp_path.with_name("moved"))
+        tmp_path.write_text("a file where the folder was")
+        assert script.train(1) == 2
+        tmp_path.unlink()
+        moved.rename(tmp_path)
+    assert any("CheckpointSkipped" in text for text in heard)
+    assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == [3]
+
+
+def test_an_empty_dataset() -> None:
+    with process() as run, pytest.raises(ConfigError, match="the dataset is empty"):
+        run.loader(DataLoader(dataset(0), batch_size=10), global_batch=10)
+
+
+def test_an_untracked_optimizer_on_wrapped_parameters() -> None:
+    with process() as run:
+        script = job(run)
+        other = torch.optim.SGD(script.model.parameters(), lr=0.1)
+        with pytest.raises(TrainingError, match="SGD is about to change wrapped parameters"):
+            for x, y in script.loader:
+                F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+                other.step()
+
+
+def test_an_optimizer_of_other_parameters_may_do_what_it_likes() -> None:
+    with process() as run:
+        script = job(run)
+        own = nn.Linear(1, 1)
+        other = torch.optim.SGD(own.parameters(), lr=0.1)
+        for x, y in script.loader:
+            own(torch.ones(1, 1)).sum().backward()
+            other.step()
+            script.update(x, y)
+
+
+def test_a_step_before_the_last_micro_batch() -> None:
+    with process() as run:
+        script = job(run)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10, micro_batch=4)
+        with pytest.raises(TrainingError, match="before the last of its 3 micro-batches"):
+            for step in run.steps(loader):
+                for x, y in step:
+                    step.backward(F.mse_loss(script.model(x), y))
+                    script.optimizer.step()
+
+
+def test_gradients_of_several_micro_batches_without_weights() -> None:
+    with process() as run:
+        script = job(run)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10, micro_batch=4)
+        with pytest.raises(TrainingError, match="unweighted gradients of 3 micro-batches"):
+            for step in run.steps(loader):
+                for x, y in step:
+                    F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+                script.optimizer.step()
+
+
+def test_gradients_that_were_never_reduced() -> None:
+    """In eval mode the module has no collectives: stepping would let the ranks drift apart."""
+    with process() as run:
+        script = job(run)
+        script.model.eval()
+        with pytest.raises(TrainingError, match="were not reduced"):
+            script.train()
+
+
+def test_a_step_outside_of_the_loop() -> None:
+    with process() as run:
+        script = job(run)
+        script.train(1)
+        with pytest.raises(TrainingError, match="outside of a step"):
+            script.optimizer.step()
+
+
+def test_micro_batches_in_a_plain_loop() -> None:
+    with process() as run:
+        job(run)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10, micro_batch=4)
+        with pytest.raises(TrainingError, match=r"run\.steps\(loader\)"):
+            next(iter(loader))
+
+
+def test_a_second_loop_in_the_first() -> None:
+    with process() as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match="a second loop begins a step"):
+            for _ in script.loader:
+                for _ in script.loader:
+                    pass
+
+
+def test_registering_after_the_first_loop() -> None:
+    with process() as run:
+        script = job(run)
+        script.train(1)
+        with pytest.raises(TrainingError, match=r"run\.wrap\(\) after the first loop"):
+            run.wrap(nn.Linear(1, 1))
+
+
+def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    with process(tmp_path, clean=False) as run:
+        script = job(run)
+        run.state["model"] = nn.Linear(1, 1)
+        with pytest.raises(Exception, match=r"state/model.*Linear"):
+            script.train()
+
+
+def test_what_is_not_stateful_cannot_be_tracked() -> None:
+    with process() as run, pytest.raises(TrainingError, match="a int has no state_dict"):
+        run.track(step=3)

@@ -1,0 +1,104 @@
+"""What a worker reads from its environment, and says when that cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import ConfigError
+from elastic.worker.world import largest_world, world_from_environment
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "1"}
+OURS = {"ELASTIC_GENERATION": "7", "ELASTIC_NONCE": "3f9c", "ELASTIC_LINEAGE": "1,2,5"}
+OURS |= {"ELASTIC_NODE_NAME": "node-b", "ELASTIC_MAX_NODES": "3"}
+
+
+def test_plain_python_is_a_world_of_one() -> None:
+    world = world_from_environment({})
+    assert (world.rank, world.size, world.generation, world.node) == (0, 1, 1, "local")
+    assert len(world.nonce) == 8
+    assert world.nonce != world_from_environment({}).nonce
+
+
+def test_under_a_stock_backend_the_restart_count_is_the_generation() -> None:
+    world = world_from_environment({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert (world.rank, world.size, world.local_rank, world.generation) == (3, 4, 1, 3)
+    assert world.nonce == ""  # to be agreed by the group
+    assert world.node == "node-1"
+
+
+def test_under_our_backend_the_agent_says_it_all() -> None:
+    world = world_from_environment({**TORCHRUN, **OURS, "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert (world.generation, world.nonce, world.lineage) == (7, "3f9c", (1, 2, 5))
+    assert world.node == "node-b"
+
+
+def test_half_an_environment_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="RANK=0 but lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        world_from_environment({"RANK": "0"})
+
+
+def test_a_number_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match="ELASTIC_GENERATION='soon'"):
+        world_from_environment({**TORCHRUN, "ELASTIC_GENERATION": "soon"})
+
+
+def test_the_largest_world_bounds_the_default_batch() -> None:
+    assert largest_world({}) == 1
+    assert largest_world(TORCHRUN) == 4
+    assert largest_world({**TORCHRUN, **OURS}) == 6
+
+
+def test_importing_elastic_imports_no_torch() -> None:
+    code = "import sys, elastic; elastic.ConfigError; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_exported_name_is_there() -> None:
+    import elastic
+
+    assert all(getattr(elastic, name) is not None for name in elastic.__all__)
+    assert set(elastic.__all__) <= set(dir(elastic))
+    with pytest.raises(AttributeError, match="no attribute 'joyn'"):
+        _ = elastic.joyn
+
+
+@pytest.mark.parametrize(("error", "code"), [("CheckpointRequired", 65), ("TrainingError", 1)])
+def test_an_exception_reaches_the_agent_and_decides_the_exit_code(
+    tmp_path: Path, error: str, code: int
+) -> None:
+    file = tmp_path / "error.json"
+    script = (
+        "from elastic.errors import *\n"
+        "from elastic.worker.failure import FailureHook\n"
+        "FailureHook().install()\n"
+        f"raise {error}('it went wrong', hint='do this')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"TORCHELASTIC_ERROR_FILE": str(file), "PATH": ""},
+    )
+    assert done.returncode == code
+    assert f"{error}: it went wrong" in done.stderr
+    message = json.loads(file.read_text())["message"]
+    assert message["message"].startswith(f"{error}: it went wrong")
+    assert "it went wrong" in message["extraInfo"]["py_callstack"]
+
+
+def test_what_record_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic.worker.failure import record
+
+    file = tmp_path / "error.json"
+    file.write_text("{}")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    record(ValueError("late"))
+    assert file.read_text() == "{}"

@@ -1,0 +1,118 @@
+"""The wrapped module: a DDP for life, and a plain module wherever collectives would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from elastic.errors import ConfigError
+from elastic.training.wrap import ElasticDDP
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gradient(model: ElasticDDP) -> torch.Tensor:
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    found = next(model.parameters()).grad
+    assert found is not None
+    return found.clone()
+
+
+def test_it_is_a_ddp_before_there_is_a_group() -> None:
+    model = ElasticDDP(nn.Linear(3, 1))
+    assert isinstance(model, DDP)
+    assert model(torch.ones(2, 3)).shape == (2, 1)
+    assert set(model.state_dict()) == {"module.weight", "module.bias"}
+    with model.no_sync():
+        assert gradient(model).shape == (1, 3)
+
+
+@pytest.mark.usefixtures("group")
+def test_it_enters_world_after_world_as_the_same_object() -> None:
+    model = ElasticDDP(nn.Linear(3, 1))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append("hook"))
+    model.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+    model.my_own = "kept"  # type: ignore[assignment]
+    parameter = next(model.parameters())
+    expected = gradient(model)
+    for _ in range(3):
+        model.enter_world()
+        assert torch.equal(gradient(model), expected)
+        assert model.reduction.is_done
+    assert next(model.parameters()) is parameter
+    assert model.my_own == "kept"
+    model.state_dict()
+    assert calls.count("hook") == 4
+    assert "state" in calls
+
+
+@pytest.mark.usefixtures("group")
+def test_it_keeps_the_training_flag() -> None:
+    model = ElasticDDP(nn.Sequential(nn.Linear(3, 1), nn.Dropout()).eval())
+    model.enter_world()
+    assert not model.training
+    assert not model.module.training
+
+
+@pytest.mark.usefixtures("group")
+def test_gradients_are_weighted_by_the_share() -> None:
+    model = ElasticDDP(nn.Linear(3, 1))
+    model.enter_world()
+    whole = gradient(model)
+    model.reduction.begin(0.25)
+    assert torch.allclose(gradient(model), whole / 4)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_share_of_nothing_gives_nothing_even_when_it_is_nan() -> None:
+    model = ElasticDDP(nn.Linear(3, 1))
+    model.enter_world()
+    model.reduction.begin(0.0)
+    (model(torch.full((2, 3), torch.nan)).sum()).backward()
+    assert all(
+        torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters() if p is not None
+    )
+
+
+@pytest.mark.usefixtures("group")
+def test_no_collectives_in_eval_mode_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ElasticDDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model.enter_world()
+    broadcasts: list[object] = []
+    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *a, **k: broadcasts.append(a))
+    with torch.no_grad():
+        model(torch.randn(4, 3))
+    model.eval()
+    model(torch.randn(4, 3)).sum().backward()
+    assert not broadcasts
+    model.train()
+    model(torch.randn(4, 3))
+    assert broadcasts
+
+
+@pytest.mark.parametrize("option", ["process_group", "device_mesh", "mixed_precision"])
+def test_options_that_cannot_work_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        ElasticDDP(nn.Linear(1, 1), **{option: object()})
+
+
+@pytest.mark.usefixtures("group")
+def test_options_of_ddp_are_kept_for_every_world() -> None:
+    model = ElasticDDP(nn.Linear(3, 1), gradient_as_bucket_view=True, find_unused_parameters=True)
+    for _ in range(2):
+        model.enter_world()
+        assert model.gradient_as_bucket_view
+        assert model.find_unused_parameters
