@@ -50,6 +50,7 @@ from elastic.telemetry.journal import EventSink
 # registered again by then, so the highest running world is known.
 ADOPTION_WAIT_S = 1.5
 LINEAGE_KEPT = 32
+RESET_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,10 @@ class Leadership:
             self._journal.emit(NodeSuspected(suspect=name, reason=verdict.reason))
 
     def _doubt_all(self, world: World | None, now: float) -> None:
-        """A new term: whoever died before it left no connection to close."""
-        for member in world.members if world is not None else ():
-            self.roster.doubt(member.node_id, now)
+        """A new term: whoever died before it, member or not, left no connection to close."""
+        members = world.node_ids if world is not None else ()
+        for node_id in {*members, *self.roster.with_keys()}:
+            self.roster.doubt(node_id, now)
 
     def _doubt_after_failure(self, key: str, world: World | None, now: float) -> None:
         known = self.roster.knows(key.removeprefix(self._keys.nodes))
@@ -248,6 +250,9 @@ class Leadership:
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
             verdict = probe(host, port, node_id, timeout_s=self._options.probe_s)
+            if verdict.reset:  # caught it dying: its port refuses in a moment
+                self._clock.sleep(RESET_AGAIN_S)
+                verdict = probe(host, port, node_id, timeout_s=self._options.probe_s)
         self._post(Probed(node_id, verdict))
 
     def _act(

@@ -31,6 +31,7 @@ class Verdict:
 
     liveness: Liveness
     reason: str
+    reset: bool = False  # the connection was accepted and then reset
 
 
 def probe(host: str, port: int, node_id: str, *, timeout_s: float) -> Verdict:
@@ -46,7 +47,7 @@ def probe(host: str, port: int, node_id: str, *, timeout_s: float) -> Verdict:
     except ConnectionRefusedError:
         return Verdict(Liveness.DEAD, f"{host}:{port} refuses connections")
     except ConnectionResetError:
-        return Verdict(Liveness.SUSPECT, f"{host}:{port} reset the connection")
+        return Verdict(Liveness.SUSPECT, f"{host}:{port} reset the connection", reset=True)
     except OSError as error:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} is silent ({error})")
     if answer.get("node_id") == node_id:

@@ -284,10 +284,11 @@ class NodeLoop:
                 self._learn_world(entry)
             case Put(entry) if entry.key == self._keys.done:
                 self._set_done(decode(Done, entry.key, entry.value))
-            case Deleted(key) if key == self._keys.leader:
-                self._succession.learn(None)
-            case Deleted(key) if key == self._keys.world:
-                self._board.set_world_revision(0)
+            case Deleted(key, revision) if key == self._keys.leader:
+                self._succession.learn_absent(revision)
+            case Deleted(key, revision) if key == self._keys.world:
+                if revision > self._board.world.mod_revision:
+                    self._board.set_world_revision(0)
             case Disconnected(error):
                 self._say_trouble(StoreUnreachable(error), "training goes on; reconnecting")
             case Reconnected():
@@ -306,7 +307,12 @@ class NodeLoop:
             )
             self._registered = False
             self._succession.forget()
-        self._succession.learn(entries.get(self._keys.leader))
+            self._board.set_world_revision(0)
+        leader = entries.get(self._keys.leader)
+        if leader is not None:
+            self._succession.learn(leader)
+        else:
+            self._succession.learn_absent()
         done, world = entries.get(self._keys.done), entries.get(self._keys.world)
         if done is not None:
             self._set_done(decode(Done, done.key, done.value))
@@ -317,6 +323,8 @@ class NodeLoop:
 
     def _learn_world(self, entry: Entry) -> None:
         known = self._board.world.world
+        if entry.mod_revision < self._board.world.mod_revision:
+            return  # an older event than what this node wrote itself
         try:
             world = decode(World, entry.key, entry.value)
         except RecordError:

@@ -67,9 +67,10 @@ class Roster:
         since = before.state_since_s if before is not None and same_state else now
         self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
         self._missing_since.pop(node.node_id, None)
-        if self._liveness.get(node.node_id) is not Liveness.DEAD:
-            self._liveness[node.node_id] = Liveness.ALIVE
-            self._unsettled.pop(node.node_id, None)
+        # A record is no proof of life: it may have been on its way when its writer died.
+        self._liveness.setdefault(node.node_id, Liveness.ALIVE)
+        if self._liveness[node.node_id] is Liveness.SUSPECT:
+            self.doubt(node.node_id, now)
         self._remember_failure(node)
         return None
 
@@ -111,6 +112,9 @@ class Roster:
 
     def knows(self, node_id: str) -> Known | None:
         return self._known.get(node_id)
+
+    def with_keys(self) -> tuple[str, ...]:
+        return tuple(node_id for node_id, known in self._known.items() if known.present)
 
     def is_alive(self, node_id: str) -> bool:
         """It has a key, and nothing speaks against its life."""

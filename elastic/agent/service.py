@@ -16,7 +16,7 @@ from elastic.config import AgentOptions
 from elastic.coordination.keyvalue import Entry, KeyValue
 from elastic.coordination.membership import Policy, refusal
 from elastic.coordination.records import Done, Keys, Node, NodeState, World, WorldState, decode
-from elastic.errors import JoinTimeout, NodeRefused, RecordError
+from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.telemetry.journal import EventSink
 
@@ -139,6 +139,8 @@ class NodeService:
         with board.changed:
             while True:
                 board.raise_if_over()
+                if not self._loop.alive:
+                    raise CoordinationError("this node's service was closed while it waited")
                 world = board.world.world
                 if world is not None and self._is_for_us(world):
                     return world

@@ -67,11 +67,13 @@ class Succession:
     def _my_id(self) -> str:
         return self._board.node.node_id
 
-    def learn(self, entry: Entry | None) -> None:
-        """The leader key changed (None: it is gone)."""
-        if entry is None:
+    def learn_absent(self, revision: int | None = None) -> None:
+        """The leader key is gone, deleted at ``revision`` (None: not there in a snapshot)."""
+        if revision is None or self._entry is None or revision > self._entry.mod_revision:
             self._set(None)
-            return
+
+    def learn(self, entry: Entry) -> None:
+        """The leader key was written."""
         if self._entry is not None and entry.mod_revision < self._entry.mod_revision:
             return  # an older event than what this node wrote itself
         self._set(LeaderEntry(decode(Leader, entry.key, entry.value), entry.mod_revision))

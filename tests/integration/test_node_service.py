@@ -33,6 +33,7 @@ from elastic.coordination.records import (
     decode,
 )
 from elastic.errors import (
+    CoordinationError,
     JobFailed,
     JoinTimeout,
     NodeRefused,
@@ -48,13 +49,15 @@ _ids = itertools.count()
 
 
 class Recorder:
-    """An event sink for assertions."""
+    """An event sink for assertions; pytest shows what it took when a test fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.events: list[Event] = []
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         self.events.append(event)
+        print(f"{time.monotonic():.3f} {self.name} {event}")
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
@@ -82,7 +85,7 @@ class TestNode:
     ) -> None:
         number = next(_ids)
         self.store = MemoryStore(server)
-        self.journal = Recorder()
+        self.journal = Recorder(f"n{number}")
         self.service = NodeService(
             store=self.store,
             keys=KEYS,
@@ -158,6 +161,7 @@ def server() -> MemoryServer:
 @pytest.fixture
 def start(server: MemoryServer) -> Iterator[Callable[..., TestNode]]:
     nodes: list[TestNode] = []
+    others = set(threading.enumerate())
 
     def make(**more: Any) -> TestNode:
         nodes.append(TestNode(server, **more))
@@ -167,7 +171,8 @@ def start(server: MemoryServer) -> Iterator[Callable[..., TestNode]]:
     server.reconnect()
     for node in nodes:
         node.service.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("elastic-")]
+    left = set(threading.enumerate()) - others
+    assert not [t.name for t in left if t.name.startswith("elastic-")]
 
 
 def world_in(server: MemoryServer) -> World:
@@ -458,6 +463,8 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
                 world = node.service.wait_for_world()
             except JoinTimeout:
                 continue
+            except CoordinationError:
+                return  # crashed while it waited
             if crashed.is_set() or stop.is_set():
                 return
             node.service.enter(world, waited_s=0.0)
