@@ -44,7 +44,7 @@ def test_it_enters_world_after_world_as_the_same_object() -> None:
     model = ElasticDDP(nn.Linear(3, 1))
     calls = []
     model.register_forward_hook(lambda *_: calls.append("hook"))
-    model.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+    model.register_state_dict_pre_hook(lambda *_: calls.append("state"))  # type: ignore[no-untyped-call]
     model.my_own = "kept"  # type: ignore[assignment]
     parameter = next(model.parameters())
     expected = gradient(model)
@@ -98,7 +98,7 @@ def test_no_collectives_in_eval_mode_and_without_gradients(monkeypatch: pytest.M
     model.eval()
     model(torch.randn(4, 3)).sum().backward()
     assert not broadcasts
-    model.train()
+    model.train()  # type: ignore[no-untyped-call]
     model(torch.randn(4, 3))
     assert broadcasts
 
