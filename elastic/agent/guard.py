@@ -41,25 +41,49 @@ def marked_processes(node_id: str) -> list[int]:
     return found
 
 
-def end_marked(node_id: str, *, grace_s: float = GRACE_S, settle_s: float = SETTLE_S) -> int:
-    """SIGTERM, then SIGKILL, until no marked process has been seen for ``settle_s``.
+def end_marked(node_id: str) -> None:
+    """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``.
 
-    Returns how many processes were signalled. The agent's own process carries the mark in
-    ``os.environ`` only, not in ``/proc/<pid>/environ``: it is never found.
+    For the guard: the agent itself carries the mark in ``os.environ`` only, not in
+    ``/proc/<pid>/environ``, and is gone anyway.
     """
     signalled: set[int] = set()
-    began = time.monotonic()
-    quiet_since = began
-    while time.monotonic() - quiet_since < settle_s:
+    began = quiet_since = time.monotonic()
+    while (now := time.monotonic()) - quiet_since < SETTLE_S:
         for pid in marked_processes(node_id):
-            late = time.monotonic() - began > grace_s
+            late = now - began > GRACE_S
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if late or pid not in signalled:
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
                     signalled.add(pid)
-            quiet_since = time.monotonic()
+            quiet_since = now
         time.sleep(0.05)
-    return len(signalled)
+
+
+def end_strays(node_id: str) -> int:
+    """SIGKILL what dead workers left behind; returns how many processes.
+
+    For the agent between two worlds. Each worker leads a process group of its own: a marked
+    process whose group's leader is gone belonged to a dead worker (its DataLoader workers keep
+    its sockets open: peers would not notice its death for seconds, measured). A process that a
+    worker started in a session of its own, such as a logging service, is left alone.
+    """
+    ended = 0
+    for pid in marked_processes(node_id):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if _is_dead(os.getpgid(pid)):
+                os.kill(pid, signal.SIGKILL)
+                ended += 1
+    return ended
+
+
+def _is_dead(pid: int) -> bool:
+    """No such process, or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat[stat.rindex(")") + 2] in "ZX"
 
 
 class Guard:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic.agent import torch_private
 from elastic.agent.board import JobSucceeded
-from elastic.agent.guard import MARK, Guard, end_marked
+from elastic.agent.guard import MARK, Guard, end_strays
 from elastic.agent.identity import current_process
 from elastic.agent.ports import PortReserve
 from elastic.agent.service import NodeService
@@ -136,7 +136,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Arrive, wait for a world with this node in it, and hand it over."""
         agent = torch_private.calling_agent()
         self._first_time(agent)
-        self._end_strays()
+        ended = end_strays(os.environ[MARK])
+        if ended:
+            self._log.info("ended %d processes that dead workers had left behind", ended)
         began = SYSTEM_CLOCK.monotonic()
         failure = agent.failure
         try:
@@ -210,7 +212,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._service.close()
         self._ports.close()
         if self._guard is not None:
-            end_marked(os.environ[MARK], settle_s=0.0)
+            end_strays(os.environ[MARK])
             self._guard.release()
         self._journal.close()
 
@@ -228,13 +230,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 parameters.min_nodes,
                 parameters.max_nodes,
             )
-
-    def _end_strays(self) -> None:
-        """What the last workers left behind (DataLoader workers of a killed trainer keep its
-        sockets open: peers would not notice its death for seconds, measured)."""
-        ended = end_marked(os.environ[MARK], grace_s=0.0, settle_s=0.0)
-        if ended:
-            self._log.info("ended %d processes that the last workers had left behind", ended)
 
     def _tell_workers(self, world: World) -> None:
         os.environ["ELASTIC_GENERATION"] = str(world.generation)

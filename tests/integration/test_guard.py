@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.guard import MARK, marked_processes
+from elastic.agent.guard import MARK, end_strays, marked_processes
 
 AGENT = textwrap.dedent(
     """
@@ -104,3 +104,41 @@ def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent
         assert len(marked_processes(agent.token)) == 2
     finally:
         agent.end()
+
+
+WORKER = textwrap.dedent(
+    """
+    import subprocess, sys
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    data_worker = subprocess.Popen(sleep)
+    service = subprocess.Popen(sleep, start_new_session=True)
+    print(data_worker.pid, service.pid, flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+def test_strays_of_a_dead_worker_end_and_services_in_their_own_session_do_not() -> None:
+    token = uuid.uuid4().hex
+    worker = subprocess.Popen(
+        [sys.executable, "-S", "-c", WORKER],
+        env={**os.environ, MARK: token},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert worker.stdout is not None
+    data_worker, service = map(int, worker.stdout.readline().split())
+    try:
+        wait_until(lambda: len(marked_processes(token)) == 3)
+        assert end_strays(token) == 0, "the worker lives: nothing is a stray"
+        worker.kill()
+        worker.wait()
+        assert end_strays(token) == 1
+        wait_until(lambda: marked_processes(token) == [service])
+        assert data_worker != service
+    finally:
+        worker.kill()
+        for pid in marked_processes(token):
+            os.kill(pid, signal.SIGKILL)
