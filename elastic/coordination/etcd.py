@@ -26,7 +26,6 @@ from elastic.errors import LeaseGone, StoreRefused
 __all__ = ["Endpoint", "EtcdConfig", "EtcdStore", "parse_endpoints"]
 
 _PULSE_S = 1.0  # silence longer than this is questioned
-_PULSE_TIMEOUT_S = 2.0
 
 
 class EtcdStore:
@@ -210,11 +209,11 @@ class EtcdStore:
 
     def _watch_silence(self) -> None:
         """A member that stops answering keeps its TCP connections: ask it, leave it."""
-        while not self._clock.wait(self._closed, _PULSE_S / 2):
+        while not self._clock.wait(self._closed, _PULSE_S / 4):
             connection = self._connections.peek()
             silent_s = self._clock.monotonic() - self._connections.last_contact_s
             if connection is not None and silent_s > _PULSE_S:
-                self._connections.verify(connection, _PULSE_TIMEOUT_S)
+                self._connections.verify(connection)
 
     def _guard(self, run: Callable[[], None]) -> Callable[[], None]:
         """Wrap a thread's function so that its owner hears of its death."""

@@ -54,7 +54,7 @@ class Calls:
 
         def attempt() -> Reply:
             nonlocal sent
-            connection = self._connections.current()
+            connection = self._connections.current(ends_s)
             left_s = max(ends_s - self._clock.monotonic(), 0.05)
             in_doubt = sent > 0
             sent += 1

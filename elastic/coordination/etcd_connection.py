@@ -78,10 +78,11 @@ class Connections:
 
     # -- for callers -----------------------------------------------------------------------
 
-    def current(self) -> Connection:
+    def current(self, ends_s: float | None = None) -> Connection:
         """The current connection, made now if there is none: one attempt per endpoint.
 
-        Raises Failure; the reasons are in :meth:`error` then.
+        All of them end by ``ends_s`` (monotonic), if given. Raises Failure; the reasons are in
+        :meth:`error` then.
         """
         rounds = self._rounds
         connection = self._current
@@ -95,7 +96,7 @@ class Connections:
                     return self._current
                 if self._rounds != rounds:  # somebody else tried while this thread waited
                     raise self._worst()
-            return self._try_all()
+            return self._try_all(ends_s)
 
     def invoke(
         self,
@@ -126,10 +127,11 @@ class Connections:
             except Failure as refused:
                 self.drop(connection, refused)
 
-    def verify(self, connection: Connection, timeout_s: float = PROBE_S) -> bool:
+    def verify(self, connection: Connection) -> bool:
         """Ask the member whether it is there and has a leader; drop it if not."""
+        alone = len(self.config.endpoints) == 1  # there is nowhere to go: be patient
         try:
-            self._status(connection, timeout_s)
+            self._status(connection, 2 * PROBE_S if alone else PROBE_S)
         except Failure as failure:
             self.drop(connection, failure)
             return False
@@ -198,16 +200,19 @@ class Connections:
 
     # -- one round over the endpoints ------------------------------------------------------
 
-    def _try_all(self) -> Connection:
+    def _try_all(self, ends_s: float | None) -> Connection:
         endpoints = self.config.endpoints
-        timeout_s = min(PROBE_S * 2**self._failed_in_a_row, _SLOWEST_PROBE_S)
+        patience_s = min(PROBE_S * 2 ** min(self._failed_in_a_row, 10), _SLOWEST_PROBE_S)
         for step in range(len(endpoints)):
             endpoint = endpoints[(self._next + step) % len(endpoints)]
+            timeout_s = patience_s
+            if ends_s is not None:  # leave each of the others its share of the time
+                left_s = (ends_s - self._clock.monotonic()) / (len(endpoints) - step)
+                timeout_s = max(0.1, min(patience_s, left_s))
             try:
                 connection = self._try(endpoint, timeout_s)
             except Failure as failure:
-                with self._state:
-                    self._reasons[endpoint] = failure
+                self._note(endpoint, failure)
                 continue
             with self._state:
                 if self._closed:
@@ -222,6 +227,12 @@ class Connections:
             self._failed_in_a_row += 1
             self._next = (self._next + 1) % len(endpoints)
             raise self._worst()
+
+    def _note(self, endpoint: Endpoint, failure: Failure) -> None:
+        with self._state:
+            known = self._reasons.get(endpoint)
+            if known is None or known.remedy is not failure.remedy or known.remedy != Remedy.DOUBT:
+                self._reasons[endpoint] = failure  # of several silences tell the first one
 
     def _worst(self) -> Failure:
         """What to tell who asked for a connection and got none."""

@@ -103,9 +103,15 @@ def read_pem(name: str, path: str | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        pem = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"{name}={path} cannot be read ({error.strerror})",
             hint="give the path of a PEM file that this process may read",
         ) from None
+    if b"-----BEGIN " not in pem:
+        raise ConfigError(
+            f"{name}={path} holds nothing in PEM format",
+            hint="PEM files have lines like -----BEGIN CERTIFICATE-----",
+        )
+    return pem

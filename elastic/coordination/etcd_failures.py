@@ -76,6 +76,11 @@ _BY_CODE = {
 }
 
 
+_UNRESOLVED = ("DNS", "name resolution", "lookup", "not known", "Domain name")
+_SILENT = ("imed out", "timeout", "SETTINGS")  # TCP may have connected; nobody spoke
+_HANDSHAKE_S = 0.5
+
+
 def classify(error: Any) -> Failure:
     """Read a ``grpc.RpcError`` (or the ValueError of a call on a closed channel)."""
     if isinstance(error, ValueError):
@@ -94,28 +99,26 @@ def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> Failure:
 
 def explain(failure: Failure, endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Failure:
     """Say for people why the first contact failed; tells a TLS quarrel from a dead host."""
-    if failure.remedy is Remedy.DOUBT:
+    if failure.remedy is Remedy.DOUBT or any(part in failure.reason for part in _SILENT):
         return Failure(Remedy.DOUBT, f"no answer within {timeout_s:.2g} s")
     if failure.remedy is not Remedy.MOVE:
         return failure
     if "Connection refused" in failure.reason:
         return Failure(Remedy.MOVE, "connection refused")
-    if "DNS" in failure.reason or "name resolution" in failure.reason:
+    if any(part in failure.reason for part in _UNRESOLVED):
         return Failure(Remedy.MOVE, f"the name {endpoint.host!r} cannot be resolved")
     if "no leader" in failure.reason:
         return failure
-    return _explain_handshake(failure, endpoint, tls=tls, timeout_s=timeout_s)
+    return _explain_handshake(failure, endpoint, tls=tls)
 
 
-def _explain_handshake(
-    failure: Failure, endpoint: Endpoint, *, tls: bool, timeout_s: float
-) -> Failure:
+def _explain_handshake(failure: Failure, endpoint: Endpoint, *, tls: bool) -> Failure:
     """TCP works and gRPC does not: find out whether the two sides agree on TLS."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection(endpoint[:2], timeout=timeout_s) as plain:
-            plain.settimeout(timeout_s)
+        with socket.create_connection(endpoint[:2], timeout=_HANDSHAKE_S) as plain:
+            plain.settimeout(_HANDSHAKE_S)
             with context.wrap_socket(plain, server_hostname=endpoint.host):
                 speaks_tls = True
     except ssl.SSLError as error:

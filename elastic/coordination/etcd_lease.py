@@ -22,8 +22,11 @@ from elastic.coordination.etcd_connection import Connections
 from elastic.coordination.etcd_failures import Failure, Remedy, classify
 from elastic.errors import CoordinationError
 
-_RENEWALS_PER_TTL = 3
-_RENEWAL_TIMEOUT_S = 1.5
+# A member may freeze right after a renewal. With these, and a second to see that it is frozen, the
+# next member is asked after 0.25 + 0.17 of the TTL and a second: in time for the default of 4 s.
+_RENEWALS_PER_TTL = 4
+_TIMEOUTS_PER_TTL = 6
+_SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.3, 1.5
 _REVOKE_TIMEOUT_S = 1.0
 
 
@@ -49,6 +52,9 @@ class EtcdLease:
         self._wake = threading.Event()
         self._stream: Any = None
         self._id, self._ttl_s = self._grant(ttl_s)
+        self._timeout_s = min(
+            max(self._ttl_s / _TIMEOUTS_PER_TTL, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S
+        )
         self._thread = threading.Thread(
             target=guard(self._keep), name=f"elastic-lease-{self._id:x}", daemon=True
         )
@@ -138,7 +144,7 @@ class EtcdLease:
         request = self._rpc.LeaseKeepAliveRequest(ID=self._id)
         try:
             self._stream = connection.leases.LeaseKeepAlive(
-                iter((request,)), timeout=_RENEWAL_TIMEOUT_S, metadata=connection.metadata
+                iter((request,)), timeout=self._timeout_s, metadata=connection.metadata
             )
             reply = next(iter(self._stream), None)
             self._stream.cancel()
@@ -161,6 +167,6 @@ class EtcdLease:
             connection,
             connection.leases.LeaseTimeToLive,
             self._rpc.LeaseTimeToLiveRequest(ID=self._id),
-            _RENEWAL_TIMEOUT_S,
+            self._timeout_s,
         )
         return bool(reply.TTL > 0)

@@ -1,0 +1,72 @@
+"""A closed store leaves nothing behind; a broken callback is not silent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import psutil
+from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads, wait_until
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.coordination.keyvalue import WatchEvent
+
+Connect = Callable[..., EtcdStore]
+
+
+def use_and_close(endpoint: str, root: str) -> None:
+    store = EtcdStore(EtcdConfig(endpoints=parse_endpoints(endpoint), connect_timeout_s=PATIENCE_S))
+    recorder = Recorder()
+    store.watch([root, f"{root}x"], recorder, name="leak")
+    store.put(f"{root}a", b"", lease=store.lease(5))
+    recorder.wait_for(lambda r: r.resets)
+    store.close()
+
+
+def test_threads_and_descriptors_come_back(shared_etcd: EmbeddedEtcd, root: str) -> None:
+    process = psutil.Process()
+    for _ in range(3):  # gRPC keeps some of its own from the first use on
+        use_and_close(shared_etcd.endpoint, root)
+    descriptors, threads = process.num_fds(), threading.active_count()
+    for _ in range(10):
+        use_and_close(shared_etcd.endpoint, root)
+    wait_until(lambda: process.num_fds() <= descriptors + 2, "descriptors are closed")
+    wait_until(lambda: threading.active_count() <= threads, "threads have ended")
+    assert elastic_threads() == set()
+
+
+def test_a_store_closes_while_etcd_is_frozen(own_etcd: EmbeddedEtcd) -> None:
+    store = EtcdStore(EtcdConfig(endpoints=parse_endpoints(own_etcd.endpoint)))
+    recorder = Recorder()
+    store.watch(["/"], recorder, name="frozen")
+    store.lease(5)
+    recorder.wait_for(lambda r: r.resets)
+    own_etcd.pause()
+    thread = threading.Thread(target=store.close)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert elastic_threads() == set()
+
+
+def test_a_callback_that_raises_is_reported_to_the_owner(
+    shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    crashes: list[tuple[str, BaseException]] = []
+    store = EtcdStore(
+        EtcdConfig(endpoints=parse_endpoints(shared_etcd.endpoint)),
+        on_crash=lambda name, error: crashes.append((name, error)),
+    )
+    mistake = ValueError("a bug in the callback")
+
+    def callback(event: WatchEvent) -> None:
+        raise mistake
+
+    watch = store.watch([root], callback, name="broken")
+    wait_until(lambda: crashes, "the crash is reported")
+    assert crashes == [("elastic-watch-broken", mistake)]
+    assert store.put(f"{root}a", b"") > 0  # the others go on
+    watch.close()
+    store.close()
+    assert elastic_threads() == set()

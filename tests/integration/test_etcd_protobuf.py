@@ -1,0 +1,91 @@
+"""etcd3 beside every major version of protobuf that users have installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.coordination.embedded import EmbeddedEtcd
+
+_SMOKE = """
+import sys
+import google.protobuf
+assert google.protobuf.__version__.split(".")[0] == sys.argv[1], google.protobuf.__version__
+from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.coordination.etcd_compat import load_rpc
+
+rpc = load_rpc()
+import etcd3
+assert etcd3.etcdrpc.RangeRequest is rpc.RangeRequest
+event = rpc.WatchResponse(watch_id=3, events=[{"type": 1, "kv": {"key": b"k", "lease": 2**62}}])
+again = rpc.WatchResponse.FromString(event.SerializeToString())
+assert again == event and again.events[0].type == again.events[0].DELETE
+assert rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD).target == 2
+
+store = EtcdStore(EtcdConfig(endpoints=parse_endpoints(sys.argv[2]), connect_timeout_s=30))
+key = sys.argv[3] + "a"
+revision = store.put(key, b"\\x00\\xff", lease=store.lease(30))
+entry = store.get(key)
+assert entry.value == b"\\x00\\xff" and entry.mod_revision == revision and entry.lease_id
+assert store.compare_and_swap(key, b"2", expected_revision=revision) == revision + 1
+store.close()
+sys.stdout.write("fine")
+"""
+
+
+@pytest.fixture(scope="session")
+def protobuf_folder(request: pytest.FixtureRequest) -> Path:
+    assert request.config.cache is not None
+    return request.config.cache.mkdir("protobuf")
+
+
+def install(folder: Path, requirement: str) -> Path:
+    """The wheel alone, in a folder of its own, kept between runs."""
+    target = folder / requirement.replace("~=", "-")
+    if target.exists():
+        return target
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--only-binary=:all:", "--target", str(partial), requirement]
+    done = subprocess.run([*pip, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{requirement} cannot be installed here: {done.stderr.strip()[-200:]}")
+    partial.rename(target)
+    return target
+
+
+@pytest.mark.parametrize("version", ["3.20.3", "4.25.0", "5.29.0", "6.30.0", "7.34.0"])
+def test_etcd_works_beside_protobuf(
+    version: str, protobuf_folder: Path, shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    major = version.split(".", maxsplit=1)[0]
+    target = install(protobuf_folder, f"protobuf~={version}")
+    arguments = [sys.executable, "-W", "error", "-c", _SMOKE, major, shared_etcd.endpoint, root]
+    done = subprocess.run(
+        arguments,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("fine", "")
+
+
+def test_nothing_leaks_into_the_environment_of_workers(shared_etcd: EmbeddedEtcd) -> None:
+    code = """if True:
+        import os
+        before = dict(os.environ)
+        from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
+        import sys
+        EtcdStore(EtcdConfig(endpoints=parse_endpoints(sys.argv[1]))).close()
+        assert dict(os.environ) == before
+    """
+    subprocess.run([sys.executable, "-c", code, shared_etcd.endpoint], check=True, timeout=120)
