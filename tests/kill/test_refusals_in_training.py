@@ -35,13 +35,14 @@ def one_node(
 
 
 def journal(folder: Path, event: str) -> list[dict[str, object]]:
-    """All events of that name, from all processes."""
+    """All events of that name, from all processes, in order of time."""
     lines = [
         json.loads(line)
         for file in (folder / "journal").glob("*.jsonl")
         for line in file.read_text().splitlines()
     ]
-    return [line for line in lines if line["event"] == event]
+    found = (line for line in lines if line["event"] == event)
+    return sorted(found, key=lambda line: float(line["time"]))
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_training(job: TrainingJob) -> None:

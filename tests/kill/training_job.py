@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SESSION = SCRIPTS / "session.py"  # written with this project's API
 PLAIN = SCRIPTS / "plain_ddp.py"  # plain torch
 FINAL = "final.safetensors"
-EXIT_WITHIN_S = 5.0  # all agents, after the last step
+# All agents, after the last step. Promised are 5 s (benchmarks/restart.py measures it); what this
+# must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
+EXIT_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,19 @@ class TrainingJob(LocalCluster):
     def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = 90.0) -> None:
         """Hurry to the end and check everything that a job must keep, whatever happened to it:
 
-        all running agents end with 0 within 5 s of the last step, nothing is left running, each
+        all running agents end with 0 soon after the last step, nothing is left running, each
         sample had exactly one effect per epoch, two worlds never trained at once, the weights
         are equal on all ranks and those of an undisturbed run to 1e-6.
         """
         survivors = self.running
         self.hurry()
         self.wait_for(lambda: not self.running or None, timeout_s, "the end of the job")
+        ended_s = time.time()
         self.assert_nothing_left()
         codes = {node.name: node.exit_code for node in survivors}
         assert set(codes.values()) == {0}, f"{codes}\n{self.report()}"
         ledger = self.ledger()
+        assert ended_s - max(s.time_s for s in ledger.steps) < EXIT_WITHIN_S
         ledger.assert_exactly_once(self.workload.samples, self.workload.epochs)
         ledger.assert_one_world_at_a_time()
         ledger.final_hash()
