@@ -26,4 +26,7 @@ if [ ! -x "$venv/bin/pip" ]; then
   fi
   "$python" -m venv "$venv"
 fi
-"$venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# compat: a plain path entry. The default import hook of an editable install comes after the search
+# path, where a user's folder named checkpoints/ beside the script would hide our package.
+"$venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt \
+  --config-settings editable_mode=compat -e '.[dev]'

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic.coordination.records import Done, Keys, Node, World
-from elastic.errors import BudgetSpent, JobFailed
+from elastic.errors import (
+    BudgetSpent,
+    CheckpointRequired,
+    ConfigError,
+    ElasticError,
+    JobFailed,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ class Board:
                 f"the job under {self._keys.root} is done: {done.reason}; "
                 "to train again, use another --rdzv-id"
             )
-        kind = BudgetSpent if done.exit_code == BudgetSpent.exit_code else JobFailed
+        kinds: tuple[type[ElasticError], ...] = (BudgetSpent, CheckpointRequired, ConfigError)
+        kind = next((k for k in kinds if k.exit_code == done.exit_code), JobFailed)
         return kind(
             f"the job under {self._keys.root} has failed: {done.reason}",
             hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it go on",

@@ -301,19 +301,19 @@ class Leadership:
         return WorldEntry(world, revision, now), now
 
     def _spend_budget(self, proposal: Proposal, entry: WorldEntry, now: float) -> Done | None:
+        """Failures with everyone alive are the job's own; the loss of nodes is not its fault."""
         world = entry.world
-        if world is None or proposal.cause not in (Cause.LOST, Cause.TROUBLE):
+        if world is None or proposal.cause is not Cause.TROUBLE:
             return None
-        survivors = {n.node_id for n in proposal.nodes}
         failures = self.roster.failures_in(world.generation)
-        if proposal.cause is Cause.TROUBLE and failures:
+        if failures:
             self._flaps.accused(failures[0].node, now)
         self._breakages.append(
             budget.Breakage(
                 generation=world.generation,
                 lived_s=now - entry.since_s,
                 failures=tuple(budget.Failure(f.node, f.text, f.exit_code) for f in failures),
-                lost=tuple(m.name for m in world.members if m.node_id not in survivors),
+                lost=(),
                 at_s=now,
             )
         )

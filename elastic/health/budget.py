@@ -24,6 +24,7 @@ _TRANSPORT = re.compile(
     re.IGNORECASE,
 )
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: somebody from outside, or out of memory
+_TELLING = {2, 65}  # elastic.errors: wrong use, no valid checkpoint: the job ends with them, too
 _RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
 
@@ -60,7 +61,8 @@ class BudgetPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The job must end. ``exit_code``: 1 for the script's own error, 70 for a spent budget."""
+    """The job must end. ``exit_code``: 70 for a spent budget; for the script's own error
+    its exit code if that is one of ours (2, 65), else 1."""
 
     reason: str
     exit_code: int
@@ -83,7 +85,9 @@ def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> Stop | N
     if said is None:
         return None
     reason = f"the script failed {len(latest)} times in a row in the same way: {said}"
-    return Stop(reason=reason, exit_code=1)
+    codes = (f.exit_code for f in latest[-1].failures)
+    telling = (code for code in codes if code in _TELLING)
+    return Stop(reason=reason, exit_code=next(telling, None) or 1)
 
 
 def _script_errors(breakage: Breakage) -> dict[str, str]:

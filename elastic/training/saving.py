@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import checkpoints
@@ -23,11 +23,12 @@ from elastic.worker.world import World
 GENERATION_FILE = ".generation"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Checkpoints:
     """Where and how often to save. ``join(checkpoints="folder")`` takes the defaults."""
 
     folder: str | os.PathLike[str]
+    _: KW_ONLY
     every_steps: int = 50  # steps between two saves; the end of training is always saved
     keep: int = 3  # the newest ones that stay
     required: bool = False  # refuse to start from step 0 (exit code 65)

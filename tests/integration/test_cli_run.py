@@ -36,8 +36,28 @@ time.sleep(600)
 """
 
 
+REQUIRE = """
+import torch, elastic
+run = elastic.join(checkpoints=elastic.Checkpoints("checkpoints", required=True))
+model = run.wrap(torch.nn.Linear(1, 1))
+data = torch.utils.data.TensorDataset(torch.zeros(4, 1))
+loader = run.loader(torch.utils.data.DataLoader(data, batch_size=2), global_batch=2)
+for _ in run.epochs(1):
+    for (x,) in loader:
+        pass
+"""
+
+# A new exit code in every generation: never the same error twice.
+VARY = """
+import os
+raise SystemExit(10 + int(os.environ["ELASTIC_GENERATION"]))
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "require.py").write_text(REQUIRE)
+    (tmp_path / "vary.py").write_text(VARY)
     (tmp_path / "meet.py").write_text(MEET)
     (tmp_path / "stay.py").write_text(STAY)
     (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
@@ -137,6 +157,19 @@ def test_a_failing_script_ends_with_1(folder: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_required_checkpoint_that_is_not_there_ends_with_65(folder: Path) -> None:
+    done = run(folder, "--nodes-local=1", "--nnodes=1", "--embedded-etcd", "require.py")
+    assert done.returncode == 65, done.stderr
+    assert "checkpoints" in done.stdout + done.stderr
+
+
+def test_a_spent_failure_budget_ends_with_70(folder: Path) -> None:
+    options = ("--nodes-local=1", "--nnodes=1", "--embedded-etcd", "--rdzv-conf=failure_budget=3")
+    done = run(folder, *options, "vary.py")
+    assert done.returncode == 70, done.stderr
+    assert "4 worlds broke within 600 s" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("nodes", [[], ["--nodes-local=2"]])

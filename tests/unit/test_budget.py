@@ -71,6 +71,15 @@ def test_what_follows_from_a_dead_peer_is_not_the_scripts_error(text: str) -> No
     assert judge(*[broke(failed(text), BOOM)] * 3) is not None
 
 
+@pytest.mark.parametrize(("code", "ends_with"), [(1, 1), (2, 2), (65, 65), (3, 1)])
+def test_the_job_ends_with_the_scripts_exit_code_if_it_is_one_of_ours(
+    code: int, ends_with: int
+) -> None:
+    stop = judge(*[broke(failed("CheckpointRequired: none", code=code))] * 3)
+    assert stop is not None
+    assert stop.exit_code == ends_with
+
+
 def test_of_several_errors_the_common_one_counts() -> None:
     other = failed("OSError: quota", node="n3")
     stop = judge(broke(BOOM), broke(other, BOOM), broke(RESET, BOOM))
