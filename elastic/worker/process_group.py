@@ -12,14 +12,17 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from elastic.errors import ConfigError
 from elastic.worker.collectives import broadcast_json
+from elastic.worker.greeting import greet
 from elastic.worker.world import World, fresh_nonce, world_from_environment
 
 # The one place for the limit of a collective. Long, because rank 0 may evaluate for minutes
 # while the others wait; short enough that a hang without a watchdog ends on the same day.
 COLLECTIVE_TIMEOUT_S = 1800.0
+_TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
 
 def choose_device() -> torch.device:
@@ -46,12 +49,24 @@ class ProcessGroup:
     def form(self) -> World:
         """Build the group that the environment describes and agree on what it leaves open."""
         world = world_from_environment()
-        if not dist.is_initialized():
-            self._initialise(world)
-            self._owned = True
-        if dist.get_world_size() != world.size:  # the script had built a group of its own
+        if dist.is_initialized():  # the script had built a group of its own
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
-        return self._agree(world)
+            nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
+            return dataclasses.replace(world, nonce=world.nonce or str(nonce))
+        store = _store(world)
+        if not world.nonce:
+            nonce = greet(store, world.rank, world.size, timeout_s=COLLECTIVE_TIMEOUT_S)
+            world = dataclasses.replace(world, nonce=nonce)
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(world.nonce, store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=_TIMEOUT,
+            device_id=self._device if self._device.type == "cuda" else None,
+        )
+        self._owned = True
+        return world
 
     def destroy(self) -> None:
         """Take the group down at a clean end; a group the script made is left to it."""
@@ -59,19 +74,9 @@ class ProcessGroup:
             dist.destroy_process_group()
         self._owned = False
 
-    def _initialise(self, world: World) -> None:
-        timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        device_id = self._device if self._device.type == "cuda" else None
-        if world.is_launched:
-            dist.init_process_group(self._backend, timeout=timeout, device_id=device_id)
-            return
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(
-            self._backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id
-        )
 
-    def _agree(self, world: World) -> World:
-        if world.nonce:
-            return world
-        nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
-        return dataclasses.replace(world, nonce=str(nonce))
+def _store(world: World) -> Store:
+    if not world.is_launched:
+        return HashStore()
+    store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]  # type: ignore[attr-defined]
+    return store

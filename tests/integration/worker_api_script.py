@@ -87,7 +87,7 @@ def main() -> None:
                     if args.micro_batch:
                         step.backward(loss)
                     else:
-                        loss.backward()
+                        loss.backward()  # type: ignore[no-untyped-call]
                 die_if_told(step.number)
                 if args.raise_on_rank == run.world.rank:
                     raise ValueError("a mistake of the user")
