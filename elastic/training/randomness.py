@@ -24,8 +24,14 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (all devices), Python and, if the script imported it, NumPy."""
-    torch.manual_seed(seed)
+    """Seed torch (CPU and this process's GPU), Python and, if the script imported it, NumPy.
+
+    Not ``torch.manual_seed``: it asks every kind of device, and formats a stack trace for each
+    that is not initialised, 0.6 ms in all [measured].
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
