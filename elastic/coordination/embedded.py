@@ -209,12 +209,12 @@ class EmbeddedEtcd:
             command.append("--unsafe-no-fsync")  # nobody will want this data after a power cut
         if self._certificates:
             command += [
-                f"--trusted-ca-file={self._certificates.cacert}",
                 f"--cert-file={self._certificates.cert}",
                 f"--key-file={self._certificates.key}",
             ]
             if self._certificates.require_client_certificate:
-                command.append("--client-cert-auth")
+                # From 3.5 on the CA alone demands client certificates, too.
+                command += [f"--trusted-ca-file={self._certificates.cacert}", "--client-cert-auth"]
         return command
 
     def _end(self, how: signal.Signals) -> None:

@@ -21,7 +21,7 @@ from elastic.coordination.etcd_keys import bytes_of, entry_of, range_of
 from elastic.coordination.etcd_lease import EtcdLease
 from elastic.coordination.etcd_watch import EtcdWatch
 from elastic.coordination.keyvalue import Entry, Lease, Snapshot, Watch, WatchEvent
-from elastic.errors import LeaseGone, StoreRefused
+from elastic.errors import CoordinationError, LeaseGone, StoreRefused
 
 __all__ = ["Endpoint", "EtcdConfig", "EtcdStore", "parse_endpoints"]
 
@@ -53,6 +53,7 @@ class EtcdStore:
         self._connections = Connections(config, clock)
         self._calls = Calls(self._connections, clock, self._closed)
         self._lock = threading.Lock()
+        self._closing = False
         self._watches: list[EtcdWatch] = []
         self._leases: list[EtcdLease] = []
         try:
@@ -128,6 +129,7 @@ class EtcdStore:
     # -- leases and watches ----------------------------------------------------------------
 
     def lease(self, ttl_s: float, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:
+        self._refuse_when_closing("grant a lease")
         lease = EtcdLease(self._connections, self._calls, self._clock, ttl_s, on_lost, self._guard)
         with self._lock:
             self._leases = [kept for kept in self._leases if not kept.lost]
@@ -137,6 +139,7 @@ class EtcdStore:
     def watch(
         self, prefixes: Sequence[str], callback: Callable[[WatchEvent], None], *, name: str
     ) -> Watch:
+        self._refuse_when_closing(f"watch {', '.join(prefixes)}")
         watch = EtcdWatch(self._connections, self._clock, prefixes, callback, name, self._guard)
         with self._lock:
             self._watches.append(watch)
@@ -144,6 +147,7 @@ class EtcdStore:
 
     def close(self) -> None:
         with self._lock:
+            self._closing = True
             watches, self._watches = self._watches, []
             leases, self._leases = self._leases, []
         for watch in watches:
@@ -154,6 +158,10 @@ class EtcdStore:
         if self._pulse is not threading.current_thread():
             self._pulse.join()
         self._connections.close()
+
+    def _refuse_when_closing(self, what: str) -> None:
+        if self._closing:  # nobody would join its thread any more
+            raise CoordinationError(f"{what}: the store is closed")
 
     # -- parts -----------------------------------------------------------------------------
 

@@ -101,6 +101,12 @@ def explain(failure: Failure, endpoint: Endpoint, *, tls: bool, timeout_s: float
     """Say for people why the first contact failed; tells a TLS quarrel from a dead host."""
     if failure.remedy is Remedy.DOUBT or any(part in failure.reason for part in _SILENT):
         return Failure(Remedy.DOUBT, f"no answer within {timeout_s:.2g} s")
+    if "Hostname Verification" in failure.reason or "peer certificate" in failure.reason:
+        return Failure(
+            Remedy.REFUSED, f"the server's certificate is not made out to {endpoint.host}"
+        )
+    if "CERTIFICATE_VERIFY_FAILED" in failure.reason:
+        return Failure(Remedy.REFUSED, "the server's certificate is not signed by cacert")
     if failure.remedy is not Remedy.MOVE:
         return failure
     if "Connection refused" in failure.reason:

@@ -176,6 +176,8 @@ class MemoryStore:
     def watch(
         self, prefixes: Sequence[str], callback: Callable[[WatchEvent], None], *, name: str
     ) -> Watch:
+        if self._closed:
+            raise CoordinationError(f"watch {', '.join(prefixes)}: the store is closed")
         watch = MemoryWatch(self.server, prefixes, callback, name)
         self._watches.append(watch)
         return watch

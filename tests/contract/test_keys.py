@@ -108,6 +108,10 @@ def test_a_closed_store_says_so(store: KeyValue, root: str) -> None:
     store.close()
     with pytest.raises(CoordinationError, match="closed"):
         store.get(f"{root}a")
+    with pytest.raises(CoordinationError, match="closed"):
+        store.lease(5)
+    with pytest.raises(CoordinationError, match="closed"):
+        store.watch([root], lambda event: None, name="late")
     store.close()  # twice is fine
 
 

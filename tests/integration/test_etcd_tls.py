@@ -53,7 +53,7 @@ def test_the_right_certificates_work(connect: Connect, site: Site) -> None:
 
 
 def test_a_server_of_another_authority_is_refused(connect: Connect, site: Site) -> None:
-    with pytest.raises(StoreRefused, match=r"(?i)certificate") as caught:
+    with pytest.raises(StoreRefused, match="certificate is not signed by cacert") as caught:
         connect(
             site.etcd.endpoint,
             cacert=site.stranger_cacert,
@@ -101,7 +101,7 @@ def test_a_certificate_for_another_host_is_refused(connect: Connect, tmp_path: P
     )
     with (
         EmbeddedEtcd(certificates=certificates) as etcd,
-        pytest.raises(StoreRefused, match=r"(?i)certificate"),
+        pytest.raises(StoreRefused, match=r"certificate is not made out to 127\.0\.0\.1"),
     ):
         connect(etcd.endpoint, cacert=authority.cacert, connect_timeout_s=3)
 
