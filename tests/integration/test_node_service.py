@@ -489,8 +489,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
         add()
     try:
         for round_ in range(15):
-            expected = {n.id for n in live}
-            eventually(lambda expected=expected: set(world_in(server).node_ids) == expected)
+            eventually(lambda: set(world_in(server).node_ids) == {n.id for n in live})
             victim = live.pop(round_ % 3)
             crashes[victim.id].set()
             victim.crash()

@@ -83,7 +83,7 @@ def main() -> None:
             for x, y in loader:
                 loss = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if not hurry.exists():
                     time.sleep(options.step_s)
