@@ -54,11 +54,11 @@ def create(parameters: RendezvousParameters) -> EtcdRendezvousHandler:
     options = read_options(parameters.config, os.environ)
     keys = Keys.of(options.prefix, parameters.run_id)
     endpoints = parse_endpoints(parameters.endpoint)
+    config = _etcd_config(endpoints, options)
     try:
-        store = EtcdStore(_etcd_config(endpoints, options))
+        return EtcdRendezvousHandler(parameters, options, keys, config)
     except CoordinationError as error:
         raise RendezvousConnectionError(str(error)) from error
-    return EtcdRendezvousHandler(parameters, options, keys, store)
 
 
 def _etcd_config(endpoints: tuple[Endpoint, ...], options: AgentOptions) -> EtcdConfig:
@@ -93,8 +93,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
         parameters: RendezvousParameters,
         options: AgentOptions,
         keys: Keys,
-        store: EtcdStore,
+        config: EtcdConfig,
     ) -> None:
+        services: list[NodeService] = []  # filled below: the store comes first
+
+        def on_crash(thread: str, error: BaseException) -> None:
+            get_logger().error("the thread %s died", thread, exc_info=error)
+            for service in services:
+                service.fail(error)
+
+        store = EtcdStore(config, on_crash=on_crash)
         self._parameters = parameters
         self._options = options
         self._ports = PortReserve()
@@ -118,6 +126,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             journal=self._journal,
             last_contact_s=lambda: store.last_contact_s,
         )
+        services.append(self._service)
         self._service.start()
         self._handle_sigterm()
 

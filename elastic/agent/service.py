@@ -233,6 +233,10 @@ class NodeService:
                 board.changed.wait(SLICE_S)
             return board.done
 
+    def fail(self, error: BaseException) -> None:
+        """End this node with ``error``: a thread that it needs has died."""
+        self._board.fail(error)
+
     def close(self) -> None:
         """Leave the store in order: resign, delete the node's key, end the lease. Idempotent."""
         self._loop.close()
