@@ -1,0 +1,67 @@
+"""Faults that meet the job while it recovers, or that leave everyone alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import TrainingJob, Workload
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.faults import (
+    AfterSteps,
+    AtGeneration,
+    Bystanders,
+    Everyone,
+    Injection,
+    Kill,
+    KillWorker,
+    Named,
+    OfRank,
+    Stop,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def job(
+    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
+) -> Iterator[TrainingJob]:
+    folder = tmp_path_factory.mktemp("faults")
+    with TrainingJob([etcd.endpoint], folder, workload=workload, min_nodes=1, max_nodes=3) as job:
+        yield job
+
+
+def test_all_workers_die_at_once(job: TrainingJob) -> None:
+    nodes = job.bring_to(3)
+    generation = job.generation()
+    Injection(KillWorker(Everyone())).run(job)
+    job.wait_training(nodes=3, after_generation=generation)
+    assert job.running == nodes
+
+
+def test_a_node_dies_while_the_next_group_is_built(job: TrainingJob) -> None:
+    job.bring_to(3)
+    generation = job.generation()
+    Injection(KillWorker(OfRank(0)), AfterSteps(2)).run(job)
+    Injection(Kill(Bystanders()), AtGeneration(generation + 1)).run(job)
+    job.wait_training(nodes=2, after_generation=generation + 1)
+
+
+def test_a_frozen_node_is_left_behind_and_comes_back(job: TrainingJob) -> None:
+    job.bring_to(3)
+    generation = job.generation()
+    (frozen,) = Bystanders().find(job)
+    Injection(Stop(Named((frozen.name,))), AfterSteps(2)).run(job)
+    # Nothing refuses and nothing closes: its lease decides.
+    generation = job.wait_training(nodes=2, after_generation=generation)
+    frozen.resume()
+    job.wait_training(nodes=3, after_generation=generation)
+    assert frozen.running
+
+
+def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+    job.bring_to(3)
+    job.assert_finishes_whole(undisturbed)
