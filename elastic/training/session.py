@@ -257,4 +257,6 @@ class Session:
                 rank=self.world.rank,
                 sha256=self.job.weights_sha256(),
             )
+        for module in self.job.modules.values():
+            module.leave_world()
         self._group.destroy()

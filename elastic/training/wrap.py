@@ -68,10 +68,16 @@ class ElasticDDP(DDP):
         self.in_world = True
 
     def leave_world(self) -> None:
-        """Back to a plain module. The old reducer's hooks must go: the next DDP over the same
-        parameters fails for ever otherwise (DESIGN section 6)."""
+        """Back to a plain module, with nothing left of the group.
+
+        The old reducer's hooks must go: the next DDP over the same parameters fails for ever
+        otherwise (DESIGN section 6). So must the reducer itself, here and now: it holds the
+        group, and if the garbage collector of a forked DataLoader worker is the one to find it,
+        the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
+        """
         if self.in_world:
             self.reducer._remove_autograd_hooks()
+            del self.reducer, self.logger, self.process_group
             self.in_world = False
 
     @property

@@ -74,6 +74,8 @@ def process(
         ended_well = clean
     finally:
         run.close(clean=ended_well)
+        for module in run._session.job.modules.values():
+            module.leave_world()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

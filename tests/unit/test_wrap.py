@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic.errors import ConfigError
@@ -16,7 +19,7 @@ from elastic.training.wrap import ElasticDDP
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -116,3 +119,21 @@ def test_options_of_ddp_are_kept_for_every_world() -> None:
         model.enter_world()
         assert model.gradient_as_bucket_view
         assert model.find_unused_parameters
+
+
+def test_after_a_world_nothing_holds_its_group() -> None:
+    """What is left to the garbage collector may be found by that of a forked data worker."""
+    store = HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = ElasticDDP(nn.Linear(3, 1))
+    model.enter_world()
+    gradient(model)
+    group = weakref.ref(model.process_group)
+    model.leave_world()
+    gc.disable()
+    try:
+        dist.destroy_process_group()
+        assert group() is None
+    finally:
+        gc.enable()
+    assert gradient(model).shape == (1, 3)
