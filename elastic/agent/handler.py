@@ -161,7 +161,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
             world = self._service.wait_for_world()
         except (ElasticError, JobSucceeded) as error:
             self._end(error)
-        self._ports.release(world.store_port)
         self._tell_workers(world)
         self._service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         node_id = self._service.node_id

@@ -1,8 +1,10 @@
-"""Free ports for the process group's store, held until they are handed out.
+"""Ports for the process group's store, reserved for as long as the agent lives.
 
 The leader picks the next world's store port from what rank 0's node has published, so the node
-must know free ports ahead of time. A bound socket that does not listen keeps the kernel from
-giving the port to anybody else; it is closed just before the workers start.
+must own free ports ahead of time, and the port must still be free seconds later, when the worker
+has imported torch. A bound socket with SO_REUSEADDR that never listens does both: the kernel gives
+the port to nobody who asks for any, and torch's TCPStore, which sets SO_REUSEADDR, too, may still
+listen on it [measured with torch 2.13: libuv and the older backend].
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import socket
 
 
 class PortReserve:
-    """A few reserved TCP ports, addressed as ``ports[generation % len(ports)]``."""
+    """A few reserved TCP ports; generation g uses ``ports[g % len(ports)]``."""
 
     def __init__(self, count: int = 4) -> None:
         self._sockets = [_reserve() for _ in range(count)]
@@ -20,15 +22,8 @@ class PortReserve:
     def ports(self) -> tuple[int, ...]:
         return tuple(int(s.getsockname()[1]) for s in self._sockets)
 
-    def release(self, port: int) -> None:
-        """Let go of ``port`` and reserve another in its place. Unknown ports are ignored:
-        the world may have been formed from an earlier record of this node."""
-        for index, held in enumerate(self._sockets):
-            if held.getsockname()[1] == port:
-                self._sockets[index] = _reserve()
-                held.close()
-
     def close(self) -> None:
+        """Let go of all of them."""
         for held in self._sockets:
             held.close()
         self._sockets = []
