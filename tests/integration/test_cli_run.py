@@ -25,7 +25,8 @@ import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 ranks = [torch.zeros(1) for _ in range(dist.get_world_size())]
 dist.all_gather(ranks, torch.tensor([float(dist.get_rank())]))
-print("met", sorted(int(r) for r in ranks), "on", os.environ.get("ELASTIC_NODE_NAME"), flush=True)
+met = f"met {sorted(int(r) for r in ranks)} on {os.environ.get('ELASTIC_NODE_NAME')}\n"
+os.write(1, met.encode())  # in one piece: workers share the output
 dist.destroy_process_group()
 """
 
