@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 
 DEADLINE_S = 120.0
 
-MEET = """
+MEET = r"""
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 ranks = [torch.zeros(1) for _ in range(dist.get_world_size())]
