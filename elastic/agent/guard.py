@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 MARK = "ELASTIC_NODE_ID"
+# (Time comes from the standard library here: the guard runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
 

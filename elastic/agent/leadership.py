@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic.agent.board import WorldEntry
+from elastic.agent.context import NodeContext
 from elastic.agent.identity import proved_gone
 from elastic.agent.liveness import Verdict, probe
 from elastic.agent.roster import RECHECK_S, Roster
-from elastic.clock import Clock
-from elastic.config import AgentOptions
-from elastic.coordination.keyvalue import Deleted, Entry, KeyValue, Put, Reset, Watch, WatchEvent
+from elastic.coordination.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
 from elastic.coordination.membership import (
     Decision,
     End,
     Liveness,
-    Policy,
     Proposal,
     Wait,
     decide,
@@ -32,7 +29,6 @@ from elastic.coordination.membership import (
 from elastic.coordination.records import (
     Cause,
     Done,
-    Keys,
     Node,
     NodeState,
     Outcome,
@@ -44,13 +40,11 @@ from elastic.coordination.records import (
 from elastic.errors import RecordError
 from elastic.events import NodeLost, NodeSuspected, StoreTrouble, Waiting, WorldFormed
 from elastic.health import budget
-from elastic.telemetry.journal import EventSink
 
 # Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
 # registered again by then, so the highest running world is known.
 ADOPTION_WAIT_S = 1.5
 LINEAGE_KEPT = 32
-RESET_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -71,28 +65,10 @@ class NodesEvent:
 class Leadership:
     """One term as leader. Made on taking office, closed on losing it."""
 
-    def __init__(
-        self,
-        *,
-        store: KeyValue,
-        keys: Keys,
-        options: AgentOptions,
-        policy: Policy,
-        process: ProcessIdentity,
-        clock: Clock,
-        journal: EventSink,
-        post: Callable[[object], None],
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._options = options
-        self._policy = policy
-        self._process = process
-        self._clock = clock
-        self._journal = journal
-        self._post = post
-        self._since_s = clock.monotonic()
-        self.roster = Roster(keys)
+    def __init__(self, context: NodeContext) -> None:
+        self._at = context
+        self._since_s = context.clock.monotonic()
+        self.roster = Roster(context.keys)
         self._listed = False
         self._asked: set[str] = set()
         self._next_recheck_s = 0.0
@@ -100,8 +76,10 @@ class Leadership:
         self._flaps = budget.FlapTracker()
         self._waiting_reason = ""
         self._probes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="elastic-probe")
-        self._watch: Watch = store.watch(
-            [keys.nodes], lambda event: post(NodesEvent(event)), name="elastic-watch-nodes"
+        self._watch: Watch = context.store.watch(
+            [context.keys.nodes],
+            lambda event: context.post(NodesEvent(event)),
+            name="elastic-watch-nodes",
         )
 
     def close(self) -> None:
@@ -113,7 +91,7 @@ class Leadership:
 
     def on_nodes(self, event: WatchEvent, world: World | None) -> None:
         """An event of the watch on ``nodes/``."""
-        now = self._clock.monotonic()
+        now = self._at.clock.monotonic()
         match event:
             case Reset(snapshot, reason):
                 if reason == "wiped":
@@ -128,37 +106,37 @@ class Leadership:
                     self._report_record(error_or_none)
                 self._doubt_after_failure(entry.key, world, now)
             case Deleted(key):
-                self.roster.delete(key.removeprefix(self._keys.nodes), now)
+                self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
             case _:
                 pass
 
     def on_own_record(self, node: Node, lease_id: int) -> None:
         """This node's own record, without waiting for the watch to bring it round."""
         if self._listed:
-            entry = Entry(self._keys.node(node.node_id), encode(node), 0, lease_id)
-            self.roster.put(entry, self._clock.monotonic())
+            entry = Entry(self._at.keys.node(node.node_id), encode(node), 0, lease_id)
+            self.roster.put(entry, self._at.clock.monotonic())
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed."""
-        self._journal.emit(
+        self._at.journal.emit(
             NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
             level=logging.DEBUG,
         )
-        self.roster.doubt(node_id, self._clock.monotonic())
+        self.roster.doubt(node_id, self._at.clock.monotonic())
 
     def on_probed(self, probed: Probed) -> None:
         """A verdict arrived."""
         self._asked.discard(probed.node_id)
         verdict = probed.verdict
-        changed = self.roster.settle(probed.node_id, verdict.liveness, self._clock.monotonic())
+        changed = self.roster.settle(probed.node_id, verdict.liveness, self._at.clock.monotonic())
         if not changed:
             return
         name = self._name(probed.node_id)
         if verdict.liveness is Liveness.DEAD:
-            self._journal.emit(NodeLost(lost=name, reason=verdict.reason))
-            self._flaps.lost(name, self._clock.monotonic())
+            self._at.journal.emit(NodeLost(lost=name, reason=verdict.reason))
+            self._flaps.lost(name, self._at.clock.monotonic())
         elif verdict.liveness is Liveness.SUSPECT:
-            self._journal.emit(NodeSuspected(suspect=name, reason=verdict.reason))
+            self._at.journal.emit(NodeSuspected(suspect=name, reason=verdict.reason))
 
     def _doubt_all(self, world: World | None, now: float) -> None:
         """A new term: whoever died before it, member or not, left no connection to close."""
@@ -167,7 +145,7 @@ class Leadership:
             self.roster.doubt(node_id, now)
 
     def _doubt_after_failure(self, key: str, world: World | None, now: float) -> None:
-        known = self.roster.knows(key.removeprefix(self._keys.nodes))
+        known = self.roster.knows(key.removeprefix(self._at.keys.nodes))
         if known is None or world is None or known.node.node_id not in world.node_ids:
             return
         node = known.node
@@ -175,7 +153,7 @@ class Leadership:
             self.roster.doubt_others(world, node.node_id, now)
 
     def _report_record(self, error: RecordError) -> None:
-        self._journal.emit(
+        self._at.journal.emit(
             StoreTrouble(error=str(error), consequence="this node is left out"),
             level=logging.ERROR,
         )
@@ -188,7 +166,7 @@ class Leadership:
 
     def lead(self, entry: WorldEntry, done: Done | None) -> tuple[WorldEntry | Done | None, float]:
         """Decide and write. Returns what was written (or None), and when to be called again."""
-        now = self._clock.monotonic()
+        now = self._at.clock.monotonic()
         if not self._listed:
             return None, now + 1.0
         entry_or_wait = self._adopt(entry, now)
@@ -204,7 +182,7 @@ class Leadership:
             return None, now + RECHECK_S
         cooling = self._flaps.cooling(now)
         view = self.roster.view(world, entry.since_s, done=done, cooling=cooling)
-        return self._act(decide(view, now, self._policy), entry, now)
+        return self._act(decide(view, now, self._at.policy), entry, now)
 
     def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
         """After a wipe: the highest world that any node runs goes back into the store."""
@@ -214,12 +192,12 @@ class Leadership:
             return entry
         if now < self._since_s + ADOPTION_WAIT_S:
             return self._since_s + ADOPTION_WAIT_S
-        revision = self._store.compare_and_swap(
-            self._keys.world, encode(highest), expected_revision=entry.mod_revision
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
         )
         if revision is None:
             return now + RECHECK_S  # somebody else wrote one: the watch will tell
-        self._journal.emit(
+        self._at.journal.emit(
             StoreTrouble(
                 error="the store had lost the world",
                 consequence=f"generation {highest.generation}, which is running, was put back",
@@ -246,14 +224,12 @@ class Leadership:
             )
 
     def _probe(self, node_id: str, host: str, port: int, process: ProcessIdentity) -> None:
-        if proved_gone(process, self._process):
+        if proved_gone(process, self._at.board.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
-            verdict = probe(host, port, node_id, timeout_s=self._options.probe_s)
-            if verdict.reset:  # caught it dying: its port refuses in a moment
-                self._clock.sleep(RESET_AGAIN_S)
-                verdict = probe(host, port, node_id, timeout_s=self._options.probe_s)
-        self._post(Probed(node_id, verdict))
+            timeout_s, clock = self._at.options.probe_s, self._at.clock
+            verdict = probe(host, port, node_id, timeout_s=timeout_s, clock=clock)
+        self._at.post(Probed(node_id, verdict))
 
     def _act(
         self, decision: Decision, entry: WorldEntry, now: float
@@ -269,7 +245,7 @@ class Leadership:
                     self._waiting_reason = decision.reason
                     healthy = entry.world is not None and entry.world.state is WorldState.ACTIVE
                     level = logging.DEBUG if healthy else logging.INFO
-                    self._journal.emit(Waiting(reason=decision.reason), level=level)
+                    self._at.journal.emit(Waiting(reason=decision.reason), level=level)
                 soon = now + RECHECK_S if self.roster.silent() else now + 5.0
                 until_s = decision.until_s
                 return None, soon if until_s is None else min(soon, until_s)
@@ -281,13 +257,13 @@ class Leadership:
         if ended is not None:
             return ended, now + RECHECK_S
         world = self._next_world(proposal, entry.world)
-        revision = self._store.compare_and_swap(
-            self._keys.world, encode(world), expected_revision=entry.mod_revision
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.world, encode(world), expected_revision=entry.mod_revision
         )
         if revision is None:
             return None, now + RECHECK_S  # somebody else was faster: the watch will tell
         self._waiting_reason = ""
-        self._journal.emit(
+        self._at.journal.emit(
             WorldFormed(
                 generation=world.generation,
                 nodes=tuple(m.name for m in world.members),
@@ -323,7 +299,7 @@ class Leadership:
         return self._end(Outcome.FAILURE, verdict.reason, verdict.exit_code, entry)
 
     def _budget_policy(self) -> budget.BudgetPolicy:
-        options = self._options
+        options = self._at.options
         return budget.BudgetPolicy(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
@@ -343,12 +319,12 @@ class Leadership:
             mode=proposal.mode,
             switch_at_step=None,
             state=proposal.state,
-            min_nodes=self._policy.min_nodes,
-            max_nodes=self._policy.max_nodes,
+            min_nodes=self._at.policy.min_nodes,
+            max_nodes=self._at.policy.max_nodes,
             lineage=lineage,
             cause=proposal.cause,
             reason=proposal.reason,
-            time_s=self._clock.wall(),
+            time_s=self._at.clock.wall(),
             committed_step=before.committed_step if before else None,
             library=first.library if first else (before.library if before else ""),
         )
@@ -360,7 +336,9 @@ class Leadership:
             exit_code=exit_code,
             generation=entry.world.generation if entry.world is not None else 0,
             final_step=None,
-            time_s=self._clock.wall(),
+            time_s=self._at.clock.wall(),
         )
-        revision = self._store.compare_and_swap(self._keys.done, encode(done), expected_revision=0)
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.done, encode(done), expected_revision=0
+        )
         return done if revision is not None else None

@@ -17,12 +17,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.coordination.membership import Liveness
 from elastic.telemetry.log import get_logger
 
 MAX_LINE = 1024
 MAX_CONNECTIONS = 4096
 CONNECT_TIMEOUT_S = 1.0
+RESET_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,23 @@ class Verdict:
     reset: bool = False  # the connection was accepted and then reset
 
 
-def probe(host: str, port: int, node_id: str, *, timeout_s: float) -> Verdict:
+def probe(
+    host: str, port: int, node_id: str, *, timeout_s: float, clock: Clock = SYSTEM_CLOCK
+) -> Verdict:
     """Ask the agent at ``host:port`` whether it is ``node_id``.
 
     Refused, or answered by another agent: the process is gone, for a live agent never closes
-    its port. Silence is no proof.
+    its port. Silence is no proof. A connection that is accepted and reset has met an agent
+    dying: it is asked again, when its port refuses.
     """
+    verdict = _probe(host, port, node_id, timeout_s)
+    if verdict.reset:
+        clock.sleep(RESET_AGAIN_S)
+        verdict = _probe(host, port, node_id, timeout_s)
+    return verdict
+
+
+def _probe(host: str, port: int, node_id: str, timeout_s: float) -> Verdict:
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
             connection.sendall(_line({"probe": node_id}))

@@ -10,11 +10,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elastic.agent.board import Board, WorldEntry
+from elastic.agent.context import NodeContext
 from elastic.agent.leadership import NodesEvent, Probed
 from elastic.agent.liveness import LivenessServer
+from elastic.agent.messages import BaseEvent, ChangeNode, Close, ConnectionClosed, LeaseEnded
 from elastic.agent.succession import LeaderProbed, Succession
 from elastic.clock import Clock
 from elastic.config import AgentOptions
@@ -31,7 +32,7 @@ from elastic.coordination.keyvalue import (
     WatchEvent,
 )
 from elastic.coordination.membership import Policy
-from elastic.coordination.records import Done, Keys, Node, NodeState, World, decode, encode
+from elastic.coordination.records import Done, Keys, NodeState, World, decode, encode
 from elastic.errors import (
     CoordinationError,
     ElasticError,
@@ -45,38 +46,6 @@ from elastic.telemetry.journal import EventSink
 RETRY_S = 0.5
 IDLE_S = 1.0
 FAREWELL_S = 2.0  # how long a leaving node waits for the world without it
-
-
-@dataclass(frozen=True)
-class BaseEvent:
-    """Something changed under ``leader``, ``world`` or ``done``."""
-
-    event: WatchEvent
-
-
-@dataclass(frozen=True)
-class LeaseEnded:
-    """The store says the lease does not exist any more."""
-
-
-@dataclass(frozen=True)
-class ConnectionClosed:
-    """A liveness connection with a named peer closed."""
-
-    node_id: str
-    was_leader: bool
-
-
-@dataclass(frozen=True)
-class ChangeNode:
-    """The main thread changes the node's record."""
-
-    change: Callable[[Node], Node]
-
-
-@dataclass(frozen=True)
-class Close:
-    """End in order."""
 
 
 class NodeLoop:
@@ -94,12 +63,16 @@ class NodeLoop:
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._options = options
-        self._board = board
-        self._clock = clock
-        self._journal = journal
+        self._at = NodeContext(
+            store=store,
+            keys=keys,
+            options=options,
+            policy=policy,
+            board=board,
+            clock=clock,
+            journal=journal,
+            post=self.post,
+        )
         self._last_contact_s = last_contact_s
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         node = board.node
@@ -109,17 +82,7 @@ class NodeLoop:
             lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
             board.fail,
         )
-        self._succession = Succession(
-            store=store,
-            keys=keys,
-            options=options,
-            policy=policy,
-            board=board,
-            liveness=self._liveness,
-            clock=clock,
-            journal=journal,
-            post=self.post,
-        )
+        self._succession = Succession(self._at, self._liveness)
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._watch: Watch | None = None
@@ -137,8 +100,8 @@ class NodeLoop:
 
     def start(self) -> None:
         self._liveness.start()
-        self._watch = self._store.watch(
-            [self._keys.leader, self._keys.world, self._keys.done],
+        self._watch = self._at.store.watch(
+            [self._at.keys.leader, self._at.keys.world, self._at.keys.done],
             lambda event: self.post(BaseEvent(event)),
             name="elastic-watch-world",
         )
@@ -163,7 +126,7 @@ class NodeLoop:
             while not self._may_end():
                 self._turn()
         except BaseException as error:
-            self._board.fail(error)
+            self._at.board.fail(error)
             raise
         finally:
             self._end()
@@ -174,7 +137,7 @@ class NodeLoop:
         that a later start would have to wait for."""
         if self._close_by_s is None:
             return False
-        board, node = self._board, self._board.node
+        board, node = self._at.board, self._at.board.node
         world = board.world.world
         return (
             node.state not in (NodeState.LEAVING, NodeState.FAILED)
@@ -182,14 +145,14 @@ class NodeLoop:
             or node.node_id not in world.node_ids
             or board.done is not None
             or bool(board.store_trouble)
-            or self._clock.monotonic() >= self._close_by_s
+            or self._at.clock.monotonic() >= self._close_by_s
         )
 
     def _turn(self) -> None:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
         if self._guarded(self._duties):
-            self._board.store_trouble = ""
+            self._at.board.store_trouble = ""
         self._check_contact()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
@@ -207,7 +170,7 @@ class NodeLoop:
     def _take(self) -> list[object]:
         """Everything in the inbox; blocks until there is something or a deadline has come."""
         messages: list[object] = []
-        timeout = max(0.0, self._next_wake_s - self._clock.monotonic())
+        timeout = max(0.0, self._next_wake_s - self._at.clock.monotonic())
         try:
             messages.append(self._inbox.get(timeout=timeout))
             while True:
@@ -222,7 +185,7 @@ class NodeLoop:
                 self._on_base(event)
             case NodesEvent(event):
                 if term is not None:
-                    term.on_nodes(event, self._board.world.world)
+                    term.on_nodes(event, self._at.board.world.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)
@@ -231,39 +194,39 @@ class NodeLoop:
             case LeaderProbed():
                 self._succession.on_probed(message)
             case ChangeNode(change):
-                self._board.change_node(change)
+                self._at.board.change_node(change)
                 self._registered = False
             case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._close_by_s = self._clock.monotonic() + FAREWELL_S
+                self._close_by_s = self._at.clock.monotonic() + FAREWELL_S
 
     def _duties(self) -> None:
-        now = self._clock.monotonic()
+        now = self._at.clock.monotonic()
         self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
-        if not self._registered and self._board.node.nproc > 0:
+        if not self._registered and self._at.board.node.nproc > 0:
             self._register()
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
             self._next_wake_s = min(self._next_wake_s, max(wake_s, now))
-        if term is None or self._board.done is not None:
+        if term is None or self._at.board.done is not None:
             return
-        written, again_s = term.lead(self._board.world, self._board.done)
+        written, again_s = term.lead(self._at.board.world, self._at.board.done)
         self._next_wake_s = min(self._next_wake_s, again_s)
         if isinstance(written, WorldEntry):
-            self._board.set_world(written)
+            self._at.board.set_world(written)
         elif written is not None:
             self._set_done(written)
 
     def _register(self) -> None:
         if self._lease is None or self._lease.lost:
-            self._lease = self._store.lease(
-                self._options.lease_s, on_lost=lambda: self.post(LeaseEnded())
+            self._lease = self._at.store.lease(
+                self._at.options.lease_s, on_lost=lambda: self.post(LeaseEnded())
             )
-        node = self._board.node
+        node = self._at.board.node
         try:
-            self._store.put(self._keys.node(node.node_id), encode(node), lease=self._lease)
+            self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)
         except LeaseGone:  # the store knew before its renewal did
             lease, self._lease = self._lease, None
             lease.close(revoke=False)
@@ -278,27 +241,27 @@ class NodeLoop:
         match event:
             case Reset(snapshot, reason):
                 self._on_reset({e.key: e for e in snapshot.entries}, reason)
-            case Put(entry) if entry.key == self._keys.leader:
+            case Put(entry) if entry.key == self._at.keys.leader:
                 self._succession.learn(entry)
-            case Put(entry) if entry.key == self._keys.world:
+            case Put(entry) if entry.key == self._at.keys.world:
                 self._learn_world(entry)
-            case Put(entry) if entry.key == self._keys.done:
+            case Put(entry) if entry.key == self._at.keys.done:
                 self._set_done(decode(Done, entry.key, entry.value))
-            case Deleted(key, revision) if key == self._keys.leader:
+            case Deleted(key, revision) if key == self._at.keys.leader:
                 self._succession.learn_absent(revision)
-            case Deleted(key, revision) if key == self._keys.world:
-                if revision > self._board.world.mod_revision:
-                    self._board.set_world_revision(0)
+            case Deleted(key, revision) if key == self._at.keys.world:
+                if revision > self._at.board.world.mod_revision:
+                    self._at.board.set_world_revision(0)
             case Disconnected(error):
                 self._say_trouble(StoreUnreachable(error), "training goes on; reconnecting")
             case Reconnected():
-                self._journal.emit(StoreTrouble(error="", consequence="the store is back"))
+                self._at.journal.emit(StoreTrouble(error="", consequence="the store is back"))
             case _:
                 pass
 
     def _on_reset(self, entries: dict[str, Entry], reason: str) -> None:
         if reason == "wiped":
-            self._journal.emit(
+            self._at.journal.emit(
                 StoreTrouble(
                     error="the store was wiped or replaced",
                     consequence="this node registers again",
@@ -307,46 +270,46 @@ class NodeLoop:
             )
             self._registered = False
             self._succession.forget()
-            self._board.set_world_revision(0)
-        leader = entries.get(self._keys.leader)
+            self._at.board.set_world_revision(0)
+        leader = entries.get(self._at.keys.leader)
         if leader is not None:
             self._succession.learn(leader)
         else:
             self._succession.learn_absent()
-        done, world = entries.get(self._keys.done), entries.get(self._keys.world)
+        done, world = entries.get(self._at.keys.done), entries.get(self._at.keys.world)
         if done is not None:
             self._set_done(decode(Done, done.key, done.value))
         if world is not None:
             self._learn_world(world)
         else:
-            self._board.set_world_revision(0)
+            self._at.board.set_world_revision(0)
 
     def _learn_world(self, entry: Entry) -> None:
-        known = self._board.world.world
-        if entry.mod_revision < self._board.world.mod_revision:
+        known = self._at.board.world.world
+        if entry.mod_revision < self._at.board.world.mod_revision:
             return  # an older event than what this node wrote itself
         try:
             world = decode(World, entry.key, entry.value)
         except RecordError:
             # The key can still be swapped: the next world heals it.
-            self._board.set_world_revision(entry.mod_revision)
+            self._at.board.set_world_revision(entry.mod_revision)
             raise
         if (known is not None and world.generation < known.generation) or world == known:
-            self._board.set_world_revision(entry.mod_revision)
+            self._at.board.set_world_revision(entry.mod_revision)
         else:
-            now = self._clock.monotonic()
-            self._board.set_world(WorldEntry(world, entry.mod_revision, now))
+            now = self._at.clock.monotonic()
+            self._at.board.set_world(WorldEntry(world, entry.mod_revision, now))
 
     def _set_done(self, done: Done) -> None:
-        if self._board.set_done(done):
-            self._journal.emit(
+        if self._at.board.set_done(done):
+            self._at.journal.emit(
                 JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
             )
 
     def _on_lease_lost(self) -> None:
         if self._lease is None or not self._lease.lost:
             return  # an earlier lease; this node has registered again since
-        self._journal.emit(
+        self._at.journal.emit(
             LeaseLost(consequence="this node registers again under the same id"),
             level=logging.WARNING,
         )
@@ -355,38 +318,38 @@ class NodeLoop:
     # ── trouble ──────────────────────────────────────────────────────────────────────────
 
     def _on_broken_record(self, error: RecordError) -> None:
-        if self._board.node.running is None and self._board.world.world is None:
-            self._board.fail(error)  # a newcomer cannot do anything sensible with it
+        if self._at.board.node.running is None and self._at.board.world.world is None:
+            self._at.board.fail(error)  # a newcomer cannot do anything sensible with it
             return
         self._say_trouble(error, "training goes on")
-        self._next_wake_s = self._clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
 
     def _on_store_trouble(self, error: CoordinationError) -> None:
         if isinstance(error, LeaseGone):
             self._registered = False
-        elif not isinstance(error, StoreUnreachable) and self._board.node.running is None:
-            self._board.fail(error)
+        elif not isinstance(error, StoreUnreachable) and self._at.board.node.running is None:
+            self._at.board.fail(error)
             return
         self._say_trouble(error, "training goes on; trying again")
-        self._next_wake_s = self._clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
 
     def _say_trouble(self, error: ElasticError, consequence: str) -> None:
-        if error.message != self._board.store_trouble:
-            self._board.store_trouble = error.message
-            self._journal.emit(
+        if error.message != self._at.board.store_trouble:
+            self._at.board.store_trouble = error.message
+            self._at.journal.emit(
                 StoreTrouble(error=error.message, consequence=consequence), level=logging.WARNING
             )
 
     def _check_contact(self) -> None:
         """Cut off for takeover_s / 2: the others may soon go on without us, so stop first."""
-        if self._last_contact_s is None or self._board.node.running is None:
+        if self._last_contact_s is None or self._at.board.node.running is None:
             return
-        away_s = self._clock.monotonic() - self._last_contact_s()
-        if away_s > self._options.takeover_s / 2:
-            self._board.fail(
+        away_s = self._at.clock.monotonic() - self._last_contact_s()
+        if away_s > self._at.options.takeover_s / 2:
+            self._at.board.fail(
                 StoreUnreachable(
                     f"no contact with etcd for {away_s:.0f} s, half of takeover_s="
-                    f"{self._options.takeover_s:g}: this node stops, because the others may "
+                    f"{self._at.options.takeover_s:g}: this node stops, because the others may "
                     "form a world without it",
                     hint="check the network between this node and etcd, then start it again",
                 )
@@ -399,7 +362,7 @@ class NodeLoop:
         try:
             self._succession.resign()
             if self._registered:
-                self._store.delete(self._keys.node(self._board.node.node_id))
+                self._at.store.delete(self._at.keys.node(self._at.board.node.node_id))
             if self._lease is not None:
                 self._lease.close(revoke=True)
         except CoordinationError as error:

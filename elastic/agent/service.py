@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elastic.agent.board import Board
-from elastic.agent.loop import ChangeNode, NodeLoop
+from elastic.agent.loop import NodeLoop
+from elastic.agent.messages import ChangeNode
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.config import AgentOptions
 from elastic.coordination.keyvalue import Entry, KeyValue

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.agent.board import Board
+from elastic.agent.context import NodeContext
 from elastic.agent.leadership import Leadership
 from elastic.agent.liveness import LivenessServer, Verdict, probe
-from elastic.clock import Clock
-from elastic.config import AgentOptions
 from elastic.coordination import leader as leader_key
-from elastic.coordination.keyvalue import Entry, KeyValue, Lease
+from elastic.coordination.keyvalue import Entry, Lease
 from elastic.coordination.leader import LeaderEntry
-from elastic.coordination.membership import Liveness, Policy
-from elastic.coordination.records import Keys, Leader, NodeState, decode
+from elastic.coordination.membership import Liveness
+from elastic.coordination.records import Leader, NodeState, decode
 from elastic.events import LeaderChanged
-from elastic.telemetry.journal import EventSink
 
 FOLLOW_AGAIN_S = 0.5
 _ON_THE_WAY_OUT = (NodeState.LEAVING, NodeState.FAILED)
@@ -35,37 +31,18 @@ class LeaderProbed:
 class Succession:
     """Owned by the node's thread; only the probe of a leader runs elsewhere and posts back."""
 
-    def __init__(
-        self,
-        *,
-        store: KeyValue,
-        keys: Keys,
-        options: AgentOptions,
-        policy: Policy,
-        board: Board,
-        liveness: LivenessServer,
-        clock: Clock,
-        journal: EventSink,
-        post: Callable[[object], None],
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._options = options
-        self._policy = policy
-        self._board = board
+    def __init__(self, context: NodeContext, liveness: LivenessServer) -> None:
+        self._at = context
         self._liveness = liveness
-        self._clock = clock
-        self._journal = journal
-        self._post = post
         self._entry: LeaderEntry | None = None
-        self._absent_since_s = clock.monotonic()
+        self._absent_since_s = context.clock.monotonic()
         self._follow_at_s: float | None = None
         self._probing: threading.Thread | None = None
         self.term: Leadership | None = None
 
     @property
     def _my_id(self) -> str:
-        return self._board.node.node_id
+        return self._at.board.node.node_id
 
     def learn_absent(self, revision: int | None = None) -> None:
         """The leader key is gone, deleted at ``revision`` (None: not there in a snapshot)."""
@@ -98,21 +75,21 @@ class Succession:
     def wake_s(self) -> float | None:
         """When ``duties`` has something to do again."""
         if self._entry is None:
-            return self._absent_since_s + 2 * self._options.lease_s
+            return self._absent_since_s + 2 * self._at.options.lease_s
         return self._follow_at_s
 
     def _stand(self, lease: Lease, now: float) -> None:
         # A node on its way out stands, too: the last one to leave has to say so in a world.
-        node = self._board.node
+        node = self._at.board.node
         if not leader_key.may_campaign(
-            self._board.world.world,
+            self._at.board.world.world,
             node.node_id,
             absent_for_s=now - self._absent_since_s,
-            patience_s=2 * self._options.lease_s,
+            patience_s=2 * self._at.options.lease_s,
         ):
             return
         me = Leader(node_id=node.node_id, address=node.address, liveness_port=node.liveness_port)
-        won = leader_key.campaign(self._store, self._keys, me, lease)
+        won = leader_key.campaign(self._at.store, self._at.keys, me, lease)
         if won is not None:
             self._set(won)
 
@@ -120,11 +97,11 @@ class Succession:
         before = self._entry.leader.node_id if self._entry else None
         after = entry.leader.node_id if entry else None
         if entry is None and self._entry is not None:
-            self._absent_since_s = self._clock.monotonic()
+            self._absent_since_s = self._at.clock.monotonic()
         self._entry = entry
         if before == after:
             return
-        self._journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
+        self._at.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
         self._follow_at_s = None
         if after != self._my_id:
             self.end_term()
@@ -138,16 +115,7 @@ class Succession:
 
     def _begin_term(self) -> None:
         self.end_term()
-        self.term = Leadership(
-            store=self._store,
-            keys=self._keys,
-            options=self._options,
-            policy=self._policy,
-            process=self._board.node.process,
-            clock=self._clock,
-            journal=self._journal,
-            post=self._post,
-        )
+        self.term = Leadership(self._at)
 
     def end_term(self) -> None:
         term, self.term = self.term, None
@@ -156,7 +124,7 @@ class Succession:
 
     def _hand_over_if_outside(self, term: Leadership) -> None:
         """A leader outside the world hands leadership to a member."""
-        world, entry = self._board.world.world, self._entry
+        world, entry = self._at.board.world.world, self._entry
         if world is None or entry is None or self._my_id in world.node_ids:
             return
         for node_id in world.node_ids:
@@ -166,7 +134,7 @@ class Succession:
             if known.node.state in _ON_THE_WAY_OUT:
                 continue
             handed = leader_key.hand_over(
-                self._store, self._keys, entry, known.node, known.lease_id
+                self._at.store, self._at.keys, entry, known.node, known.lease_id
             )
             if handed is not None:
                 self._set(handed)
@@ -191,26 +159,27 @@ class Succession:
             leader.address,
             leader.liveness_port,
             leader.node_id,
-            timeout_s=self._options.probe_s,
+            timeout_s=self._at.options.probe_s,
+            clock=self._at.clock,
         )
-        self._post(LeaderProbed(entry, verdict))
+        self._at.post(LeaderProbed(entry, verdict))
 
     def on_probed(self, probed: LeaderProbed) -> None:
         """Dead: delete its key, so that somebody takes its place at once."""
         if self._entry != probed.entry:
             return
         if probed.verdict.liveness is Liveness.DEAD:
-            leader_key.depose(self._store, self._keys, probed.entry)
+            leader_key.depose(self._at.store, self._at.keys, probed.entry)
             self._set(None)
             return
         # Silent: its lease decides, and meanwhile we try to hold the connection again.
-        self._follow_at_s = self._clock.monotonic() + FOLLOW_AGAIN_S
+        self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
 
     def resign(self) -> None:
         """End the term and free the key."""
         self.end_term()
         if self._entry is not None and self._entry.leader.node_id == self._my_id:
-            leader_key.depose(self._store, self._keys, self._entry)
+            leader_key.depose(self._at.store, self._at.keys, self._entry)
 
     def join_threads(self) -> None:
         if self._probing is not None:

@@ -1,0 +1,41 @@
+"""What arrives in the node's inbox, besides a leader's own (leadership.py, succession.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.coordination.keyvalue import WatchEvent
+from elastic.coordination.records import Node
+
+
+@dataclass(frozen=True)
+class BaseEvent:
+    """Something changed under ``leader``, ``world`` or ``done``."""
+
+    event: WatchEvent
+
+
+@dataclass(frozen=True)
+class LeaseEnded:
+    """The store says the lease does not exist any more."""
+
+
+@dataclass(frozen=True)
+class ConnectionClosed:
+    """A liveness connection with a named peer closed."""
+
+    node_id: str
+    was_leader: bool
+
+
+@dataclass(frozen=True)
+class ChangeNode:
+    """The main thread changes the node's record."""
+
+    change: Callable[[Node], Node]
+
+
+@dataclass(frozen=True)
+class Close:
+    """End in order."""
