@@ -18,7 +18,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for room in unit property contract integration kill; do \
-	  MYPYPATH=tests/$$room:tests $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
+	  MYPYPATH=tests/$$room:tests:tests/unit $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
 	done
 	MYPYPATH=benchmarks $(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports

@@ -237,6 +237,10 @@ class Leadership:
         match decision:
             case Proposal():
                 return self._propose(decision, entry, now)
+            case End(outcome=Outcome.FAILURE):
+                # Paused for join_timeout_s. Each node that waits ends with that error by itself;
+                # `done` is not written, so that a later start under the same id goes on.
+                return None, now + RECHECK_S
             case End():
                 ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)
                 return ended, now + RECHECK_S
@@ -319,8 +323,8 @@ class Leadership:
             mode=proposal.mode,
             switch_at_step=None,
             state=proposal.state,
-            min_nodes=self._at.policy.min_nodes,
-            max_nodes=self._at.policy.max_nodes,
+            min_nodes=first.min_nodes if first else self._at.policy.min_nodes,
+            max_nodes=first.max_nodes if first else self._at.policy.max_nodes,
             lineage=lineage,
             cause=proposal.cause,
             reason=proposal.reason,

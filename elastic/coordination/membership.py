@@ -96,7 +96,9 @@ def _after_everybody(view: View, standing: Standing, now: float, policy: Policy)
         )
         return Wait(reason=reason, until_s=until)
     why = "; ".join(standing.sentences) or "the last world has no members"
-    decision = _gather(view, standing.world, now, policy, Cause.TAKEOVER, f"{why}; ")
+    # Nobody is left to disagree with: like in a first world, the first node's limits count.
+    reference = first_node(view) or standing.world
+    decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
     if isinstance(decision, Wait) and not silent and _leaving(view, standing):
         return propose(view, standing.world, (), Cause.PAUSED, f"{why}; nobody is left")
     return decision

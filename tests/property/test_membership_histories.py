@@ -1,0 +1,335 @@
+"""Random histories of a job, decided by ``decide``, with the invariants of DESIGN section 10.
+
+A model of what surrounds the decision: nodes with keys on leases, one world key written by
+compare-and-swap, leaders that may look at an old view, and time that moves only by rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from membership_nodes import node, world
+
+from elastic.coordination.membership import (
+    Decision,
+    End,
+    Liveness,
+    MissingMember,
+    NodeView,
+    Policy,
+    Proposal,
+    View,
+    decide,
+)
+from elastic.coordination.records import (
+    Cause,
+    Node,
+    NodeState,
+    Outcome,
+    World,
+    WorldState,
+)
+
+POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
+LEASE_S = 4.0
+
+
+@dataclass
+class Machine:
+    """A node as it really is, and what the store says of it."""
+
+    record: Node
+    process_lives: bool = True
+    reachable: bool = True  # answers probes and renews its lease
+    proved_dead: bool = False  # to whoever asks: its port refuses
+    key_until_s: float = 0.0  # its lease, once it is no longer renewed
+    since_s: float = 0.0
+
+    @property
+    def renews(self) -> bool:
+        return self.process_lives and self.reachable
+
+
+class Histories(RuleBasedStateMachine):
+    """What may happen to a job in restart mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.machines: dict[str, Machine] = {}
+        self.world: World | None = None
+        self.world_since_s = self.now
+        self.worlds: list[World] = []
+        self.ended: End | None = None
+        self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
+        self.last_sign_s: dict[str, float] = {}
+        self.count = 0
+
+    # ── what a leader sees ───────────────────────────────────────────────────────────────
+
+    def has_key(self, machine: Machine) -> bool:
+        return machine.renews or self.now < machine.key_until_s
+
+    def view(self) -> View:
+        nodes = [
+            NodeView(node=m.record, liveness=self.liveness(m), state_since_s=m.since_s)
+            for m in self.machines.values()
+            if self.has_key(m)
+        ]
+        missing = []
+        for member in self.world.members if self.world else ():
+            machine = self.machines[member.node_id]
+            if not self.has_key(machine):
+                missing.append(
+                    MissingMember(
+                        member=member,
+                        proved_dead=machine.proved_dead,
+                        last_sign_s=self.last_sign_s.get(member.node_id, self.world_since_s),
+                        finished=machine.record.state is NodeState.FINISHED,
+                    )
+                )
+        return View(
+            world=self.world,
+            world_since_s=self.world_since_s,
+            nodes=tuple(nodes),
+            missing=tuple(missing),
+        )
+
+    def liveness(self, machine: Machine) -> Liveness:
+        if machine.proved_dead:
+            return Liveness.DEAD
+        return Liveness.ALIVE if machine.renews else Liveness.SUSPECT
+
+    # ── what a leader does ───────────────────────────────────────────────────────────────
+
+    def decide(self, view: View, revision: int) -> Decision:
+        decision = decide(view, self.now, POLICY)
+        assert decision == decide(view, self.now, POLICY), "not deterministic"
+        assert decision.reason
+        if isinstance(decision, Proposal):
+            self.check(decision, view)
+            if revision == len(self.worlds):  # compare-and-swap
+                self.write(decision)
+        elif isinstance(decision, End):
+            self.check_end(decision, view)
+            if revision == len(self.worlds):
+                self.ended = decision
+        return decision
+
+    def check(self, proposal: Proposal, view: View) -> None:
+        dead = {n.node.node_id for n in view.nodes if n.liveness is Liveness.DEAD}
+        dead |= {m.member.node_id for m in view.missing if m.proved_dead}
+        chosen = [n.node_id for n in proposal.nodes]
+        assert not dead & set(chosen), "a dead node in a new world"
+        assert len(chosen) == len(set(chosen)) <= POLICY.max_nodes
+        before = list(view.world.node_ids) if view.world else []
+        survivors = [n for n in before if n in chosen]
+        assert chosen[: len(survivors)] == survivors, "survivors keep their order"
+        if before and not survivors and chosen:
+            # PROTOCOL section 2: proof, farewell, or takeover_s without a sign.
+            assert proposal.cause is Cause.TAKEOVER
+            for m in view.missing:
+                silent_s = self.now - m.last_sign_s
+                assert m.proved_dead or m.finished or silent_s >= POLICY.takeover_s
+        if proposal.state is WorldState.ACTIVE:
+            finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
+            finished |= {m.member.node_id for m in view.missing if m.finished}
+            ready = len(chosen) + len(finished & set(before))
+            assert chosen and ready >= POLICY.min_nodes
+
+    def check_end(self, end: End, view: View) -> None:
+        assert view.world is not None
+        if end.outcome is Outcome.FAILURE:  # paused for join_timeout_s
+            assert view.world.state is WorldState.PAUSED
+            assert self.now - self.world_since_s >= POLICY.join_timeout_s
+            return
+        present = {n.node.node_id: n for n in view.nodes}
+        for node_id in view.world.node_ids:
+            seen = present.get(node_id)
+            if seen is not None and seen.liveness is not Liveness.DEAD:
+                assert seen.node.state in (
+                    NodeState.FINISHED,
+                    NodeState.LEAVING,
+                    NodeState.FAILED,
+                ), f"ended while {node_id} is {seen.node.state}"
+
+    def write(self, proposal: Proposal) -> None:
+        names = [n.name for n in proposal.nodes]
+        generation = self.world.generation + 1 if self.world else 1
+        self.world = replace(
+            world(*names, generation=generation, state=proposal.state), cause=proposal.cause
+        )
+        self.worlds.append(self.world)
+        self.world_since_s = self.now
+
+    def set(self, machine: Machine, record: Node) -> None:
+        if record.state is not machine.record.state:
+            machine.since_s = self.now
+        machine.record = record
+
+    def pick(self, number: int, *, running: bool | None = None) -> Machine | None:
+        found = [
+            m
+            for m in self.machines.values()
+            if m.renews and (running is None or (m.record.running is not None) == running)
+        ]
+        return found[number % len(found)] if found else None
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────
+
+    @precondition(lambda self: len(self.machines) < 12)
+    @rule()
+    def a_node_arrives(self) -> None:
+        self.count += 1
+        record = node(f"n{self.count}", joined_at_s=self.now)
+        self.machines[record.node_id] = Machine(record, since_s=self.now)
+
+    @rule()
+    def the_leader_decides(self) -> None:
+        if self.ended is None:
+            self.decide(self.view(), len(self.worlds))
+
+    @rule()
+    def another_leader_looks(self) -> None:
+        self.stale = (self.view(), len(self.worlds))
+
+    @rule()
+    def another_leader_decides_on_what_it_saw(self) -> None:
+        if self.stale is not None and self.ended is None:
+            view, revision = self.stale
+            self.decide(view, revision)
+
+    @rule(number=st.integers(0, 8))
+    def a_node_takes_the_world_up(self, number: int) -> None:
+        machine = self.pick(number)
+        if machine is not None:
+            self.take_up(machine)
+
+    def take_up(self, machine: Machine) -> None:
+        record, current = machine.record, self.world
+        if current is None or record.state not in (NodeState.ARRIVED, NodeState.STARTING):
+            return
+        if record.running is not None and record.running.generation < current.generation:
+            after = record.running.generation
+            record = replace(record, state=NodeState.ARRIVED, running=None, arrived_for=after)
+        takes = current.state is WorldState.ACTIVE and record.node_id in current.node_ids
+        if takes and record.running is None and record.arrived_for < current.generation:
+            record = replace(record, state=NodeState.STARTING, running=current, failure=None)
+        self.set(machine, record)
+
+    @rule(number=st.integers(0, 8))
+    def workers_fail(self, number: int) -> None:
+        machine = self.pick(number, running=True)
+        if machine is not None and machine.record.state is NodeState.STARTING:
+            running = machine.record.running
+            assert running is not None
+            failed = replace(
+                machine.record,
+                state=NodeState.ARRIVED,
+                running=None,
+                arrived_for=running.generation,
+                failure="RuntimeError: boom",
+                failure_exit_code=1,
+            )
+            self.set(machine, failed)
+
+    @rule(number=st.integers(0, 8), noticed=st.booleans())
+    def a_node_dies(self, number: int, noticed: bool) -> None:
+        machine = self.pick(number)
+        if machine is not None:
+            self.silence(machine)
+            machine.process_lives = False
+            machine.proved_dead = noticed
+
+    @rule(number=st.integers(0, 8))
+    def a_node_is_cut_off(self, number: int) -> None:
+        machine = self.pick(number)
+        if machine is not None:
+            self.silence(machine)
+            machine.reachable = False
+
+    def silence(self, machine: Machine) -> None:
+        machine.key_until_s = self.now + LEASE_S
+        self.last_sign_s[machine.record.node_id] = self.now
+
+    @precondition(lambda self: self.world is not None and self.world.members)
+    @rule(die=st.booleans(), newcomers=st.integers(0, 3))
+    def all_members_fall_silent(self, die: bool, newcomers: int) -> None:
+        assert self.world is not None
+        for node_id in self.world.node_ids:
+            machine = self.machines[node_id]
+            if machine.renews:
+                self.silence(machine)
+                machine.process_lives, machine.reachable = not die, die
+        self.now += LEASE_S + 1
+        for _ in range(newcomers):
+            self.a_node_arrives()
+
+    @rule()
+    def the_cut_off_come_back(self) -> None:
+        for machine in self.machines.values():
+            machine.reachable = True
+
+    @rule(number=st.integers(0, 8))
+    def a_node_is_told_to_leave(self, number: int) -> None:
+        machine = self.pick(number)
+        if machine is not None and machine.record.state is not NodeState.FINISHED:
+            self.set(machine, replace(machine.record, state=NodeState.LEAVING))
+
+    @rule(number=st.integers(0, 8))
+    def workers_finish(self, number: int) -> None:
+        machine = self.pick(number, running=True)
+        if machine is not None and machine.record.state is NodeState.STARTING:
+            self.set(machine, replace(machine.record, state=NodeState.FINISHED))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 400.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # ── what must hold ───────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def generations_only_grow(self) -> None:
+        assert [w.generation for w in self.worlds] == list(range(1, len(self.worlds) + 1))
+
+    def teardown(self) -> None:
+        """Once things quieten, every live node is in, or too few live, or the job is over."""
+        self.the_cut_off_come_back()
+        for _ in range(12):
+            if self.ended is not None:
+                return
+            self.decide(self.view(), len(self.worlds))
+            for machine in self.machines.values():
+                if machine.renews:
+                    self.take_up(machine)
+            self.now += POLICY.takeover_s
+        live = [
+            m.record
+            for m in self.machines.values()
+            if m.renews and m.record.state in (NodeState.ARRIVED, NodeState.STARTING)
+        ]
+        finished = [
+            m
+            for m in self.machines.values()
+            if self.world
+            and m.record.state is NodeState.FINISHED
+            and m.record.node_id in self.world.node_ids
+        ]
+        if finished or len(live) < POLICY.min_nodes:
+            return
+        assert self.world is not None and self.world.state is WorldState.ACTIVE
+        members = [r for r in live if r.node_id in self.world.node_ids]
+        assert len(members) == min(len(live), POLICY.max_nodes)
+        assert all(r.running == self.world for r in members)
+
+
+Histories.TestCase.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+TestHistories = Histories.TestCase
