@@ -1,0 +1,149 @@
+"""Writers as real processes: killed at any instant, racing each other, changing in number."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoints
+
+KEEP = 3
+ROUNDS = 40
+ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a write
+
+
+def _state(generation: int, step: int) -> dict[str, Any]:
+    """Every tensor and value tells generation and step, so that a mixture is seen."""
+    value = generation * 1_000_000 + step
+    return {
+        "model": {"weight": torch.full((ELEMENTS,), value), "bias": torch.full((7,), value)},
+        "optimizer": {0: torch.tensor(float(value))},
+        "value": value,
+    }
+
+
+def _assert_whole(root: Path, name: str) -> None:
+    loaded = checkpoints.load(root, name)
+    expected = _state(loaded.info.generation, loaded.info.step)
+    state = loaded.state
+    assert state["value"] == expected["value"]
+    assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
+    assert torch.equal(state["model"]["bias"], expected["model"]["bias"])
+    assert torch.equal(state["optimizer"][0], expected["optimizer"][0])
+
+
+def _fork(work: Callable[[], None]) -> int:
+    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the parent's pool of threads did not come along
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> None:
+    """Start as a new world does, then save step after step; tell each commit to the parent."""
+    nonce = f"{generation:04x}"
+    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    origin = checkpoints.latest(root).checkpoint
+    lineage = checkpoints.descend(origin, generation)
+    step = origin.step if origin else 0
+    while True:
+        step += 1
+        state = _state(generation, step)
+        for rank in range(world_size):
+            saved = checkpoints.save(
+                root,
+                state,
+                step=step,
+                generation=generation,
+                nonce=nonce,
+                lineage=lineage,
+                rank=rank,
+                world_size=world_size,
+                keep=checkpoints.LatestN(KEEP),
+            )
+        assert saved.committed
+        os.write(pipe, f"{saved.name}\n".encode())
+
+
+def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
+    """Kill a saving child ``delay_s`` after its first commit; the last one that it told."""
+    reader, writer = os.pipe()
+    pid = _fork(lambda: _save_for_ever(root, generation, 1 + generation % 3, writer))
+    os.close(writer)
+    try:
+        assert select.select([reader], [], [], 60)[0], "the child saves nothing"
+        time.sleep(delay_s)  # the instant of the kill is what is random here
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with os.fdopen(reader) as told:
+        lines = told.read().splitlines()
+    assert lines, "the child died by itself"
+    return lines[-1]
+
+
+def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    last_step, last_lineage = 0, checkpoints.descend(None, 0)
+    for generation in range(1, ROUNDS + 1):
+        told = _kill_after_start(tmp_path, generation, chance.uniform(0, 0.03))
+        listed = checkpoints.list_checkpoints(tmp_path)
+        names = [info.name for info in listed]
+        assert told in names[:2]  # at most one more was committed and not told
+        assert len(names) <= KEEP + 1  # one more if it died between a commit and retention
+        for name in names:
+            _assert_whole(tmp_path, name)
+        found = checkpoints.latest(tmp_path)
+        assert found.checkpoint is not None
+        assert found.checkpoint.name == names[0]
+        assert found.passed_over == ()
+        assert found.checkpoint.step > last_step  # every life gets further
+        last_step, last_lineage = found.checkpoint.step, found.checkpoint.lineage
+    assert len(last_lineage) == ROUNDS
+    checkpoints.sweep(tmp_path, generation=ROUNDS + 1, nonce="ff")
+    assert list(tmp_path.glob(".tmp-*")) == []
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_writers_in_processes_of_their_own_make_one_checkpoint(
+    tmp_path: Path, world_size: int
+) -> None:
+    """They race for the commit at each step; nobody waits for anybody."""
+    steps = 10
+
+    def write(rank: int) -> None:
+        for step in range(1, steps + 1):
+            checkpoints.save(
+                tmp_path,
+                _state(0, step),
+                step=step,
+                nonce="aa",
+                rank=rank,
+                world_size=world_size,
+                keep=None,
+            )
+
+    pids = [_fork(lambda rank=rank: write(rank)) for rank in range(world_size)]  # type: ignore[misc]
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * world_size
+    listed = checkpoints.list_checkpoints(tmp_path)
+    assert [info.step for info in listed] == list(range(steps, 0, -1))
+    for info in listed:
+        _assert_whole(tmp_path, info.name)
+        assert len(list((tmp_path / info.name).iterdir())) == world_size + 1
+    assert list(tmp_path.glob(".tmp-*")) == []
