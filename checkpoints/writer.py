@@ -89,8 +89,10 @@ def header(pieces: Pieces) -> bytes:
 
 def bytes_of(tensor: torch.Tensor, span: Span) -> memoryview:
     """The bytes of a run of elements; a view of the tensor's memory where that is possible."""
-    flat = _elements(tensor, span)
-    return flat.cpu().contiguous().view(torch.uint8).numpy().data
+    flat = _elements(tensor, span).cpu()
+    if flat.stride(0) != 1:  # one element of a strided row counts as contiguous, yet has no view
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _elements(tensor: torch.Tensor, span: Span) -> torch.Tensor:

@@ -73,7 +73,9 @@ def same(a: object, b: object) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = (
+        tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    )
     return bytes(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 

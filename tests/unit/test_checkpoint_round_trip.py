@@ -28,6 +28,17 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(
     assert loaded["embedding"] is loaded["head"]  # tied before, tied after
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_a_share_of_one_element_of_a_strided_tensor(tmp_path: Path, world_size: int) -> None:
+    """torch calls such a slice contiguous, and then refuses to view it as bytes."""
+    state = {
+        "w": torch.arange(4.0, dtype=torch.bfloat16).reshape(2, 2).t(),
+        "one": torch.ones(4)[::4],
+    }
+    name = save_all(tmp_path, state, step=1, world_size=world_size)
+    assert same(checkpoints.load(tmp_path, name).state, state)
+
+
 def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     weight = torch.randn(1000)
     saved = checkpoints.save(tmp_path, {"a": weight, "b": weight}, step=1, nonce="aa")
