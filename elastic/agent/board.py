@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from elastic.coordination.pace import Pace
 from elastic.coordination.records import Done, Keys, Node, World
 from elastic.errors import (
     BudgetSpent,
@@ -38,6 +39,7 @@ class Board:
         self.node = node
         self.world = WorldEntry(None, 0, now)
         self.done: Done | None = None
+        self.pace: Pace | None = None  # last reported by this node's workers
         self.fatal: BaseException | None = None
         self.store_trouble = ""  # what the store fails with at present
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic.agent.board import WorldEntry
 from elastic.agent.context import NodeContext
 from elastic.agent.identity import proved_gone
-from elastic.agent.liveness import Verdict, probe
+from elastic.agent.probe import Verdict, probe
 from elastic.agent.roster import RECHECK_S, Roster
 from elastic.coordination.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
 from elastic.coordination.membership import (
@@ -65,8 +66,9 @@ class NodesEvent:
 class Leadership:
     """One term as leader. Made on taking office, closed on losing it."""
 
-    def __init__(self, context: NodeContext) -> None:
+    def __init__(self, context: NodeContext, announce: Callable[[bytes], None]) -> None:
         self._at = context
+        self._announce = announce
         self._since_s = context.clock.monotonic()
         self.roster = Roster(context.keys)
         self._listed = False
@@ -266,6 +268,7 @@ class Leadership:
         )
         if revision is None:
             return None, now + RECHECK_S  # somebody else was faster: the watch will tell
+        self._announce(encode(world))
         self._waiting_reason = ""
         self._at.journal.emit(
             WorldFormed(

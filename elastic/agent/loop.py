@@ -15,7 +15,14 @@ from elastic.agent.board import Board, WorldEntry
 from elastic.agent.context import NodeContext
 from elastic.agent.leadership import NodesEvent, Probed
 from elastic.agent.liveness import LivenessServer
-from elastic.agent.messages import BaseEvent, ChangeNode, Close, ConnectionClosed, LeaseEnded
+from elastic.agent.messages import (
+    BaseEvent,
+    ChangeNode,
+    Close,
+    ConnectionClosed,
+    LeaseEnded,
+    PushedWorld,
+)
 from elastic.agent.succession import LeaderProbed, Succession
 from elastic.clock import Clock
 from elastic.config import AgentOptions
@@ -81,6 +88,8 @@ class NodeLoop:
             node.address,
             lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
             board.fail,
+            on_world=lambda record: self.post(PushedWorld(record)),
+            clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
         self._lease: Lease | None = None
@@ -193,6 +202,8 @@ class NodeLoop:
                 self._succession.on_connection_closed(node_id, was_leader)
             case LeaderProbed():
                 self._succession.on_probed(message)
+            case PushedWorld(record):
+                self._on_pushed(record)
             case ChangeNode(change):
                 self._at.board.change_node(change)
                 self._registered = False
@@ -299,6 +310,15 @@ class NodeLoop:
         else:
             now = self._at.clock.monotonic()
             self._at.board.set_world(WorldEntry(world, entry.mod_revision, now))
+
+    def _on_pushed(self, record: bytes) -> None:
+        """The leader's world, ahead of the watch. Its revision is left to the watch: one that was
+        on its way while the store was wiped would make every later event look old."""
+        known = self._at.board.world
+        world = decode(World, self._at.keys.world, record)
+        if known.world is None or world.generation > known.world.generation:
+            now = self._at.clock.monotonic()
+            self._at.board.set_world(WorldEntry(world, known.mod_revision, now))
 
     def _set_done(self, done: Done) -> None:
         if self._at.board.set_done(done):

@@ -30,6 +30,13 @@ class ConnectionClosed:
 
 
 @dataclass(frozen=True)
+class PushedWorld:
+    """The leader sent the world it has written, ahead of the store's watch."""
+
+    record: bytes
+
+
+@dataclass(frozen=True)
 class ChangeNode:
     """The main thread changes the node's record."""
 

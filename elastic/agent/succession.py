@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from elastic.agent.context import NodeContext
 from elastic.agent.leadership import Leadership
-from elastic.agent.liveness import LivenessServer, Verdict, probe
+from elastic.agent.liveness import LivenessServer
+from elastic.agent.probe import Verdict, probe
 from elastic.coordination import leader as leader_key
 from elastic.coordination.keyvalue import Entry, Lease
 from elastic.coordination.leader import LeaderEntry
 from elastic.coordination.membership import Liveness
-from elastic.coordination.records import Leader, NodeState, decode
+from elastic.coordination.records import Leader, NodeState, decode, encode
 from elastic.events import LeaderChanged
 
 FOLLOW_AGAIN_S = 0.5
@@ -115,12 +116,16 @@ class Succession:
 
     def _begin_term(self) -> None:
         self.end_term()
-        self.term = Leadership(self._at)
+        self.term = Leadership(self._at, self._liveness.announce)
+        world = self._at.board.world.world
+        if world is not None:  # for followers that are cut off from the store
+            self._liveness.announce(encode(world))
 
     def end_term(self) -> None:
         term, self.term = self.term, None
         if term is not None:
             term.close()
+            self._liveness.announce_nothing()
 
     def _hand_over_if_outside(self, term: Leadership) -> None:
         """A leader outside the world hands leadership to a member."""

@@ -306,7 +306,7 @@ def test_all_crash_and_the_job_is_started_again(
     assert world is not None
     assert world.generation in (2, 3)
     assert world.cause is Cause.TAKEOVER
-    assert {member.node for member in world.members} == {node.id for node in fresh}
+    assert {member.node_id for member in world.members} == {node.id for node in fresh}
 
 
 def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., TestNode]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from elastic.agent.liveness import MAX_LINE, LivenessServer, probe
+from elastic.agent.liveness import MAX_WORLD, LivenessServer
+from elastic.agent.probe import MAX_LINE, probe
 from elastic.coordination.membership import Liveness
 
 DEADLINE_S = 5.0
@@ -19,7 +21,13 @@ class Agent:
 
     def __init__(self, node_id: str) -> None:
         self.closed: queue.Queue[tuple[str, bool]] = queue.Queue()
-        self.server = LivenessServer(node_id, "127.0.0.1", lambda n, w: self.closed.put((n, w)))
+        self.worlds: queue.Queue[bytes] = queue.Queue()
+        self.server = LivenessServer(
+            node_id,
+            "127.0.0.1",
+            lambda n, w: self.closed.put((n, w)),
+            on_world=self.worlds.put,
+        )
         self.server.start()
 
 
@@ -118,3 +126,114 @@ def test_garbage_closes_that_connection_and_harms_nothing(leader: Agent, garbage
             pass
     assert ask(leader.server.port, "leader") is Liveness.ALIVE
     assert leader.closed.empty()
+
+
+WORLD = b'{"generation":2,"members":["' + b"x" * 200_000 + b'"]}'
+
+
+def greeted(leader: Agent, name: str = "n1") -> socket.socket:
+    """A follower's connection, as the follower's agent holds it."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(DEADLINE_S)
+    connection.connect(("127.0.0.1", leader.server.port))
+    connection.sendall(b'{"hello": "%s"}\n' % name.encode())
+    answer = b'{"node_id": "leader"}\n'
+    assert connection.recv(len(answer), socket.MSG_WAITALL) == answer
+    return connection
+
+
+def test_followers_are_sent_the_leaders_worlds(leader: Agent, follower: Agent) -> None:
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    leader.server.announce(WORLD)
+    assert json.loads(follower.worlds.get(timeout=DEADLINE_S)) == json.loads(WORLD)
+    leader.server.announce(b'{"generation":3}')
+    assert json.loads(follower.worlds.get(timeout=DEADLINE_S)) == {"generation": 3}
+
+
+def test_a_follower_that_comes_later_is_sent_the_newest_world(leader: Agent) -> None:
+    leader.server.announce(b'{"generation":2}')
+    leader.server.announce(b'{"generation":3}')
+    with greeted(leader) as connection, connection.makefile() as lines:
+        assert json.loads(lines.readline()) == {"world": {"generation": 3}}
+
+
+def test_after_the_term_nobody_is_sent_a_world(leader: Agent) -> None:
+    leader.server.announce(b'{"generation":2}')
+    leader.server.announce_nothing()
+    with greeted(leader) as connection, connection.makefile() as lines:
+        connection.sendall(b'{"probe": "leader"}\n')
+        assert json.loads(lines.readline()) == {"node_id": "leader"}
+
+
+def test_who_merely_probes_is_sent_no_world(leader: Agent) -> None:
+    leader.server.announce(b'{"generation":2}')
+    with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
+        connection.sendall(b'{"probe": "leader"}\n{"probe": "leader"}\n')
+        with connection.makefile() as lines:
+            said = [json.loads(lines.readline()) for _ in range(2)]
+    assert said == [{"node_id": "leader"}] * 2
+
+
+def test_worlds_of_others_than_the_leader_are_not_taken(leader: Agent) -> None:
+    with greeted(leader) as connection:
+        connection.sendall(b'{"world": {"generation": 9}, "hello": "n1"}\n')
+        assert b"leader" in connection.recv(100)
+    assert leader.closed.get(timeout=DEADLINE_S) == ("n1", False)
+    assert leader.worlds.empty()
+
+
+def test_a_follower_that_never_reads_harms_nobody(leader: Agent, follower: Agent) -> None:
+    """It costs its connection, after a bounded amount of memory."""
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    leader.server.announce(b"{}")
+    follower.worlds.get(timeout=DEADLINE_S)
+    with greeted(leader, "asleep"):
+        for generation in range(100):
+            leader.server.announce(b'{"generation":%d,"pad":"%s"}' % (generation, b"x" * 100_000))
+            world = json.loads(follower.worlds.get(timeout=DEADLINE_S))
+            assert world["generation"] == generation
+        assert leader.closed.get(timeout=DEADLINE_S) == ("asleep", False)
+    assert leader.closed.empty()
+
+
+@pytest.mark.parametrize("garbage", [b"\x00\xff\n", b"[]\n", b"x" * (MAX_WORLD + 1)])
+def test_garbage_from_the_leader_closes_the_connection(follower: Agent, garbage: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(DEADLINE_S)
+            assert connection.recv(100) == b'{"hello": "follower"}\n'
+            try:
+                connection.sendall(garbage)
+            except ConnectionResetError:
+                pass
+            assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
+    assert follower.worlds.empty()
+
+
+@pytest.fixture
+def unreachable() -> Iterator[int]:
+    """A port on which connecting takes for ever."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):  # the queue holds one
+            yield port
+
+
+def test_who_connects_to_a_vanished_leader_still_answers(
+    follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.agent.liveness.CONNECT_TIMEOUT_S", 10 * DEADLINE_S)
+    follower.server.follow("leader", "127.0.0.1", unreachable)
+    assert ask(follower.server.port, "follower") is Liveness.ALIVE
+    assert follower.closed.empty()
+
+
+def test_a_leader_that_cannot_be_reached_is_reported(
+    follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.agent.liveness.CONNECT_TIMEOUT_S", 0.05)
+    follower.server.follow("leader", "127.0.0.1", unreachable)
+    assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)

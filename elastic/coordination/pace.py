@@ -1,0 +1,37 @@
+"""How fast the job steps, and where a planned world takes over: PROTOCOL section 6."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# How long an announcement takes from the leader to the last worker, with room to spare: pushed
+# over a connection it is milliseconds, through a watch of a busy etcd it can be tens of them.
+ANNOUNCE_S = 0.25
+# Links report at least once a second. An older report means that the workers stand still (an
+# evaluation, a checkpoint): counting on would put the switch minutes away.
+EXTRAPOLATE_S = 1.5
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the workers of one node reported last."""
+
+    generation: int  # the world in which they step
+    step: int  # steps committed, which is also the number of the one in progress
+    step_time_s: float  # a recent step's duration; 0: not known
+    at_s: float  # when it was reported, on the monotonic clock of this agent
+
+
+def switch_step(pace: Pace, now: float) -> int:
+    """The first step of a planned world.
+
+    Every rank contributes to a collective of the step before it, so all of them have to know by
+    then. Ranks differ by at most one step: two ahead is the least that can be in time. Too early
+    costs one redone step, too late only makes the newcomers wait.
+    """
+    if pace.step_time_s <= 0:
+        return pace.step + 2
+    since_s = min(max(0.0, now - pace.at_s), EXTRAPOLATE_S)
+    ahead = math.ceil(ANNOUNCE_S / pace.step_time_s)
+    return pace.step + int(since_s / pace.step_time_s) + max(2, ahead)
