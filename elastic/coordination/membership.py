@@ -54,7 +54,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     if view.world is None:
         return _first_world(view, now, policy)
     standing = stand(view, view.world)
-    if standing.finished and not standing.running and not standing.out:
+    if standing.over:
         return _success(standing)
     if not standing.survivors:
         return _after_everybody(view, standing, now, policy)

@@ -51,8 +51,13 @@ def world_of(
     nonce: str,
     time_s: float,
     switch_at_step: int | None = None,
+    committed_step: int | None = None,
 ) -> World:
-    """The record to swap in for ``last``. The first node hosts the group's store."""
+    """The record to swap in for ``last``. The first node hosts the group's store.
+
+    ``committed_step`` is what is known of the job's progress, if anything: the record's floor
+    never falls.
+    """
     host = proposal.nodes[0] if proposal.nodes else None
     lineage = (*last.lineage, last.generation) if last else ()
     return World(
@@ -71,8 +76,12 @@ def world_of(
         cause=proposal.cause,
         reason=proposal.reason,
         time_s=time_s,
-        committed_step=last.committed_step if last else None,
+        committed_step=_floor(last.committed_step if last else None, committed_step),
     )
+
+
+def _floor(before: int | None, now: int | None) -> int | None:
+    return max(before or 0, now or 0) or before
 
 
 def names(nodes: Iterable[NodeView]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.coordination.records import Cause, Node, NodeState, World, WorldState
+from elastic.coordination.records import Cause, Node, NodeState, Trouble, World, WorldState
 from elastic.coordination.view import Liveness, MissingMember, NodeView, View
 
 MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
@@ -30,16 +30,33 @@ class Standing:
     out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
     gone: tuple[Gone, ...]
     finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
-    troubles: tuple[str, ...]  # sentences of running members that reported trouble
+    troubles: tuple[Trouble, ...]  # of running members, and not answered yet
 
     @property
     def in_process(self) -> bool:
         """Those who still run can change worlds without a restart."""
-        if self.world.state is WorldState.PAUSED and self.out:
-            return False
         return bool(self.running) and all(
             n.node.in_process and n.node.state is not NodeState.ARRIVED for n in self.running
         )
+
+    @property
+    def pending(self) -> bool:
+        """A planned world that nobody has switched to yet."""
+        return self.world.switch_at_step is not None and not any(
+            n.node.running and n.node.running.generation >= self.world.generation
+            for n in self.running
+        )
+
+    @property
+    def over(self) -> bool:
+        """Somebody finished, and nobody is left who was stepping. A newcomer that was still to
+        switch is not needed any more."""
+        at_work = (
+            n
+            for n in self.running
+            if n.node.running is not None or n.node.state is not NodeState.READY
+        )
+        return bool(self.finished) and not self.out and not any(at_work)
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:
@@ -48,7 +65,7 @@ class Standing:
         In-process members do not wait for one that restarts its workers: it comes back as a
         newcomer once it is ready. If nobody runs any more, all restart together.
         """
-        if self.in_process and self.world.state is WorldState.ACTIVE:
+        if self.in_process:
             return self.running
         place = {node_id: i for i, node_id in enumerate(self.world.node_ids)}
         return tuple(sorted(self.running + self.out, key=lambda n: place[n.node.node_id]))
@@ -56,25 +73,35 @@ class Standing:
     @property
     def changed(self) -> bool:
         """The world cannot go on as it is."""
-        if self.world.state is WorldState.PAUSED:  # its members wait: nothing can be broken
-            return bool(self.gone)
+        if self.world.state is WorldState.PAUSED and not self.in_process:
+            return bool(self.gone)  # its members wait for a restart: nothing can be broken
         return bool(self.gone or self.out or self.troubles)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """What is wrong, for people."""
         said = tuple(g.sentence for g in self.gone)
-        if self.world.state is WorldState.ACTIVE:
-            said += tuple(_failure(n.node) for n in self.out) + self.troubles
+        if self.world.state is WorldState.ACTIVE or self.in_process:
+            name = {n.node.node_id: n.node.name for n in self.running}
+            said += tuple(_failure(n.node) for n in self.out)
+            said += tuple(f"{name[t.node_id]} reports: {t.error}" for t in self.troubles)
         return said
 
-    def unbroken(self, survivor: Node) -> bool:
-        """Nobody of the group that this node runs failed or vanished (leaving is neither)."""
-        if survivor.running is None or self.troubles:
+    @property
+    def unbroken(self) -> bool:
+        """The survivors step on in a group of which nobody failed or vanished (leaving is
+        neither): the next world can wait for the end of a step."""
+        groups = [n.node.running for n in self.running if n.node.running is not None]
+        if self.troubles or not groups or not (self.pending or self._taken_up(groups)):
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
-        return broken.isdisjoint(survivor.running.node_ids)
+        return all(broken.isdisjoint(group.node_ids) for group in groups)
+
+    def _taken_up(self, groups: list[World]) -> bool:
+        """Everybody has entered this world: nobody is building it, with the last one given up."""
+        entered = all(group.generation >= self.world.generation for group in groups)
+        return entered and len(groups) == len(self.running)
 
 
 def stand(view: View, world: World) -> Standing:
@@ -82,6 +109,7 @@ def stand(view: View, world: World) -> Standing:
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
     running, out, gone = [], [], []
+    oldest = _oldest_group(view, world)
     finished = [n.node.name for n in view.nodes if n.node.state is NodeState.FINISHED]
     for member in world.members:
         n = present.get(member.node_id)
@@ -97,7 +125,7 @@ def stand(view: View, world: World) -> Standing:
             continue
         elif reason := _gone(n):
             gone.append(reason)
-        elif _is_out(n.node, world):
+        elif _is_out(n.node, world, oldest):
             out.append(n)
         else:
             running.append(n)
@@ -140,12 +168,25 @@ def _gone(n: NodeView) -> Gone | None:
     )
 
 
-def _is_out(node: Node, world: World) -> bool:
-    if node.state is not NodeState.ARRIVED:
+def _oldest_group(view: View, world: World) -> int:
+    """The oldest generation that a member still runs; ``world``'s own unless a switch to it is
+    pending."""
+    if world.switch_at_step is None:
+        return world.generation
+    ids = set(world.node_ids)
+    groups = (n.node.running for n in view.nodes if n.node.node_id in ids)
+    return min((g.generation for g in groups if g is not None), default=world.generation)
+
+
+def _is_out(node: Node, world: World, oldest: int) -> bool:
+    """The workers with which this node was to be in ``world`` are gone."""
+    if node.running is not None:
         return False
-    # A planned world never has members without workers: one that waits for a world lost its
-    # workers before the switch, whatever generation they ran.
-    return node.arrived_for >= world.generation or world.switch_at_step is not None
+    if node.arrived_for >= min(oldest, world.generation):
+        return True
+    # An in-process world has no members without ready workers. Who is seen without lost them
+    # before it could enter, whatever generation they ran.
+    return world.mode == "in-process" and node.state is not NodeState.READY
 
 
 def _failure(node: Node) -> str:
@@ -158,21 +199,15 @@ def _failure(node: Node) -> str:
     return f"{node.name} left generation {node.arrived_for}"
 
 
-def _troubles(view: View, world: World, running: list[NodeView]) -> tuple[str, ...]:
+def _troubles(view: View, world: World, running: list[NodeView]) -> tuple[Trouble, ...]:
     """Trouble of the generation that its reporter runs; older reports were answered already.
 
     While a planned switch is pending its members still run the world before: their trouble
-    counts. An immediate world is itself the answer to trouble of the world before.
+    counts. Once one of them runs the new world all have been in it, and it is the answer to
+    trouble of the world before; an immediate world is from the start.
     """
     nodes = {n.node.node_id: n.node for n in running}
-    said = []
-    for trouble in view.troubles:
-        node = nodes.get(trouble.node_id)
-        if node is None:
-            continue
-        floor = world.generation
-        if world.switch_at_step is not None and node.running is not None:
-            floor = min(floor, node.running.generation)
-        if trouble.generation >= floor:
-            said.append(f"{node.name} reports: {trouble.error}")
-    return tuple(said)
+    groups = [n.node.running.generation for n in running if n.node.running is not None]
+    switched = world.switch_at_step is None or any(g >= world.generation for g in groups)
+    floor = world.generation if switched else min(groups, default=world.generation)
+    return tuple(t for t in view.troubles if t.node_id in nodes and t.generation >= floor)

@@ -42,6 +42,8 @@ class Succession:
             return self._after_pause(newcomers)
         if not self.standing.changed and not newcomers.eligible:
             return self._steady(newcomers)
+        if (until_s := self._settling_until_s()) is not None:
+            return Wait(reason="; ".join(self.standing.sentences), until_s=until_s)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
@@ -86,6 +88,15 @@ class Succession:
         until = max(since) + self.policy.suspect_s
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 
+    def _settling_until_s(self) -> float | None:
+        """Trouble with everyone alive waits a moment for news of a death that explains it: the
+        same members again would have to be torn down at once."""
+        standing, since_s = self.standing, self.view.troubled_since_s
+        if since_s is None or standing.gone or standing.out or not standing.troubles:
+            return None
+        until_s = since_s + self.policy.trouble_settle_s
+        return until_s if self.now < until_s else None
+
     def _without_cooling(self, survivors: Nodes, newcomers: Newcomers) -> Nodes:
         """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
         rest = tuple(n for n in survivors if not self._cools(n.node))
@@ -117,7 +128,7 @@ class Succession:
             reason += f"; {names(left_out)} left out, to cool down after repeated failures"
         causes = {g.cause for g in self.standing.gone}
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.TROUBLE)
-        planned = all(self.standing.unbroken(n.node) for n in survivors)
+        planned = self.standing.unbroken and len(survivors) == len(self.standing.survivors)
         return self._next(survivors + joining, cause, reason, planned=planned)
 
     def _join(self, survivors: Nodes, newcomers: Newcomers) -> Decision:

@@ -60,6 +60,7 @@ class View:
     done: Done | None = None
     cooling: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     troubles: tuple[Trouble, ...] = ()  # what running workers reported (in-process mode)
+    troubled_since_s: float | None = None  # when the leader saw the first report of this world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,9 @@ class Policy:
     join_window_s: float = 1.0
     join_timeout_s: float = 600.0
     takeover_s: float = 300.0
+    # A peer's collective fails at the moment in which a worker dies, and its report is often
+    # faster than that of the dead worker's agent, which has 50 ms.
+    trouble_settle_s: float = 0.05
     suspect_s: float = 15.0  # unreachable for the leader that long, with a live lease: left out
 
 

@@ -1,8 +1,9 @@
 """When to give up, and whom to leave out for a while. Pure: time comes in as an argument.
 
-A job stops for one of two reasons. The same error of the *script* broke three young worlds in a
-row: restarting cannot help, so it ends with that error. Or worlds keep breaking without a
-healthy one between: the budget is spent. A world that lived ``healthy_s`` refunds everything.
+A job stops for one of two reasons. The same error of the *script* broke three worlds in a row
+without progress between them: going on cannot help, so it ends with that error. Or worlds keep
+breaking without a healthy one between: the budget is spent. A healthy world refunds everything:
+one that made ``healthy_steps``, or lived ``healthy_s`` where steps are not known (restart mode).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Breakage:
     failures: tuple[Failure, ...]
     lost: tuple[str, ...]  # names of members that were lost
     at_s: float  # monotonic
+    steps: int | None = None  # made since the breakage before; None: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class BudgetPolicy:
     budget: int = 10
     failure_window_s: float = 600.0
     healthy_s: float = 60.0
+    # Steps made in-process are never lost: a job that makes twenty between failures gets on.
+    healthy_steps: int = 20
     same_error: int = 3  # worlds in a row that the same error of the script may break
 
 
@@ -68,6 +72,18 @@ class Stop:
     exit_code: int
 
 
+def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
+    """Whether the world had got on before it broke.
+
+    Steps can be slow: a world also counts that lived long and made a few. One or two may be only
+    a report that came late, and a world that stands still is not healthy however long it lives.
+    """
+    lived_long = breakage.lived_s >= policy.healthy_s
+    if breakage.steps is None:
+        return lived_long
+    return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > 2)
+
+
 def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> Stop | None:
     """Whether the broken worlds (newest last) are reason to stop."""
     return _script_error(history, policy) or _budget_spent(history, now, policy)
@@ -75,7 +91,7 @@ def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> St
 
 def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> Stop | None:
     latest = list(history)[-policy.same_error :]
-    if len(latest) < policy.same_error or any(b.lived_s >= policy.healthy_s for b in latest):
+    if len(latest) < policy.same_error or any(healthy(b, policy) for b in latest[1:]):
         return None
     common = set(_script_errors(latest[-1]))
     for breakage in latest[:-1]:
@@ -115,7 +131,7 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy)
         if breakage.at_s < now - policy.failure_window_s:
             break
         spent += 1
-        if breakage.lived_s >= policy.healthy_s:  # it refunded everything before it
+        if healthy(breakage, policy):  # it refunded everything before it
             break
     if spent <= policy.budget:
         return None

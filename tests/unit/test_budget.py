@@ -23,9 +23,15 @@ def failed(text: str | None = None, code: int | None = 1, node: str = "n1") -> F
 
 
 def broke(
-    *failures: Failure, lived_s: float = 5.0, lost: tuple[str, ...] = (), at_s: float = NOW
+    *failures: Failure,
+    lived_s: float = 5.0,
+    lost: tuple[str, ...] = (),
+    at_s: float = NOW,
+    steps: int | None = None,
 ) -> Breakage:
-    return Breakage(generation=7, lived_s=lived_s, failures=failures, lost=lost, at_s=at_s)
+    return Breakage(
+        generation=7, lived_s=lived_s, failures=failures, lost=lost, at_s=at_s, steps=steps
+    )
 
 
 def judge(*history: Breakage) -> Stop | None:
@@ -91,19 +97,44 @@ def test_of_several_errors_the_common_one_counts() -> None:
     "odd",
     [
         broke(BOOM, lost=("n3",)),
-        broke(BOOM, lived_s=60.0),
         broke(BOOM, failed(None, -9)),
         broke(BOOM, failed(None, -15)),
         broke(failed("ValueError: other")),
         broke(),
     ],
-    ids=["lost", "healthy", "SIGKILL", "SIGTERM", "other error", "no failure"],
+    ids=["lost", "SIGKILL", "SIGTERM", "other error", "no failure"],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_what_interrupts_the_row(odd: Breakage, place: int) -> None:
     history = [broke(BOOM)] * 3
     history[place] = odd
     assert judge(*history) is None
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("healthy", [broke(BOOM, lived_s=60.0), broke(BOOM, steps=20)])
+def test_progress_between_ends_the_row(healthy: Breakage, place: int) -> None:
+    history = [broke(BOOM)] * 3
+    history[place] = healthy
+    assert judge(*history) is None
+
+
+def test_progress_before_the_first_of_a_row_does_not_matter() -> None:
+    """A job that had trained for hours before it came to the bad sample."""
+    assert judge(broke(BOOM, steps=5000), *[broke(BOOM, steps=0)] * 2) is not None
+
+
+def test_standing_still_is_no_progress_however_long_it_takes() -> None:
+    """Steps of minutes: each redo of the bad one outlives healthy_s."""
+    assert judge(*[broke(BOOM, lived_s=300.0, steps=0)] * 3) is not None
+    assert judge(*[broke(BOOM, lived_s=300.0, steps=5)] * 3) is None
+
+
+def test_kills_spend_no_budget_while_steps_are_made() -> None:
+    killed = failed(None, -9)
+    assert judge(*[broke(killed, lived_s=1.0, steps=50)] * 30) is None
+    stop = judge(*[broke(killed, lived_s=1.0, steps=3)] * 11)
+    assert stop is not None and stop.exit_code == 70
 
 
 def test_only_the_last_three_matter() -> None:
