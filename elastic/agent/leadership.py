@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from elastic.agent.accounts import Accounts, Broken
 from elastic.agent.board import WorldEntry
 from elastic.agent.context import NodeContext
 from elastic.agent.identity import proved_gone
@@ -24,9 +25,12 @@ from elastic.coordination.membership import (
     End,
     Liveness,
     Proposal,
+    View,
     Wait,
     decide,
+    world_of,
 )
+from elastic.coordination.pace import Pace, switch_step
 from elastic.coordination.records import (
     Cause,
     Done,
@@ -38,14 +42,17 @@ from elastic.coordination.records import (
     WorldState,
     encode,
 )
+from elastic.coordination.standing import stand
 from elastic.errors import RecordError
 from elastic.events import NodeLost, NodeSuspected, StoreTrouble, Waiting, WorldFormed
-from elastic.health import budget
 
 # Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
 # registered again by then, so the highest running world is known.
 ADOPTION_WAIT_S = 1.5
-LINEAGE_KEPT = 32
+# How long a planned world waits for the first report of a step, before it interrupts one: a node
+# that leaves has little time, a newcomer has all of it.
+PACE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
+PACE_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class NodesEvent:
-    """Something changed under ``nodes/``."""
+    """Something changed under ``nodes/`` or ``trouble/``."""
 
     event: WatchEvent
 
@@ -74,12 +81,13 @@ class Leadership:
         self._listed = False
         self._asked: set[str] = set()
         self._next_recheck_s = 0.0
-        self._breakages: list[budget.Breakage] = []
-        self._flaps = budget.FlapTracker()
+        self._accounts = Accounts(context.options)
+        self._doubted_for = 0  # the generation whose trouble made every member doubtful
+        self._planned_since_s: float | None = None  # a plan waits for a pace
         self._waiting_reason = ""
         self._probes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="elastic-probe")
         self._watch: Watch = context.store.watch(
-            [context.keys.nodes],
+            [context.keys.nodes, context.keys.troubles],
             lambda event: context.post(NodesEvent(event)),
             name="elastic-watch-nodes",
         )
@@ -92,7 +100,7 @@ class Leadership:
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
     def on_nodes(self, event: WatchEvent, world: World | None) -> None:
-        """An event of the watch on ``nodes/``."""
+        """An event of the watch on ``nodes/`` and ``trouble/``."""
         now = self._at.clock.monotonic()
         match event:
             case Reset(snapshot, reason):
@@ -107,6 +115,8 @@ class Leadership:
                 if error_or_none is not None:
                     self._report_record(error_or_none)
                 self._doubt_after_failure(entry.key, world, now)
+            case Deleted(key) if key.startswith(self._at.keys.troubles):
+                self.roster.delete_trouble(key.removeprefix(self._at.keys.troubles))
             case Deleted(key):
                 self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
             case _:
@@ -136,7 +146,7 @@ class Leadership:
         name = self._name(probed.node_id)
         if verdict.liveness is Liveness.DEAD:
             self._at.journal.emit(NodeLost(lost=name, reason=verdict.reason))
-            self._flaps.lost(name, self._at.clock.monotonic())
+            self._accounts.lost(name, self._at.clock.monotonic())
         elif verdict.liveness is Liveness.SUSPECT:
             self._at.journal.emit(NodeSuspected(suspect=name, reason=verdict.reason))
 
@@ -147,12 +157,22 @@ class Leadership:
             self.roster.doubt(node_id, now)
 
     def _doubt_after_failure(self, key: str, world: World | None, now: float) -> None:
-        known = self.roster.knows(key.removeprefix(self._at.keys.nodes))
-        if known is None or world is None or known.node.node_id not in world.node_ids:
+        """A member failed, or its collectives did: perhaps because another one died.
+
+        One round for each generation: hundreds of nodes report the same trouble at once.
+        """
+        keys = self._at.keys
+        node_id = key.removeprefix(keys.troubles).removeprefix(keys.nodes)
+        known, trouble = self.roster.knows(node_id), self.roster.trouble_of(node_id)
+        if known is None or world is None or node_id not in world.node_ids:
             return
         node = known.node
-        if node.state is NodeState.ARRIVED and node.arrived_for >= world.generation:
-            self.roster.doubt_others(world, node.node_id, now)
+        failed = node.state is NodeState.ARRIVED and node.arrived_for >= world.generation
+        running = node.running.generation if node.running is not None else world.generation
+        troubled = trouble is not None and trouble.generation >= running
+        if (failed or troubled) and self._doubted_for != world.generation:
+            self._doubted_for = world.generation
+            self.roster.doubt_members(world, now)
 
     def _report_record(self, error: RecordError) -> None:
         self._at.journal.emit(
@@ -182,14 +202,27 @@ class Leadership:
         self._ask(world, now)
         if self.roster.unsettled() or self.roster.unregistered(world):
             return None, now + RECHECK_S
-        cooling = self._flaps.cooling(now)
-        view = self.roster.view(world, entry.since_s, done=done, cooling=cooling)
-        return self._act(decide(view, now, self._at.policy), entry, now)
+        self._accounts.saw(self._at.board.pace)
+        view = self._view(entry, done, now)
+        decision = decide(view, now, self._at.policy)
+        if isinstance(decision, Proposal) and world is not None:
+            ended = self._charge(decision, view, entry, now)
+            if ended is not None:
+                return ended, now + RECHECK_S
+            # The charge may have been one too many for somebody, who is left out at once.
+            decision = decide(self._view(entry, done, now), now, self._at.policy)
+        return self._act(decision, entry, now)
+
+    def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
+        cooling = self._accounts.cooling(now)
+        return self.roster.view(entry.world, entry.since_s, done=done, cooling=cooling)
 
     def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
         """After a wipe: the highest world that any node runs goes back into the store."""
         highest = self.roster.highest_running()
         generation = entry.world.generation if entry.world is not None else 0
+        if highest is not None and entry.world is not None and highest.generation < generation:
+            highest = entry.world  # a plan that nobody runs yet: others know it, too
         if highest is None or (entry.mod_revision and highest.generation <= generation):
             return entry
         if now < self._since_s + ADOPTION_WAIT_S:
@@ -259,17 +292,26 @@ class Leadership:
     def _propose(
         self, proposal: Proposal, entry: WorldEntry, now: float
     ) -> tuple[WorldEntry | Done | None, float]:
-        ended = self._spend_budget(proposal, entry, now)
-        if ended is not None:
-            return ended, now + RECHECK_S
-        world = self._next_world(proposal, entry.world)
+        step, wait = self._switch_step(proposal, entry.world, now)
+        if wait:
+            return None, now + PACE_AGAIN_S
+        pace = self._at.board.pace
+        world = world_of(
+            proposal,
+            entry.world,
+            nonce=secrets.token_hex(4),
+            time_s=self._at.clock.wall(),
+            switch_at_step=step,
+            committed_step=pace.step if pace is not None else None,
+        )
         revision = self._at.store.compare_and_swap(
             self._at.keys.world, encode(world), expected_revision=entry.mod_revision
         )
         if revision is None:
             return None, now + RECHECK_S  # somebody else was faster: the watch will tell
         self._announce(encode(world))
-        self._waiting_reason = ""
+        self._accounts.formed(entry.world, world, now)
+        self._waiting_reason, self._planned_since_s = "", None
         self._at.journal.emit(
             WorldFormed(
                 generation=world.generation,
@@ -283,66 +325,61 @@ class Leadership:
         )
         return WorldEntry(world, revision, now), now
 
-    def _spend_budget(self, proposal: Proposal, entry: WorldEntry, now: float) -> Done | None:
-        """Failures with everyone alive are the job's own; the loss of nodes is not its fault."""
-        world = entry.world
-        if world is None or proposal.cause is not Cause.TROUBLE:
-            return None
-        failures = self.roster.failures_in(world.generation)
-        if failures:
-            self._flaps.accused(failures[0].node, now)
-        self._breakages.append(
-            budget.Breakage(
-                generation=world.generation,
-                lived_s=now - entry.since_s,
-                failures=tuple(budget.Failure(f.node, f.text, f.exit_code) for f in failures),
-                lost=(),
-                at_s=now,
-            )
-        )
-        verdict = budget.verdict(self._breakages, now, self._budget_policy())
-        if verdict is None:
-            return None
-        return self._end(Outcome.FAILURE, verdict.reason, verdict.exit_code, entry)
+    def _switch_step(
+        self, proposal: Proposal, before: World | None, now: float
+    ) -> tuple[int | None, bool]:
+        """Where a planned world takes over (None: at once), and whether to wait for a pace."""
+        if not proposal.planned or before is None:
+            return None, False
+        if before.switch_at_step is not None and not self._switched(before):
+            # One plan takes the place of another that nobody has carried out. Whoever learns of
+            # it too late waits at the same step's boundary, in the building of the first.
+            return before.switch_at_step, False
+        pace = self._pace()
+        if pace is not None:
+            return switch_step(pace, now), False
+        if self._planned_since_s is None:
+            self._planned_since_s = now
+        patience_s = PACE_PATIENCE_S.get(proposal.cause, 0.0)
+        return None, now < self._planned_since_s + patience_s
 
-    def _budget_policy(self) -> budget.BudgetPolicy:
-        options = self._at.options
-        return budget.BudgetPolicy(
-            budget=options.failure_budget,
-            failure_window_s=options.failure_window_s,
-            healthy_s=options.healthy_s,
+    def _switched(self, world: World) -> bool:
+        """A member runs this world. (Then all were in it: they agree before they say so.)"""
+        return any(
+            known.node.running is not None and known.node.running.generation >= world.generation
+            for node_id in world.node_ids
+            if (known := self.roster.knows(node_id)) is not None
         )
 
-    def _next_world(self, proposal: Proposal, before: World | None) -> World:
-        generation = before.generation + 1 if before is not None else 1
-        first = proposal.nodes[0] if proposal.nodes else None
-        lineage = (*before.lineage, before.generation)[-LINEAGE_KEPT:] if before else ()
-        return World(
-            generation=generation,
-            members=tuple(n.as_member() for n in proposal.nodes),
-            store_host=first.address if first else "",
-            store_port=first.ports[generation % len(first.ports)] if first else 0,
-            nonce=secrets.token_hex(4),
-            mode=proposal.mode,
-            switch_at_step=None,
-            state=proposal.state,
-            min_nodes=first.min_nodes if first else self._at.policy.min_nodes,
-            max_nodes=first.max_nodes if first else self._at.policy.max_nodes,
-            lineage=lineage,
-            cause=proposal.cause,
-            reason=proposal.reason,
-            time_s=self._at.clock.wall(),
-            committed_step=before.committed_step if before else None,
-            library=first.library if first else (before.library if before else ""),
+    def _pace(self) -> Pace | None:
+        """This node's own workers', if it is of the group that they step in now."""
+        running, pace = self._at.board.node.running, self._at.board.pace
+        if running is None or pace is None or pace.generation != running.generation:
+            return None
+        return pace
+
+    def _charge(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
+        """Hold what broke the world against the job and its nodes."""
+        assert entry.world is not None
+        standing = stand(view, entry.world)
+        groups = [n.node.running.generation for n in standing.running if n.node.running]
+        broken = Broken(
+            standing=standing,
+            proposal=proposal,
+            since_s=entry.since_s,
+            failures=self.roster.failures_since(min([entry.world.generation, *groups])),
         )
+        stop = self._accounts.charge(broken, self._at.board.pace, now)
+        return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
 
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
+        pace = self._at.board.pace
         done = Done(
             outcome=outcome,
             reason=reason,
             exit_code=exit_code,
             generation=entry.world.generation if entry.world is not None else 0,
-            final_step=None,
+            final_step=pace.step if pace is not None else None,
             time_s=self._at.clock.wall(),
         )
         revision = self._at.store.compare_and_swap(

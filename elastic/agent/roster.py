@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 
 from elastic.coordination.keyvalue import Entry
 from elastic.coordination.membership import Liveness, MissingMember, NodeView, View
-from elastic.coordination.records import Done, Keys, Member, Node, NodeState, World, decode
+from elastic.coordination.records import (
+    Done,
+    Keys,
+    Member,
+    Node,
+    NodeState,
+    Trouble,
+    World,
+    decode,
+)
 from elastic.errors import RecordError
 
 RECHECK_S = 0.5  # a silent node is asked again this often
@@ -32,7 +41,8 @@ class Known:
 class Failed:
     """How a node's workers ended in one generation."""
 
-    node: str
+    node_id: str
+    node: str  # its name
     text: str | None
     exit_code: int | None
 
@@ -46,22 +56,34 @@ class Roster:
         self._liveness: dict[str, Liveness] = {}
         self._unsettled: dict[str, float] = {}  # node_id -> when to ask; in question
         self._missing_since: dict[str, float] = {}
+        self._suspect_since: dict[str, float] = {}
+        self._troubles: dict[str, tuple[Trouble, float]] = {}  # node_id -> report, since when
         self._failures: dict[int, dict[str, Failed]] = {}
 
     def reset(self, entries: Iterable[Entry], now: float) -> list[RecordError]:
-        """The whole of ``nodes/`` anew. Returns the records that could not be read."""
+        """All of ``nodes/`` and ``trouble/`` anew. Returns the records that cannot be read."""
         present = {e.key for e in entries}
+        self._troubles = {}
         for node_id in list(self._known):
             if self._keys.node(node_id) not in present:
                 self.delete(node_id, now)
         return [e for entry in entries if (e := self.put(entry, now)) is not None]
 
     def put(self, entry: Entry, now: float) -> RecordError | None:
-        """A node key was written. A record that cannot be read leaves the rest unharmed."""
+        """A key was written. A record that cannot be read leaves the rest unharmed."""
         try:
-            node = decode(Node, entry.key, entry.value)
+            if entry.key.startswith(self._keys.troubles):
+                trouble = decode(Trouble, entry.key, entry.value)
+                # By its key: a node speaks for itself only.
+                node_id = entry.key.removeprefix(self._keys.troubles)
+                self._troubles[node_id] = replace(trouble, node_id=node_id), now
+                return None
+            return self._put_node(entry, now)
         except RecordError as error:
             return error
+
+    def _put_node(self, entry: Entry, now: float) -> None:
+        node = decode(Node, entry.key, entry.value)
         before = self._known.get(node.node_id)
         same_state = before is not None and before.present and before.node.state == node.state
         since = before.state_since_s if before is not None and same_state else now
@@ -72,11 +94,10 @@ class Roster:
         if self._liveness[node.node_id] is Liveness.SUSPECT:
             self.doubt(node.node_id, now)
         self._remember_failure(node)
-        return None
 
     def _remember_failure(self, node: Node) -> None:
         if node.state is NodeState.ARRIVED and node.failure_exit_code is not None:
-            failed = Failed(node.name, node.failure, node.failure_exit_code)
+            failed = Failed(node.node_id, node.name, node.failure, node.failure_exit_code)
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
     def delete(self, node_id: str, now: float) -> None:
@@ -86,6 +107,14 @@ class Roster:
             self._known[node_id] = replace(known, present=False)
         self._missing_since[node_id] = now
         self.doubt(node_id, now)
+
+    def delete_trouble(self, node_id: str) -> None:
+        """A report was withdrawn, or its node's lease is over."""
+        self._troubles.pop(node_id, None)
+
+    def trouble_of(self, node_id: str) -> Trouble | None:
+        """What this node reports at present."""
+        return self._troubles[node_id][0] if node_id in self._troubles else None
 
     def doubt(self, node_id: str, now: float) -> None:
         """Something speaks against this node's life: settle it before deciding."""
@@ -98,6 +127,10 @@ class Roster:
         if before is Liveness.DEAD:
             return False
         self._liveness[node_id] = liveness
+        if liveness is Liveness.SUSPECT:
+            self._suspect_since.setdefault(node_id, now)
+        else:
+            self._suspect_since.pop(node_id, None)
         self._unsettled.pop(node_id, None)
         if liveness is Liveness.ALIVE:
             self._touch(node_id, now)
@@ -147,11 +180,10 @@ class Roster:
                 self._missing_since[member.node_id] = now
                 self.doubt(member.node_id, now)
 
-    def doubt_others(self, world: World, but: str, now: float) -> None:
-        """A member failed: perhaps because another one died."""
+    def doubt_members(self, world: World, now: float) -> None:
+        """A member failed or saw trouble: perhaps because another one died."""
         for member in world.members:
-            if member.node_id != but:
-                self.doubt(member.node_id, now)
+            self.doubt(member.node_id, now)
 
     def unregistered(self, world: World | None) -> tuple[str, ...]:
         """Members that answer without having a key that we ever saw: they will register."""
@@ -165,7 +197,14 @@ class Roster:
         """Drop nodes without a key that the world does not name."""
         members = world.node_ids if world is not None else ()
         for node_id in [n for n in self._missing_since if n not in members]:
-            for memory in (self._known, self._liveness, self._unsettled, self._missing_since):
+            for memory in (
+                self._known,
+                self._liveness,
+                self._unsettled,
+                self._missing_since,
+                self._suspect_since,
+                self._troubles,
+            ):
                 memory.pop(node_id, None)
 
     def highest_running(self) -> World | None:
@@ -175,8 +214,15 @@ class Roster:
         ]
         return max(running, key=lambda world: world.generation, default=None)
 
-    def failures_in(self, generation: int) -> tuple[Failed, ...]:
-        return tuple(self._failures.get(generation, {}).values())
+    def failures_since(self, generation: int) -> tuple[Failed, ...]:
+        """How workers of this generation and later ones ended; one per node, first one first.
+        Those of earlier ones are forgotten."""
+        self._failures = {g: found for g, found in self._failures.items() if g >= generation}
+        first: dict[str, Failed] = {}
+        for generation in sorted(self._failures):
+            for node_id, failed in self._failures[generation].items():
+                first.setdefault(node_id, failed)
+        return tuple(first.values())
 
     def view(
         self,
@@ -194,7 +240,12 @@ class Roster:
             # A live answer overrules a vanished key: the node will write it again.
             if known.present or (node_id in members and liveness is Liveness.ALIVE):
                 nodes.append(
-                    NodeView(node=known.node, liveness=liveness, state_since_s=known.state_since_s)
+                    NodeView(
+                        node=known.node,
+                        liveness=liveness,
+                        state_since_s=known.state_since_s,
+                        suspect_since_s=self._suspect_since.get(node_id),
+                    )
                 )
         seen = {n.node.node_id for n in nodes}
         for node_id, member in members.items():
@@ -207,11 +258,23 @@ class Roster:
             missing=tuple(missing),
             done=done,
             cooling=cooling,
+            troubles=tuple(trouble for trouble, _ in self._troubles.values()),
+            troubled_since_s=self._troubled_since_s(world),
         )
 
+    def _troubled_since_s(self, world: World | None) -> float | None:
+        """When trouble began that this world is not itself the answer to."""
+        if world is None:
+            return None
+        floor = world.generation if world.switch_at_step is None else 0
+        since = (s for t, s in self._troubles.values() if t.generation >= floor)
+        return min(since, default=None)
+
     def _missing(self, member: Member, world_since_s: float) -> MissingMember:
+        known = self._known.get(member.node_id)
         return MissingMember(
             member=member,
             proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
             last_sign_s=self._missing_since.get(member.node_id, world_since_s),
+            finished=known is not None and known.node.state is NodeState.FINISHED,
         )

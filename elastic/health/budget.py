@@ -177,7 +177,7 @@ class FlapTracker:
         times = self._losses.setdefault(node, deque(maxlen=self._policy.losses))
         times.append(now)
         if len(times) == self._policy.losses and now - times[0] <= self._policy.flap_window_s:
-            self._cool(node, now)
+            self.cool(node, now)
         self._forget(now)
 
     def accused(self, node: str, now: float) -> None:
@@ -191,14 +191,16 @@ class FlapTracker:
             self._accused, self._accusations = node, []
         self._accusations.append(now)
         if len(self._accusations) >= self._policy.accusations:
-            self._cool(node, now)
+            self.cool(node, now)
             self._accusations = []
 
     def cooling(self, now: float) -> dict[str, float]:
-        """Name -> until when."""
+        """Name or id -> until when."""
         return {node: until for node, until in self._until.items() if now < until}
 
-    def _cool(self, node: str, now: float) -> None:
+    def cool(self, node: str, now: float) -> None:
+        """Leave this node out for ``cool_down_s``. ``node`` is a name, or an id where the node
+        lives on: several agents of one machine may have one name."""
         self._until[node] = now + self._policy.cool_down_s
 
     def _forget(self, now: float) -> None:
