@@ -142,7 +142,8 @@ def _is_the_jobs_own(broken: Broken) -> bool:
     failed by itself."""
     if broken.proposal.cause is Cause.TROUBLE:
         return True
-    return broken.proposal.mode == "in-process" and bool(broken.failures)
+    modes = (broken.proposal.mode, broken.standing.world.mode)
+    return "in-process" in modes and bool(broken.failures)
 
 
 def _lost_without_a_word(broken: Broken) -> tuple[str, ...]:

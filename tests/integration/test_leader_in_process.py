@@ -1,0 +1,383 @@
+"""A leader of a job whose workers keep their processes: services on the store's twin in memory.
+
+What workers do is said by the test, as their agent would publish it; tests/kill runs real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_node_service import KEYS, OPTIONS, TestNode, eventually, leader_in, world_in
+
+from elastic.agent.messages import ChangeNode
+from elastic.clock import SYSTEM_CLOCK
+from elastic.coordination.keyvalue import Put, WatchEvent
+from elastic.coordination.memory import MemoryServer, MemoryStore
+from elastic.coordination.pace import Pace
+from elastic.coordination.records import (
+    Cause,
+    Done,
+    Node,
+    NodeState,
+    Trouble,
+    World,
+    WorldState,
+    decode,
+    encode,
+)
+
+
+class InProcess(TestNode):
+    """A node whose workers say what the test lets them say."""
+
+    __test__ = False
+
+    def change(self, **fields: Any) -> None:
+        change: Callable[[Node], Node] = lambda node: replace(node, **fields)  # noqa: E731
+        self.service._loop.post(ChangeNode(change))
+
+    def ready(self) -> InProcess:
+        """The workers reached the step loop."""
+        self.change(in_process=True, state=NodeState.READY)
+        return self
+
+    def run(self, world: World) -> None:
+        """The workers have built the group and agreed."""
+        self.change(running=world)
+
+    def step(self, step: int, generation: int, step_time_s: float = 0.1) -> None:
+        """The workers report how far they are."""
+        at_s = SYSTEM_CLOCK.monotonic()
+        self.service._board.pace = Pace(generation, step, step_time_s, at_s)
+
+    def workers_die(self, generation: int, failure: str = "killed", exit_code: int = -9) -> None:
+        self.change(
+            state=NodeState.ARRIVED,
+            in_process=False,
+            running=None,
+            arrived_for=generation,
+            failure=failure,
+            failure_exit_code=exit_code,
+        )
+
+    def report(self, generation: int, *accused: str) -> None:
+        """The workers' collective failed, or they waited in vain for ``accused``."""
+        lease = eventually(lambda: self.service._loop._lease)
+        trouble = Trouble(node_id=self.id, generation=generation, error="reset", accused=accused)
+        self.store.put(KEYS.trouble(self.id), encode(trouble), lease=lease)
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+Start = Callable[..., InProcess]
+
+
+@pytest.fixture
+def start(server: MemoryServer) -> Iterator[Start]:
+    nodes: list[InProcess] = []
+
+    def make(**more: Any) -> InProcess:
+        more.setdefault("max_nodes", 4)
+        nodes.append(InProcess(server, **more))
+        nodes[-1].arrive()
+        return nodes[-1]
+
+    yield make
+    server.reconnect()
+    for node in nodes:
+        node.service.close()
+    assert not [t.name for t in threading.enumerate() if t.name == "elastic-node"]
+
+
+def generation(server: MemoryServer, number: int) -> World:
+    """Wait for this world; there must be no newer one."""
+    eventually(lambda: world_in(server).generation >= number)
+    world = world_in(server)
+    assert world.generation == number, world.reason
+    return world
+
+
+def members_run(server: MemoryServer, nodes: list[InProcess], world: World) -> None:
+    """All enter ``world``, and the store says so."""
+    for node in nodes:
+        node.run(world)
+    for node in nodes:
+        eventually(lambda n=node: node_in(server, n).running == world)
+
+
+def node_in(server: MemoryServer, node: InProcess) -> Node:
+    entry = eventually(lambda: MemoryStore(server).get(KEYS.node(node.id)))
+    return decode(Node, entry.key, entry.value)
+
+
+def trio(server: MemoryServer, start: Start, **more: Any) -> list[InProcess]:
+    """Three nodes that step in generation 1, in rank order."""
+    nodes = [start(**more) for _ in range(3)]
+    world = generation(server, 1)
+    for node in nodes:
+        node.enter()
+        node.ready()
+    for node in nodes:
+        eventually(lambda n=node: node_in(server, n).state is NodeState.READY)
+    return sorted(nodes, key=lambda n: world.node_ids.index(n.id))
+
+
+def joining(server: MemoryServer, start: Start, nodes: list[InProcess]) -> tuple[InProcess, World]:
+    """A fourth node is ready, and its switch is pending."""
+    for node in nodes:
+        node.step(100, 1)
+    newcomer = start().ready()
+    return newcomer, generation(server, 2)
+
+
+def test_trouble_with_everyone_alive_makes_the_same_world_again(
+    server: MemoryServer, start: Start
+) -> None:
+    a, b, c = trio(server, start)
+    b.report(1)
+    world = generation(server, 2)
+    assert (world.node_ids, world.cause) == ((a.id, b.id, c.id), Cause.TROUBLE)
+    assert (world.mode, world.switch_at_step) == ("in-process", None)
+
+
+def test_two_reports_of_one_trouble_make_one_world(server: MemoryServer, start: Start) -> None:
+    nodes = trio(server, start)
+    nodes[0].report(1)
+    world = generation(server, 2)
+    nodes[1].report(1)
+    nodes[2].report(1)
+    members_run(server, nodes, world)
+    # What comes next is the next thing that happens.
+    nodes[2].workers_die(2)
+    assert generation(server, 3).node_ids == (nodes[0].id, nodes[1].id)
+
+
+def test_trouble_finds_a_dead_member_at_once(server: MemoryServer, start: Start) -> None:
+    a, b, c = trio(server, start)
+    eventually(lambda: leader_in(server))
+    victim = next(n for n in (c, b) if n.id != leader_in(server))
+    victim.crash()
+    a.report(1)
+    world = generation(server, 2)
+    assert (victim.id in world.node_ids, world.cause) == (False, Cause.LOST)
+
+
+def test_a_report_that_outruns_the_news_of_a_death_costs_no_world(
+    server: MemoryServer, start: Start
+) -> None:
+    """The peer's collective fails before the dead worker's agent has told."""
+    a, b, c = trio(server, start)
+    a.report(1)
+    b.report(1)
+    c.workers_die(1)
+    world = generation(server, 2)
+    assert world.node_ids == (a.id, b.id)
+
+
+def test_a_broken_report_is_reported_and_harms_nobody(server: MemoryServer, start: Start) -> None:
+    nodes = trio(server, start)
+    MemoryStore(server).put(KEYS.trouble("intruder"), b"{not json")
+    eventually(lambda: [e for n in nodes for e in n.journal.events if "intruder" in str(e)])
+    nodes[0].report(1)
+    assert generation(server, 2).cause is Cause.TROUBLE
+
+
+def test_workers_that_die_are_out_and_come_back_at_a_step_boundary(
+    server: MemoryServer, start: Start
+) -> None:
+    a, b, c = nodes = trio(server, start)
+    c.workers_die(1)
+    world = generation(server, 2)
+    assert (world.node_ids, world.switch_at_step) == ((a.id, b.id), None)
+    members_run(server, [a, b], world)
+    for node in nodes[:2]:
+        node.step(40, 2, step_time_s=0.1)
+    c.change(state=NodeState.STARTING)
+    c.ready()
+    world = generation(server, 3)
+    assert (world.node_ids, world.cause) == ((a.id, b.id, c.id), Cause.JOINED)
+    assert world.switch_at_step is not None and world.switch_at_step >= 43
+    assert world.committed_step == 40
+
+
+def test_a_plan_waits_for_the_first_step_to_be_reported(server: MemoryServer, start: Start) -> None:
+    nodes = trio(server, start)
+    newcomer = start().ready()
+    eventually(lambda: node_in(server, newcomer).state is NodeState.READY)
+    leader = next(n for n in nodes if n.id == leader_in(server))
+    eventually(lambda: leader.service._loop._succession.term._planned_since_s)  # type: ignore[union-attr]
+    assert world_in(server).generation == 1
+    for node in nodes:
+        node.step(0, 1, step_time_s=0.0)
+    assert generation(server, 2).switch_at_step == 2
+
+
+def test_trouble_before_the_switch_is_answered_at_once(server: MemoryServer, start: Start) -> None:
+    """History 8."""
+    nodes = trio(server, start)
+    newcomer, _ = joining(server, start, nodes)
+    nodes[1].report(1)
+    world = generation(server, 3)
+    assert (world.switch_at_step, world.cause) == (None, Cause.TROUBLE)
+    assert world.node_ids == (*(n.id for n in nodes), newcomer.id)
+
+
+def test_a_late_report_after_the_switch_is_answered_by_the_switch(
+    server: MemoryServer, start: Start
+) -> None:
+    nodes = trio(server, start)
+    newcomer, world = joining(server, start, nodes)
+    nodes[0].run(world)
+    eventually(lambda: node_in(server, nodes[0]).running == world)
+    nodes[1].report(1)
+    members_run(server, [*nodes[1:], newcomer], world)
+    assert generation(server, 2) == world
+
+
+def test_a_newcomer_that_dies_before_the_switch_cancels_it_and_cools_down(
+    server: MemoryServer, start: Start
+) -> None:
+    nodes = trio(server, start)
+    newcomer, plan = joining(server, start, nodes)
+    newcomer.workers_die(2)
+    world = generation(server, 3)
+    assert world.node_ids == tuple(n.id for n in nodes)
+    assert world.switch_at_step == plan.switch_at_step is not None
+    members_run(server, nodes, world)
+    newcomer.ready()
+    said = lambda: [  # noqa: E731
+        e for n in nodes for e in n.journal.events if "cools down" in str(e)
+    ]
+    assert eventually(said)
+    assert world_in(server).generation == 3
+
+
+def test_a_crash_looping_newcomer_disturbs_the_job_once_per_cool_down(
+    server: MemoryServer, start: Start
+) -> None:
+    """History 9."""
+    nodes = trio(server, start)
+    newcomer, world = joining(server, start, nodes)
+    members_run(server, [*nodes, newcomer], world)
+    for node in nodes:
+        node.step(200, 2)  # healthy
+    newcomer.workers_die(2, "ValueError: no such file", 1)
+    world = generation(server, 3)
+    members_run(server, nodes, world)
+    newcomer.ready()
+    assert eventually(
+        lambda: [e for n in nodes for e in n.journal.events if "cools down" in str(e)]
+    )
+    assert world_in(server).generation == 3
+
+
+def test_leaving_is_planned_and_needs_no_newcomer(server: MemoryServer, start: Start) -> None:
+    a, b, c = nodes = trio(server, start)
+    for node in nodes:
+        node.step(10, 1, step_time_s=0.2)
+    b.service.leave("SIGTERM")
+    world = generation(server, 2)
+    assert (world.node_ids, world.cause) == ((a.id, c.id), Cause.LEFT)
+    assert world.switch_at_step in (12, 13, 14)
+
+
+def test_the_same_exception_on_one_node_after_the_other_ends_the_job_with_it(
+    server: MemoryServer, start: Start
+) -> None:
+    """Survivors redo the step, and come to the same bad sample."""
+    nodes = trio(server, start, min_nodes=1)
+    for node in nodes:
+        node.step(500, 1)
+    nodes.sort(key=lambda n: n.id == leader_in(server))
+    for number, node in enumerate(nodes, start=1):
+        node.workers_die(number, "ValueError: bad sample", 1)
+        if number < 3:
+            world = generation(server, number + 1)
+            members_run(server, nodes[number:], world)
+            for survivor in nodes:
+                survivor.step(500, number + 1)
+    entry = eventually(lambda: MemoryStore(server).get(KEYS.done))
+    done = decode(Done, entry.key, entry.value)
+    assert "ValueError: bad sample" in done.reason
+    assert (done.exit_code, done.final_step) == (1, 500)
+
+
+def test_an_outage_of_the_store_spends_no_budget(server: MemoryServer, start: Start) -> None:
+    """The next world is decided again and again until it can be written: one failure."""
+    nodes = trio(server, start, options=replace(OPTIONS, failure_budget=1))
+    leader = next(n for n in nodes if n.id == leader_in(server))
+    leader.workers_die(1)  # its own record needs no watch
+    server.disconnect()
+    eventually(lambda: leader.service._board.store_trouble)
+    for _ in range(5):
+        leader.change()  # each makes it try again
+    server.reconnect()
+    assert world_in(server).state is not None
+    eventually(lambda: world_in(server).generation == 2)
+    assert MemoryStore(server).get(KEYS.done) is None
+
+
+def test_whoever_is_waited_for_three_times_is_left_out(server: MemoryServer, start: Start) -> None:
+    a, b, c = nodes = trio(server, start)
+    world = world_in(server)
+    for number in (1, 2, 3):
+        for node in (a, c):
+            node.report(number, b.id)
+        eventually(lambda n=number: world_in(server).generation > n)
+        world = generation(server, number + 1)
+        if number < 3:
+            assert set(world.node_ids) == {n.id for n in nodes}
+    assert world.node_ids == (a.id, c.id)
+    assert "cool down" in world.reason
+
+
+def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = trio(server, start)
+    deaf = next(n for n in (a, b) if n.id != leader_in(server))
+    loop = deaf.service._loop
+    hear = loop._on_base
+
+    def hear_no_worlds(event: WatchEvent) -> None:
+        if not (isinstance(event, Put) and event.entry.key == KEYS.world):
+            hear(event)
+
+    monkeypatch.setattr(loop, "_on_base", hear_no_worlds)
+    c.workers_die(1)
+    world = generation(server, 2)
+    eventually(lambda: deaf.service._board.world.world == world)
+
+
+def test_below_min_nodes_the_survivors_pause_and_go_on_without_a_restart(
+    server: MemoryServer, start: Start
+) -> None:
+    a, b, c = nodes = trio(server, start, min_nodes=3)
+    c.workers_die(1)
+    world = generation(server, 2)
+    assert (world.state, world.mode) == (WorldState.PAUSED, "in-process")
+    assert world.node_ids == (a.id, b.id)
+    members_run(server, nodes[:2], world)
+    c.ready()
+    world = generation(server, 3)
+    assert (world.state, world.mode) == (WorldState.ACTIVE, "in-process")
+    assert (world.node_ids, world.switch_at_step) == ((a.id, b.id, c.id), None)
+
+
+def test_a_newcomer_planned_for_a_job_that_ends_does_not_keep_it(
+    server: MemoryServer, start: Start
+) -> None:
+    """History 14."""
+    nodes = trio(server, start)
+    joining(server, start, nodes)
+    for node in nodes:
+        node.change(state=NodeState.FINISHED)
+    entry = eventually(lambda: MemoryStore(server).get(KEYS.done))
+    assert decode(Done, entry.key, entry.value).exit_code == 0
