@@ -77,10 +77,11 @@ class Roster:
                 # By its key: a node speaks for itself only.
                 node_id = entry.key.removeprefix(self._keys.troubles)
                 self._troubles[node_id] = replace(trouble, node_id=node_id), now
-                return None
-            return self._put_node(entry, now)
+            else:
+                self._put_node(entry, now)
         except RecordError as error:
             return error
+        return None
 
     def _put_node(self, entry: Entry, now: float) -> None:
         node = decode(Node, entry.key, entry.value)

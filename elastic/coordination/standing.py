@@ -30,6 +30,7 @@ class Standing:
     out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
     gone: tuple[Gone, ...]
     finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
+    peers: frozenset[str]  # whom the finished ones ran with, as far as they still say it
     troubles: tuple[Trouble, ...]  # of running members, and not answered yet
 
     @property
@@ -49,14 +50,12 @@ class Standing:
 
     @property
     def over(self) -> bool:
-        """Somebody finished, and nobody is left who was stepping. A newcomer that was still to
-        switch is not needed any more."""
-        at_work = (
-            n
-            for n in self.running
-            if n.node.running is not None or n.node.state is not NodeState.READY
-        )
-        return bool(self.finished) and not self.out and not any(at_work)
+        """Somebody finished, and nobody is left who was stepping with them. Newcomers that had
+        still to switch when the others finished are not needed any more."""
+        if not self.finished or any(n.node.running for n in self.running):
+            return False
+        left = (n.node.node_id for n in self.running + self.out)
+        return not any(node_id in self.peers or not self.peers for node_id in left)
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:
@@ -135,8 +134,14 @@ def stand(view: View, world: World) -> Standing:
         out=tuple(out),
         gone=tuple(gone),
         finished=tuple(finished),
+        peers=_peers_of_finished(view),
         troubles=_troubles(view, world, running),
     )
+
+
+def _peers_of_finished(view: View) -> frozenset[str]:
+    finished = (n.node for n in view.nodes if n.node.state is NodeState.FINISHED)
+    return frozenset(i for node in finished if node.running for i in node.running.node_ids)
 
 
 def _lease_over(m: MissingMember) -> Gone:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from membership_nodes import (
     NOW,
+    POLICY,
     missing,
     named,
     node,
@@ -14,8 +17,15 @@ from membership_nodes import (
     world,
 )
 
-from elastic.coordination.membership import NodeView
-from elastic.coordination.records import Cause, NodeState, Trouble, World, WorldState
+from elastic.coordination.membership import End, NodeView, decide
+from elastic.coordination.records import (
+    Cause,
+    NodeState,
+    Outcome,
+    Trouble,
+    World,
+    WorldState,
+)
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 
@@ -137,3 +147,76 @@ def test_one_node_that_cannot_keep_its_process_makes_it_a_restart() -> None:
     v = view(SEVEN, *members("n1", "n3"), seen(node("n2", NodeState.STARTING)), gone=[])
     v2 = view(world("n1", "n2", "n3", "n4"), *v.nodes, gone=[missing("n4")])
     assert proposal(v2).mode == "restart"
+
+
+def test_a_member_that_warms_up_already_has_left_the_world() -> None:
+    """Its failure and its new workers may be seen at once."""
+    warming = seen(node("n2", NodeState.STARTING, arrived_for=7))
+    warm = ready("n2", None)
+    warm = seen(replace(warm.node, arrived_for=7))
+    for n2 in (warming, warm):
+        assert named(proposal(view(SEVEN, *members("n1", "n3"), n2))) == ["n1", "n3"]
+
+
+def test_workers_that_die_while_a_world_is_built_are_not_waited_for() -> None:
+    eight = world("n1", "n2", "n3", generation=8, mode="in-process")
+    failed = seen(node("n2", arrived_for=7, failure="boom"))
+    p = proposal(view(eight, *members("n1", "n3"), failed))
+    assert (named(p), p.planned) == (["n1", "n3"], False)
+
+
+def test_a_world_that_is_being_built_is_not_left_at_a_step_boundary() -> None:
+    eight = world("n1", "n2", "n3", generation=8, mode="in-process")
+    leaves = seen(node("n2", NodeState.LEAVING, in_process=True, running=SEVEN))
+    assert not proposal(view(eight, *members("n1", "n3"), leaves)).planned
+
+
+def test_one_of_two_newcomers_dies_before_the_switch() -> None:
+    pending = world("n1", "n2", "n4", "n5", generation=8, mode="in-process", switch_at_step=50)
+    seven = world("n1", "n2", mode="in-process")
+    running = [ready("n1", seven), ready("n2", seven)]
+    dies = seen(node("n5", arrived_for=8, failure="boom"))
+    p = proposal(view(pending, *running, ready("n4", None), dies))
+    assert (named(p), p.planned) == (["n1", "n2", "n4"], True)
+
+
+def test_trouble_with_everyone_alive_waits_a_moment_for_its_explanation() -> None:
+    v = view(SEVEN, *members("n1", "n2", "n3"), troubles=(trouble("n2", 7),))
+    fresh = replace(v, troubled_since_s=NOW)
+    assert wait(fresh).until_s == NOW + POLICY.trouble_settle_s
+    assert named(proposal(fresh, now=NOW + POLICY.trouble_settle_s)) == ["n1", "n2", "n3"]
+    explained = replace(fresh, missing=(missing("n3", proved_dead=True),), nodes=fresh.nodes[:2])
+    assert named(proposal(explained)) == ["n1", "n2"]
+
+
+def test_trouble_from_before_a_switch_that_somebody_made_is_answered() -> None:
+    late = [ready("n1", PENDING), *members("n2", "n3"), ready("n4", None)]
+    assert "runs on" in wait(view(PENDING, *late, troubles=(trouble("n2", 7),))).reason
+
+
+def test_a_paused_world_whose_workers_die_goes_on_without_them() -> None:
+    paused = world(
+        "n1", "n2", generation=8, state=WorldState.PAUSED, mode="in-process", limits=(3, 4)
+    )
+    failed = seen(node("n2", arrived_for=8, failure="boom", limits=(3, 4)))
+    p = proposal(view(paused, ready("n1", paused), failed))
+    assert (named(p), p.state, p.mode) == (["n1"], WorldState.PAUSED, "in-process")
+    assert "n2 failed: boom" in p.reason
+
+
+def finished(name: str, running: World = SEVEN) -> NodeView:
+    return seen(node(name, NodeState.FINISHED, in_process=True, running=running))
+
+
+def test_newcomers_that_had_still_to_switch_do_not_keep_a_finished_job() -> None:
+    done = [finished(n) for n in ("n1", "n2", "n3")]
+    dead = seen(node("n4", arrived_for=8, failure="boom"))
+    for n4 in (ready("n4", None), dead):
+        decision = decide(view(PENDING, *done, n4), NOW, POLICY)
+        assert isinstance(decision, End) and decision.outcome is Outcome.SUCCESS
+
+
+def test_a_member_that_failed_in_the_last_step_is_not_forgotten() -> None:
+    failed = seen(node("n3", arrived_for=7, failure="boom"))
+    p = proposal(view(SEVEN, finished("n1"), finished("n2"), failed))
+    assert (named(p), p.mode) == (["n3"], "restart")

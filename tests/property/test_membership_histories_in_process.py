@@ -1,0 +1,428 @@
+"""Random histories of a job whose workers keep their processes, decided by ``decide``.
+
+A model of what surrounds the decision: nodes whose workers warm up, enter worlds, step, fail and
+report; planned worlds that are switched to at a step, immediate ones that are built at once. A
+world that somebody entered had all its members in it, so what must hold between worlds can be
+asked of the model at every moment.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from membership_nodes import node
+
+from elastic.coordination.membership import (
+    End,
+    Liveness,
+    MissingMember,
+    NodeView,
+    Policy,
+    Proposal,
+    View,
+    decide,
+    world_of,
+)
+from elastic.coordination.records import (
+    Cause,
+    Node,
+    NodeState,
+    Outcome,
+    Trouble,
+    World,
+    WorldState,
+)
+
+POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
+NUMBER = st.integers(0, 8)
+
+
+@dataclass
+class Machine:
+    """A node as it really is, and the record that it published."""
+
+    record: Node
+    alive: bool = True  # its agent; a dead one's port refuses at once
+    has_key: bool = True
+    since_s: float = 0.0
+    trouble: Trouble | None = None
+    told: int = 0  # the newest generation its workers are in, or build
+
+    @property
+    def steps(self) -> bool:
+        """Its workers are in a group."""
+        return self.alive and self.record.running is not None
+
+
+class InProcessHistories(RuleBasedStateMachine):
+    """What may happen to a job in in-process mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.machines: dict[str, Machine] = {}
+        self.world: World | None = None
+        self.world_since_s = self.now
+        self.written = 0  # worlds
+        self.ended: End | None = None
+        self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
+
+    # ── what a leader sees ───────────────────────────────────────────────────────────────
+
+    def view(self) -> View:
+        nodes = [
+            NodeView(
+                node=m.record,
+                liveness=Liveness.ALIVE if m.alive else Liveness.DEAD,
+                state_since_s=m.since_s,
+            )
+            for m in self.machines.values()
+            if m.has_key
+        ]
+        gone = [m for m in self.members if not m.has_key]
+        return View(
+            world=self.world,
+            world_since_s=self.world_since_s,
+            nodes=tuple(nodes),
+            missing=tuple(
+                MissingMember(
+                    member=m.record.as_member(),
+                    proved_dead=True,
+                    last_sign_s=self.now,
+                    finished=m.record.state is NodeState.FINISHED,
+                )
+                for m in gone
+            ),
+            troubles=tuple(m.trouble for m in self.machines.values() if m.trouble and m.has_key),
+        )
+
+    @property
+    def members(self) -> list[Machine]:
+        return [self.machines[i] for i in self.world.node_ids] if self.world else []
+
+    # ── what a leader does ───────────────────────────────────────────────────────────────
+
+    def lead(self, view: View | None = None, revision: int | None = None) -> None:
+        """Decide, on what is seen now or was seen then, and write if the key is unchanged."""
+        is_fresh = view is None
+        view = view or self.view()
+        decision = decide(view, self.now, POLICY)
+        assert decision.reason
+        assert decision == decide(view, self.now, POLICY), "not deterministic"
+        is_current = revision in (None, self.written)
+        if isinstance(decision, Proposal):
+            self.check(decision, view, is_fresh)
+            if is_current:
+                self.write(decision)
+        elif isinstance(decision, End) and is_current:
+            assert decision.outcome is Outcome.SUCCESS
+            stepping = {m.record.state for m in self.members if m.steps}
+            assert stepping <= {NodeState.FINISHED, NodeState.LEAVING} or not is_fresh
+            self.ended = decision
+
+    def check(self, proposal: Proposal, view: View, is_fresh: bool) -> None:
+        present = {n.node.node_id: n for n in view.nodes}
+        chosen = [n.node_id for n in proposal.nodes]
+        assert all(present[i].liveness is Liveness.ALIVE for i in chosen), "a dead node is chosen"
+        before = view.world
+        assert proposal.generation > (before.generation if before else 0)
+        if proposal.mode != "in-process":
+            assert not proposal.planned
+            return
+        for chosen_node in proposal.nodes:
+            assert chosen_node.in_process and chosen_node.state is NodeState.READY, (
+                "a world that changes without a restart waits for workers that are not there"
+            )
+        if not is_fresh or before is None:
+            return
+        assert proposal.cause is not Cause.JOINED or proposal.planned, "a join interrupts a step"
+        if proposal.planned:
+            self.check_plan(proposal)
+
+    def check_plan(self, proposal: Proposal) -> None:
+        """A switch at a step boundary is reached only if nobody of the group is missing."""
+        groups = {m.record.running.generation: m for m in self.members if m.record.running}
+        assert groups, "nobody steps towards the boundary"
+        for machine in self.machines.values():
+            running = machine.record.running
+            if running is None or running.generation not in groups:
+                continue
+            assert machine.alive, "the boundary needs a dead node"
+        for generation, machine in groups.items():
+            assert machine.record.running is not None
+            for node_id in machine.record.running.node_ids:
+                other = self.machines[node_id]
+                in_it = other.record.running is not None or (
+                    other.record.state is NodeState.FINISHED
+                )
+                assert in_it, f"the boundary in {generation} needs {other.record.name}, whose " + (
+                    "workers are gone"
+                )
+
+    def write(self, proposal: Proposal) -> None:
+        step = self.world.switch_at_step if self.world else None
+        world = world_of(
+            proposal,
+            self.world,
+            nonce=f"{self.written}",
+            time_s=0.0,
+            switch_at_step=(step or 50) if proposal.planned else None,
+        )
+        self.world, self.world_since_s = world, self.now
+        self.written += 1
+
+    def put(self, machine: Machine, **fields: object) -> None:
+        before = machine.record.state
+        machine.record = replace(machine.record, **fields)  # type: ignore[arg-type]
+        if machine.record.state is not before:
+            machine.since_s = self.now
+
+    def pick(self, number: int, *, steps: bool) -> Machine | None:
+        found = [m for m in self.machines.values() if m.alive and (m.steps or not steps)]
+        found = [m for m in found if m.record.state not in (NodeState.FINISHED, NodeState.LEAVING)]
+        return found[number % len(found)] if found else None
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────
+
+    @initialize(members=st.integers(2, 4), newcomers=st.integers(0, 2))
+    def a_job_runs(self, members: int, newcomers: int) -> None:
+        """Histories that begin with nothing are the other file's."""
+        for _ in range(members):
+            self.a_node_arrives(warm=False)
+        self.now += 10.0
+        self.lead()
+        for _ in range(newcomers):
+            self.a_node_arrives(warm=True)
+        for _ in range(2):
+            self.everybody_gets_ready()
+
+    @rule()
+    def everybody_gets_ready(self) -> None:
+        for machine in self.machines.values():
+            if machine.alive:
+                self.warm_up(machine)
+
+    @rule(seconds=st.sampled_from([0.0, 2.0]), enters=st.booleans())
+    def the_job_goes_on(self, seconds: float, enters: bool) -> None:
+        self.now += seconds
+        if self.ended is None:
+            self.lead()
+        if enters:
+            self.take_up()
+
+    @precondition(lambda self: len(self.machines) < 10)
+    @rule(warm=st.booleans())
+    def a_node_arrives(self, warm: bool) -> None:
+        name = f"n{len(self.machines) + 1}"
+        record = node(name, joined_at_s=self.now)
+        self.machines[record.node_id] = Machine(record, since_s=self.now)
+        if warm:
+            self.warm_up(self.machines[record.node_id])
+
+    @rule()
+    def the_leader_decides(self) -> None:
+        if self.ended is None:
+            self.lead()
+
+    @rule()
+    def another_leader_looks(self) -> None:
+        self.stale = (self.view(), self.written)
+
+    @rule()
+    def another_leader_decides_on_what_it_saw(self) -> None:
+        if self.stale is not None and self.ended is None:
+            self.lead(*self.stale)
+
+    @rule(number=NUMBER)
+    def workers_get_ready(self, number: int) -> None:
+        machine = self.pick(number, steps=False)
+        if machine is not None:
+            self.warm_up(machine)
+
+    def warm_up(self, machine: Machine) -> None:
+        """Start workers: for a world of restart mode with this node, or to join a running job."""
+        record, world = machine.record, self.world
+        if record.state is NodeState.ARRIVED:
+            self.put(machine, state=NodeState.STARTING)
+            if self.is_for_a_restart(machine) and world is not None:
+                machine.told = world.generation
+                self.put(machine, running=world)
+        elif record.state is NodeState.STARTING:
+            self.put(machine, state=NodeState.READY, in_process=True)
+
+    def is_for_a_restart(self, machine: Machine) -> bool:
+        world = self.world
+        return (
+            world is not None
+            and world.mode == "restart"
+            and world.state is WorldState.ACTIVE
+            and machine.record.node_id in world.node_ids
+            and machine.record.arrived_for < world.generation
+        )
+
+    @rule()
+    def members_take_the_world_up(self) -> None:
+        self.take_up()
+
+    def take_up(self) -> None:
+        """What each agent does with the newest world; a group is entered by all or by none."""
+        world = self.world
+        if world is None:
+            return
+        for machine in self.machines.values():
+            self.leave_or_restart(machine, world)
+        if world.mode != "in-process":
+            return
+        waiting = [m for m in self.members if m.record.running != world]
+        ready = all(m.alive and m.record.state is NodeState.READY for m in waiting)
+        # (A finished or leaving member of a pending plan never comes to the boundary.)
+        if ready and all(m.record.arrived_for < world.generation for m in waiting):
+            for machine in waiting:
+                machine.told = world.generation
+                self.put(machine, running=world)
+
+    def leave_or_restart(self, machine: Machine, world: World) -> None:
+        record = machine.record
+        if not machine.alive or record.state not in (NodeState.STARTING, NodeState.READY):
+            return
+        newest = record.running.generation if record.running else record.arrived_for
+        excluded = record.running is not None and record.node_id not in world.node_ids
+        restarts = record.node_id in world.node_ids and world.mode == "restart"
+        if newest < world.generation and (excluded or restarts) and not world.switch_at_step:
+            self.end_workers(machine, arrived_for=newest)
+
+    def end_workers(self, machine: Machine, *, arrived_for: int, **fields: object) -> None:
+        arrived = {"state": NodeState.ARRIVED, "in_process": False, "running": None}
+        self.put(machine, **arrived, arrived_for=arrived_for, **fields)
+
+    @rule(number=NUMBER, warm=st.integers(0, 2), builds=st.booleans())
+    def workers_die(self, number: int, warm: int, builds: bool) -> None:
+        """The leader may look only when the next workers are there already."""
+        machine = self.pick(number, steps=True)
+        if machine is None or self.world is None or machine.record.running is None:
+            return
+        last = machine.record.running.generation
+        if builds and machine.record.node_id in self.world.node_ids:
+            last = max(last, self.world.generation)
+        self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
+        for _ in range(warm):
+            self.warm_up(machine)
+
+    @rule(number=NUMBER)
+    def a_newcomers_workers_die(self, number: int) -> None:
+        """Also of one that a pending plan names, or that is in a build."""
+        found = [
+            m
+            for m in self.machines.values()
+            if m.alive and m.record.running is None and m.record.state is NodeState.READY
+        ]
+        if found:
+            machine = found[number % len(found)]
+            last = machine.record.arrived_for
+            if self.world is not None and machine.record.node_id in self.world.node_ids:
+                last = self.world.generation
+            self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
+
+    @rule(number=NUMBER, builds=st.booleans())
+    def a_collective_fails(self, number: int, builds: bool) -> None:
+        machine = self.pick(number, steps=True)
+        if machine is None or machine.record.running is None or self.world is None:
+            return
+        generation = machine.record.running.generation
+        if builds and machine.record.node_id in self.world.node_ids:
+            generation = self.world.generation
+        machine.trouble = Trouble(
+            node_id=machine.record.node_id, generation=generation, error="reset"
+        )
+
+    @rule(number=NUMBER, key_too=st.booleans())
+    def a_node_dies(self, number: int, key_too: bool) -> None:
+        machine = self.pick(number, steps=False)
+        if machine is not None:
+            machine.alive, machine.has_key = False, not key_too
+
+    @rule()
+    def all_workers_die(self) -> None:
+        for machine in self.members:
+            if machine.steps and machine.record.running is not None:
+                last = machine.record.running.generation
+                self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
+
+    @rule(number=NUMBER)
+    def a_node_is_told_to_leave(self, number: int) -> None:
+        machine = self.pick(number, steps=True)
+        if machine is not None:
+            self.put(machine, state=NodeState.LEAVING)
+
+    @rule(number=NUMBER, only=st.booleans())
+    def workers_finish(self, number: int, only: bool) -> None:
+        machine = self.pick(number, steps=True)
+        if machine is None or machine.record.running is None:
+            return
+        group = machine.record.running
+        others = [self.machines[i] for i in group.node_ids]
+        for m in [machine] if only else [m for m in others if m.steps]:
+            self.put(m, state=NodeState.FINISHED)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # ── what must hold ───────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def at_most_one_world_makes_progress(self) -> None:
+        """A group steps only while all its members are in it; two such groups share no node and
+        therefore must not exist."""
+        whole = set()
+        for machine in self.machines.values():
+            group = machine.record.running
+            if group is None or not machine.alive:
+                continue
+            inside = (self.machines[i] for i in group.node_ids)
+            if all(m.alive and m.record.running == group for m in inside):
+                whole.add((group.generation, group.nonce))
+        assert len(whole) <= 1, f"two worlds make progress: {whole}"
+
+    def teardown(self) -> None:
+        """Once things quieten: every live node is in, or too few live, or the job is over."""
+        for _ in range(30):
+            if self.ended is not None:
+                return
+            for machine in self.machines.values():
+                if machine.record.state in (NodeState.LEAVING, NodeState.FINISHED):
+                    continue
+                if machine.alive:
+                    self.warm_up(machine)
+            self.lead()
+            self.take_up()
+            self.now += 10.0
+        going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
+        live = [m for m in self.machines.values() if m.alive and m.record.state in going]
+        finished = any(m.record.state is NodeState.FINISHED for m in self.machines.values())
+        if finished or len(live) < POLICY.min_nodes:
+            return
+        assert self.world is not None and self.world.state is WorldState.ACTIVE
+        inside = [m for m in live if m.record.node_id in self.world.node_ids]
+        assert len(inside) == min(len(live), POLICY.max_nodes)
+        assert all(m.record.running == self.world for m in inside)
+
+
+InProcessHistories.TestCase.settings = settings(
+    max_examples=400, stateful_step_count=40, deadline=None
+)
+TestInProcessHistories = InProcessHistories.TestCase

@@ -1,0 +1,24 @@
+"""Where a planned world takes over."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.coordination.pace import Pace, switch_step
+
+
+@pytest.mark.parametrize(
+    ("step_time_s", "since_s", "expected"),
+    [
+        (10.0, 0.0, 102),  # slow steps: the least that all ranks can know of in time
+        (0.02, 0.0, 113),  # fast ones: as many as fit into an announcement
+        (0.02, 0.1, 118),  # the job has stepped on since
+        (0.02, 60.0, 188),  # an evaluation: the job has not
+        (0.02, -1.0, 113),
+        (0.0, 5.0, 102),  # the first step: its duration is not known
+    ],
+)
+def test_the_switch_is_as_near_as_everybody_can_know_of_it(
+    step_time_s: float, since_s: float, expected: int
+) -> None:
+    assert switch_step(Pace(7, 100, step_time_s, at_s=50.0), 50.0 + since_s) == expected
