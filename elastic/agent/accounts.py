@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from elastic.agent.roster import Failed
 from elastic.config import AgentOptions
 from elastic.coordination.pace import Pace
-from elastic.coordination.records import Cause, World
+from elastic.coordination.records import BreakageRecord, Cause, FailureRecord, World
 from elastic.coordination.standing import Standing
 from elastic.coordination.view import Proposal
 from elastic.health import budget
 from elastic.health.escalation import FailedBuilds
 
+# What a world's record remembers: enough to tell three times in a row, bounded in size.
+_REMEMBERED = 16
+_REMEMBERED_TEXT = 300
 _FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not the node's own doing
 
 
@@ -58,6 +61,19 @@ class Accounts:
         """Node id or name -> until when it is left out."""
         return self._flaps.cooling(now)
 
+    def remember(self, world: World | None, now: float, wall_s: float) -> None:
+        """Begin a term with what the last leader knew. (A leader whose own workers fail hands
+        leadership over: without this, their failures would never add up.)"""
+        self._breakages = [
+            _from_record(record, now - max(0.0, wall_s - record.time_s))
+            for record in (world.breakages if world is not None else ())
+        ]
+
+    def records(self, now: float, wall_s: float) -> tuple[BreakageRecord, ...]:
+        """What the next world's record is to remember."""
+        latest = self._breakages[-_REMEMBERED:]
+        return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
+
     def saw(self, pace: Pace | None) -> None:
         """The first step seen is where counting begins."""
         if self._step is None and pace is not None:
@@ -89,7 +105,11 @@ class Accounts:
         breakage = budget.Breakage(
             generation=world.generation,
             lived_s=now - broken.since_s,
-            failures=tuple(budget.Failure(f.node, f.text, f.exit_code) for f in broken.failures),
+            # Cut as in a record: texts of two leaders are compared.
+            failures=tuple(
+                budget.Failure(f.node, f.text and f.text[-_REMEMBERED_TEXT:], f.exit_code)
+                for f in broken.failures[:_REMEMBERED]
+            ),
             lost=_lost_without_a_word(broken),
             at_s=now,
             steps=steps,
@@ -134,6 +154,35 @@ class Accounts:
         reports = {t.node_id: t.accused for t in standing.troubles if t.accused}
         for node_id in self._builds.failed(standing.world.node_ids, reports):
             self._flaps.cool(node_id, now)
+
+
+def _to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
+    return BreakageRecord(
+        generation=breakage.generation,
+        lived_s=breakage.lived_s,
+        steps=breakage.steps,
+        failures=tuple(
+            FailureRecord(
+                node=f.node,
+                text=f.text,
+                exit_code=f.exit_code,
+            )
+            for f in breakage.failures
+        ),
+        lost=breakage.lost,
+        time_s=time_s,
+    )
+
+
+def _from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
+    return budget.Breakage(
+        generation=record.generation,
+        lived_s=record.lived_s,
+        steps=record.steps,
+        failures=tuple(budget.Failure(f.node, f.text, f.exit_code) for f in record.failures),
+        lost=record.lost,
+        at_s=at_s,
+    )
 
 
 def _is_the_jobs_own(broken: Broken) -> bool:

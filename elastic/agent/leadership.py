@@ -82,6 +82,7 @@ class Leadership:
         self._asked: set[str] = set()
         self._next_recheck_s = 0.0
         self._accounts = Accounts(context.options)
+        self._accounts.remember(context.board.world.world, self._since_s, context.clock.wall())
         self._doubted_for = 0  # the generation whose trouble made every member doubtful
         self._planned_since_s: float | None = None  # a plan waits for a pace
         self._waiting_reason = ""
@@ -303,6 +304,7 @@ class Leadership:
             time_s=self._at.clock.wall(),
             switch_at_step=step,
             committed_step=pace.step if pace is not None else None,
+            breakages=self._accounts.records(now, self._at.clock.wall()),
         )
         revision = self._at.store.compare_and_swap(
             self._at.keys.world, encode(world), expected_revision=entry.mod_revision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elastic.coordination.newcomers import Newcomers
-from elastic.coordination.records import Cause, Node, World, WorldState
+from elastic.coordination.records import BreakageRecord, Cause, Node, World, WorldState
 from elastic.coordination.view import NodeView, Proposal, View
 
 LINEAGE_LENGTH = 32
@@ -52,6 +52,7 @@ def world_of(
     time_s: float,
     switch_at_step: int | None = None,
     committed_step: int | None = None,
+    breakages: tuple[BreakageRecord, ...] = (),
 ) -> World:
     """The record to swap in for ``last``. The first node hosts the group's store.
 
@@ -76,6 +77,7 @@ def world_of(
         cause=proposal.cause,
         reason=proposal.reason,
         time_s=time_s,
+        breakages=breakages,
         committed_step=_floor(last.committed_step if last else None, committed_step),
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import reprlib
 import types
 import typing
@@ -18,14 +17,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from elastic.errors import ConfigError, RecordError
+from elastic.coordination.keys import Keys as Keys
+from elastic.errors import RecordError
 
 RECORD_VERSION = 1
-
-# Control characters, and the surrogates that Python makes of argument bytes that are not UTF-8.
-_UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
-_FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
-_FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
 
 # A hostile value must not fill the log, nor recurse too deep to be shown.
 _shown = reprlib.Repr()
@@ -91,6 +86,27 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """How a node's workers ended."""
+
+    node: str  # its name
+    text: str | None
+    exit_code: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakageRecord:
+    """A world that failures broke: the failure budget's memory, for the next leader."""
+
+    generation: int
+    lived_s: float
+    steps: int | None  # made since the breakage before
+    failures: tuple[FailureRecord, ...]
+    lost: tuple[str, ...]  # names
+    time_s: float  # wall clock
+
+
+@dataclass(frozen=True, kw_only=True)
 class World:
     """The agreed world: key ``world``. Only compare-and-swap writes it."""
 
@@ -110,6 +126,7 @@ class World:
     time_s: float  # wall clock, for people
     committed_step: int | None = None  # a floor: if set, a start from zero is refused
     library: str = ""  # torch-elastic-harness version of the job; "": not known
+    breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
     version: int = RECORD_VERSION
 
     @property
@@ -204,55 +221,6 @@ class Done:
 
 Record = World | Node | Leader | Trouble | Done
 R = TypeVar("R", World, Node, Leader, Trouble, Done)
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The names under ``{prefix}/{run_id}/``."""
-
-    root: str  # ends with "/"
-
-    @staticmethod
-    def of(prefix: str, run_id: str) -> Keys:
-        """Check both parts and join them. Raises ConfigError."""
-        if not run_id or _FORBIDDEN_IN_RUN_ID.search(run_id):
-            raise ConfigError(
-                f"run id {run_id!r} cannot be part of an etcd key",
-                hint="use --rdzv-id with at least one character, without '/' "
-                "and control characters",
-            )
-        if not prefix.startswith("/") or _FORBIDDEN_IN_PREFIX.search(prefix):
-            raise ConfigError(
-                f"prefix {prefix!r} must start with '/' and hold no control characters",
-                hint="set prefix in --rdzv-conf, or ELASTIC_PREFIX",
-            )
-        return Keys(f"{prefix.rstrip('/')}/{run_id}/")
-
-    @property
-    def nodes(self) -> str:
-        return f"{self.root}nodes/"
-
-    def node(self, node_id: str) -> str:
-        return f"{self.root}nodes/{node_id}"
-
-    @property
-    def leader(self) -> str:
-        return f"{self.root}leader"
-
-    @property
-    def world(self) -> str:
-        return f"{self.root}world"
-
-    @property
-    def troubles(self) -> str:
-        return f"{self.root}trouble/"
-
-    def trouble(self, node_id: str) -> str:
-        return f"{self.root}trouble/{node_id}"
-
-    @property
-    def done(self) -> str:
-        return f"{self.root}done"
 
 
 def encode(record: Record) -> bytes:

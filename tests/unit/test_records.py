@@ -103,6 +103,16 @@ WORLD = {
     "time_s": 1.5,
     "committed_step": None,
     "library": "0.1.0",
+    "breakages": [
+        {
+            "generation": 6,
+            "lived_s": 3.5,
+            "steps": None,
+            "failures": [{"node": "n1", "text": "boom", "exit_code": 1}],
+            "lost": ["n2"],
+            "time_s": 1.0,
+        }
+    ],
     "version": 1,
 }
 

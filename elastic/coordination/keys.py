@@ -1,0 +1,62 @@
+"""Where a job's records stand: PROTOCOL section 1."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+
+# Control characters, and the surrogates that Python makes of argument bytes that are not UTF-8.
+_UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
+_FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
+_FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names under ``{prefix}/{run_id}/``."""
+
+    root: str  # ends with "/"
+
+    @staticmethod
+    def of(prefix: str, run_id: str) -> Keys:
+        """Check both parts and join them. Raises ConfigError."""
+        if not run_id or _FORBIDDEN_IN_RUN_ID.search(run_id):
+            raise ConfigError(
+                f"run id {run_id!r} cannot be part of an etcd key",
+                hint="use --rdzv-id with at least one character, without '/' "
+                "and control characters",
+            )
+        if not prefix.startswith("/") or _FORBIDDEN_IN_PREFIX.search(prefix):
+            raise ConfigError(
+                f"prefix {prefix!r} must start with '/' and hold no control characters",
+                hint="set prefix in --rdzv-conf, or ELASTIC_PREFIX",
+            )
+        return Keys(f"{prefix.rstrip('/')}/{run_id}/")
+
+    @property
+    def nodes(self) -> str:
+        return f"{self.root}nodes/"
+
+    def node(self, node_id: str) -> str:
+        return f"{self.root}nodes/{node_id}"
+
+    @property
+    def leader(self) -> str:
+        return f"{self.root}leader"
+
+    @property
+    def world(self) -> str:
+        return f"{self.root}world"
+
+    @property
+    def troubles(self) -> str:
+        return f"{self.root}trouble/"
+
+    def trouble(self, node_id: str) -> str:
+        return f"{self.root}trouble/{node_id}"
+
+    @property
+    def done(self) -> str:
+        return f"{self.root}done"
