@@ -197,12 +197,16 @@ class Leader:
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """Key ``trouble/{node_id}``: what a node's workers saw in ``generation``."""
+    """Key ``trouble/{node_id}``: what a node's workers saw in ``generation``.
+
+    That is the world they were in, or the one whose group they could not build: trouble of an
+    older generation than the newest world was answered by that world.
+    """
 
     node_id: str
     generation: int
     error: str
-    accused: tuple[str, ...] = ()
+    accused: tuple[str, ...] = ()  # node ids that did not come to a build
     version: int = RECORD_VERSION
 
 
