@@ -17,6 +17,7 @@ from typing import Any
 from elastic.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
+MODES = ("in-process", "restart")
 
 # What torch's c10d, etcd and etcd-v2 backends accept (torch 2.11 to 2.13:
 # rendezvous/{dynamic,etcd,c10d}_rendezvous*.py), and what it means here.
@@ -86,6 +87,8 @@ class AgentOptions:
     user: str | None = None
     password_file: str | None = None
     prefix: str = "/elastic"
+    mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
+    leave_grace_s: float = 20.0  # a node told to leave ends by then, at a step's boundary or not
 
     def __post_init__(self) -> None:
         for name in _positive_options():
@@ -96,6 +99,10 @@ class AgentOptions:
                 )
         _require_ordered(self, "probe_s", "lease_s")
         _require_ordered(self, "lease_s", "takeover_s", factor=4)
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"mode={self.mode} is none of {', '.join(MODES)}", hint=_where_to_set("mode")
+            )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):
                 raise ConfigError(f"{one} is set and {other} is not", hint=_where_to_set(other))

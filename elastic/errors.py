@@ -10,13 +10,19 @@
     │   ├── StoreTooOld              69  etcd before 3.4
     │   ├── LeaseGone                69  a key was to be written on a lease that has ended
     │   └── RecordError              69  a key holds what this version cannot read
+    ├── LinkError                    1   agent and worker do not understand each other
     ├── NodeRefused                  2   this node cannot mix with the running job
     ├── JobFailed                    1   the job has ended without success
     ├── BudgetSpent                  70  too many failures without progress
     ├── JoinTimeout                  1   not enough nodes came in time
     ├── Preempted                    75  told to leave, and left
+    ├── WorldLost                    1   the present world is over; run.retry goes on in the next
+    │   ├── Superseded               1   a newer world came while a group was being built
+    │   ├── GroupBuildFailed         1   the ranks of a world did not get together
+    │   └── GroupAborted             1   a collective was under way when its group was taken down
     └── TrainingError                1   misuse inside a worker
         ├── NoWorld                  1   asked for the world before there is one
+        ├── WorldChanged             1   the world has changed; run.retry goes on in the next one
         └── CheckpointRequired       65  no valid checkpoint where one was required
 
 The message says what happened and where; ``hint`` says what to do. ``exit_code`` is what
@@ -74,6 +80,10 @@ class RecordError(CoordinationError):
     """A key holds a record that this version cannot read. Names the key."""
 
 
+class LinkError(ElasticError):
+    """The connection between an agent and its worker cannot be used."""
+
+
 class NodeRefused(ElasticError):
     """This node cannot mix with the running job (other min/max, other version)."""
 
@@ -100,12 +110,36 @@ class Preempted(ElasticError):
     exit_code = 75
 
 
+class WorldLost(ElasticError):
+    """The present world is over, by nobody's mistake: ``run.retry`` goes on in the next one."""
+
+
+class Superseded(WorldLost):
+    """A newer world came while the group of this one was being built."""
+
+
+class GroupBuildFailed(WorldLost):
+    """The ranks of a world did not get together. ``missing``: those that are known to lack."""
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = (), hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.missing = missing
+
+
+class GroupAborted(WorldLost):
+    """A collective was under way when its group was taken down."""
+
+
 class TrainingError(ElasticError):
     """The worker's API is used in a way that cannot work."""
 
 
 class NoWorld(TrainingError):
     """The world was asked for before there is one."""
+
+
+class WorldChanged(TrainingError):
+    """The world is over. Ends the training function; ``run.retry`` goes on in the next world."""
 
 
 class CheckpointRequired(TrainingError):

@@ -55,6 +55,24 @@ class WorkersEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerDied(Event):
+    """A worker process is gone before its time."""
+
+    pid: int
+    local_rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTrouble(Event):
+    """A worker's collective failed: perhaps a peer has died."""
+
+    generation: int
+    local_rank: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaderChanged(Event):
     """Another node leads (or none does)."""
 
@@ -122,6 +140,57 @@ class StateRestored(Event):
     source: str  # "initial" | checkpoint name
     step: int
     duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldJoined(Event):
+    """A worker is in a new world without a restart, and agrees with it on the state."""
+
+    generation: int
+    rank: int
+    size: int
+    step: int
+    source: int | None  # the rank whose state it is; None: a checkpoint, or the initial state
+    replay: tuple[str, ...]  # optimizers that had stepped, masked when the step is done again
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateReceived(Event):
+    """A worker got its weights from another one."""
+
+    source: int
+    step: int
+    bytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSent(Event):
+    """A worker gave its weights to others."""
+
+    receivers: tuple[int, ...]
+    step: int
+    bytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldFault(Event):
+    """A worker's step ended because the world did."""
+
+    generation: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """A worker goes on after a change of the world."""
+
+    generation: int
+    step: int
+    duration_s: float  # from the fault, or the switch, to the training function's next start
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,13 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions, read_options
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig, parse_endpoints
-from elastic.coordination.records import Keys, Node, NodeState, World
+from elastic.coordination.records import Keys, Node, NodeState
 from elastic.errors import ConfigError, CoordinationError, ElasticError, Preempted
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
+
+# What MASTER_PORT says to a script that builds a group without having a world yet.
+CALL_JOIN = "call elastic.join()"
 
 
 def create(parameters: RendezvousParameters) -> EtcdRendezvousHandler:
@@ -109,6 +112,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._log = get_logger()
         self._guard: Guard | None = None
         self._leaving = False
+        self._leave_by_s = 0.0
         self._closed = False
         node = _describe_node(parameters, store)
         os.environ[MARK] = node.node_id
@@ -161,14 +165,31 @@ class EtcdRendezvousHandler(RendezvousHandler):
             world = self._service.wait_for_world()
         except (ElasticError, JobSucceeded) as error:
             self._end(error)
-        self._tell_workers(world)
+        if world is None:
+            return self._warm_up()
+        self._tell_workers(world.generation, world.nonce, world.lineage)
         self._service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         node_id = self._service.node_id
         return RendezvousInfo(
-            torch_private.private_store(world, node_id),
+            torch_private.private_store(world.members),
             world.node_ids.index(node_id),
             len(world.members),
             RendezvousStoreInfo(world.store_host, world.store_port),
+        )
+
+    def _warm_up(self) -> RendezvousInfo:
+        """A world of this node alone, in which workers get ready to join the one that runs.
+
+        Their real ranks come over the link. A script that builds a group from the environment
+        nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
+        """
+        self._tell_workers(0, "", ())
+        self._service.warm_up()
+        return RendezvousInfo(
+            torch_private.private_store((self._service.member,)),
+            0,
+            1,
+            RendezvousStoreInfo("localhost", CALL_JOIN),  # type: ignore[arg-type]
         )
 
     def num_nodes_waiting(self) -> int:
@@ -176,7 +197,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         them through :meth:`next_rendezvous`. (Torch's own backends report newcomers only:
         survivors of a lost node wait for their collectives to fail, pytorch#111646.)"""
         self._handle_sigterm()
+        if self._leaving:
+            self._end_if_left()
+            return 0
         try:
+            if self._service.job_is_done and self._service.running is None:
+                raise JobSucceeded("the job was done before this node's workers had joined it")
             return 1 if self._service.newer_world() else 0
         except (ElasticError, JobSucceeded) as error:
             self._end(error)
@@ -196,6 +222,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._closed:
             return True
         self._closed = True
+        self._service.expect_end_of_workers()
         in_flight = sys.exc_info()[1]
         try:
             if in_flight is None and self._service.running is not None:
@@ -239,10 +266,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 parameters.max_nodes,
             )
 
-    def _tell_workers(self, world: World) -> None:
-        os.environ["ELASTIC_GENERATION"] = str(world.generation)
-        os.environ["ELASTIC_NONCE"] = world.nonce
-        os.environ["ELASTIC_LINEAGE"] = ",".join(map(str, world.lineage))
+    def _tell_workers(self, generation: int, nonce: str, lineage: tuple[int, ...]) -> None:
+        os.environ["ELASTIC_GENERATION"] = str(generation)
+        os.environ["ELASTIC_NONCE"] = nonce
+        os.environ["ELASTIC_LINEAGE"] = ",".join(map(str, lineage))
+        os.environ.pop("ELASTIC_LINK", None)
+        if self._service.link_path:
+            os.environ["ELASTIC_LINK"] = self._service.link_path
 
     def _handle_sigterm(self) -> None:
         """Keep SIGTERM ours: torch's handler would exit with 1 even if the workers end well.
@@ -260,11 +290,26 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._leaving:
             return
         self._leaving = True
+        in_order = self._service.can_leave_in_order
         self._service.leave("SIGTERM")
-        raise SystemExit(Preempted.exit_code)
+        if not in_order:
+            raise SystemExit(Preempted.exit_code)
+        # The workers leave at a step's boundary; torchrun's next poll sees that they have.
+        self._leave_by_s = SYSTEM_CLOCK.monotonic() + self._options.leave_grace_s
+
+    def _end_if_left(self) -> None:
+        late = SYSTEM_CLOCK.monotonic() > self._leave_by_s
+        if late:
+            self._log.warning(
+                "the workers have not reached a step's boundary within leave_grace_s=%g",
+                self._options.leave_grace_s,
+            )
+        if late or self._service.has_left:
+            raise SystemExit(Preempted.exit_code)
 
     def _end(self, error: BaseException) -> NoReturn:
         """End this agent with a sentence and the error's exit code, not with a traceback."""
+        self._service.expect_end_of_workers()
         if isinstance(error, JobSucceeded):
             self._log.info("%s", error)
             raise SystemExit(0) from None

@@ -22,8 +22,10 @@ from elastic.agent.messages import (
     ConnectionClosed,
     LeaseEnded,
     PushedWorld,
+    WorkersStart,
 )
 from elastic.agent.succession import LeaderProbed, Succession
+from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
 from elastic.config import AgentOptions
 from elastic.coordination.keyvalue import (
@@ -92,6 +94,7 @@ class NodeLoop:
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
+        self._workers = Workers(self._at) if options.mode == "in-process" else None
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._watch: Watch | None = None
@@ -104,11 +107,18 @@ class NodeLoop:
         return self._liveness.port
 
     @property
+    def link_path(self) -> str:
+        """Where workers say hello; empty in restart mode."""
+        return self._workers.path if self._workers is not None else ""
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def start(self) -> None:
         self._liveness.start()
+        if self._workers is not None:
+            self._workers.start()
         self._watch = self._at.store.watch(
             [self._at.keys.leader, self._at.keys.world, self._at.keys.done],
             lambda event: self.post(BaseEvent(event)),
@@ -126,6 +136,8 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        if self._workers is not None:
+            self._workers.close()
         self._succession.join_threads()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────
@@ -160,9 +172,15 @@ class NodeLoop:
     def _turn(self) -> None:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
+            self._tell_workers()
         if self._guarded(self._duties):
             self._at.board.store_trouble = ""
+        self._tell_workers()
         self._check_contact()
+
+    def _tell_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.learn(self._at.board.world.world)
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Run; trouble with the store is reported, and tried again."""
@@ -202,6 +220,15 @@ class NodeLoop:
                 self._succession.on_connection_closed(node_id, was_leader)
             case LeaderProbed():
                 self._succession.on_probed(message)
+            case LinkSaid(worker, said):
+                if self._workers is not None:
+                    self._workers.on_said(worker, said)
+            case WorkerEnded(worker, death):
+                if self._workers is not None:
+                    self._workers.on_ended(worker, death)
+            case WorkersStart():
+                if self._workers is not None:
+                    self._workers.forget()
             case PushedWorld(record):
                 self._on_pushed(record)
             case ChangeNode(change):
@@ -217,6 +244,8 @@ class NodeLoop:
         self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
         if not self._registered and self._at.board.node.nproc > 0:
             self._register()
+        if self._workers is not None and self._lease is not None and not self._lease.lost:
+            self._workers.report(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
@@ -235,6 +264,8 @@ class NodeLoop:
             self._lease = self._at.store.lease(
                 self._at.options.lease_s, on_lost=lambda: self.post(LeaseEnded())
             )
+            if self._workers is not None:
+                self._workers.register_again()
         node = self._at.board.node
         try:
             self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)

@@ -37,6 +37,11 @@ class PushedWorld:
 
 
 @dataclass(frozen=True)
+class WorkersStart:
+    """torchrun is about to start this node's workers anew."""
+
+
+@dataclass(frozen=True)
 class ChangeNode:
     """The main thread changes the node's record."""
 

@@ -11,18 +11,29 @@ from dataclasses import replace
 
 from elastic.agent.board import Board
 from elastic.agent.loop import NodeLoop
-from elastic.agent.messages import ChangeNode
+from elastic.agent.messages import ChangeNode, WorkersStart
+from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.config import AgentOptions
 from elastic.coordination.keyvalue import Entry, KeyValue
 from elastic.coordination.membership import Policy, refusal
-from elastic.coordination.records import Done, Keys, Node, NodeState, World, WorldState, decode
+from elastic.coordination.records import (
+    Done,
+    Keys,
+    Member,
+    Node,
+    NodeState,
+    World,
+    WorldState,
+    decode,
+)
 from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.telemetry.journal import EventSink
 
 # Main-thread waits are sliced so that signal handlers run.
 SLICE_S = 0.2
+ASK_MEMBERS_S = 0.5
 # After this long without the store a node whose workers ended well no longer waits for others.
 FINISH_WITHOUT_STORE_S = 30.0
 
@@ -70,6 +81,11 @@ class NodeService:
         return self._board.node.node_id
 
     @property
+    def member(self) -> Member:
+        """This node, as a world would name it."""
+        return self._board.node.as_member()
+
+    @property
     def running(self) -> World | None:
         """The world that this node's workers run."""
         return self._board.node.running
@@ -98,6 +114,8 @@ class NodeService:
         node = self._board.node
         if node.running is None:
             self._refuse_if_it_cannot_mix(node)
+        self._board.stopping = True  # until new workers are started
+        self._loop.post(WorkersStart())
         after = node.running.generation if node.running else node.arrived_for
         self._journal.emit(NodeArrived(after_generation=after, failure=failure))
         self._change(
@@ -107,6 +125,7 @@ class NodeService:
                 role=role,
                 ports=ports,
                 state=NodeState.ARRIVED,
+                in_process=False,
                 running=None,
                 arrived_for=after,
                 failure=failure,
@@ -127,8 +146,11 @@ class NodeService:
                 "or use another --rdzv-id",
             )
 
-    def wait_for_world(self) -> World:
+    def wait_for_world(self) -> World | None:
         """Block until this node is in a world that it has not run yet.
+
+        None: the job runs without this node and changes worlds without a restart: workers are
+        to be started now, and join when they are ready.
 
         Raises:
             JoinTimeout: none within ``join_timeout_s``, and no healthy world that is full.
@@ -137,8 +159,9 @@ class NodeService:
         """
         board = self._board
         deadline = self._clock.monotonic() + self._options.join_timeout_s
-        with board.changed:
-            while True:
+        ask_at_s = 0.0
+        while True:
+            with board.changed:
                 board.raise_if_over()
                 if not self._loop.alive:
                     raise CoordinationError("this node's service was closed while it waited")
@@ -150,14 +173,45 @@ class NodeService:
                     deadline = now + self._options.join_timeout_s
                 if now >= deadline:
                     raise self._join_timeout(world)
-                board.changed.wait(min(SLICE_S, deadline - now))
+            # Not under the lock: this asks the store.
+            if world is not None and now >= ask_at_s:
+                if self._is_to_be_joined(world):
+                    return None
+                ask_at_s = now + ASK_MEMBERS_S
+            with board.changed:
+                if board.world.world is world:
+                    board.changed.wait(min(SLICE_S, max(0.0, deadline - now)))
 
     def _is_for_us(self, world: World) -> bool:
+        # (A world whose members keep their workers is never entered by starting some: if it has
+        # this node, it was written before the leader knew that they have ended.)
         return (
             world.state is WorldState.ACTIVE
+            and world.mode != IN_PROCESS
             and self.node_id in world.node_ids
             and world.generation > self._board.node.arrived_for
         )
+
+    def _is_to_be_joined(self, world: World) -> bool:
+        """Whether the members keep their workers: nobody waits for ours, so they get ready."""
+        if self.node_id in world.node_ids or not self._loop.link_path:
+            return False
+        return world.mode == IN_PROCESS or self._members_keep_workers(world)
+
+    def _members_keep_workers(self, world: World) -> bool:
+        """Whether all members of a first world have said that their workers are ready."""
+        try:
+            entries = self._store.list(self._keys.nodes).entries
+            nodes = [decode(Node, entry.key, entry.value) for entry in entries]
+        except CoordinationError:
+            return False
+        members = [n for n in nodes if n.node_id in world.node_ids]
+        return len(members) > 0 and all(n.in_process for n in members)
+
+    def warm_up(self) -> None:
+        """The main thread starts workers that are in no world yet."""
+        self._board.stopping = False
+        self._change(lambda node: replace(node, state=NodeState.STARTING, running=None))
 
     def _is_spare(self, world: World | None) -> bool:
         """A healthy world without room for us: a spare waits for as long as it takes."""
@@ -182,6 +236,7 @@ class NodeService:
 
     def enter(self, world: World, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
+        self._board.stopping = False
         self._journal.emit(
             WorldEntered(
                 generation=world.generation,
@@ -207,8 +262,55 @@ class NodeService:
         """
         with self._board.changed:
             self._board.raise_if_failed()
-            world, running = self._board.world.world, self.running
-        return world is not None and running is not None and world.generation > running.generation
+            entry, node = self._board.world, self._board.node
+        world, running = entry.world, node.running
+        if world is None:
+            return False
+        if node.in_process:
+            restarts = self._must_restart(world, node)
+            self._raise_if_paused_for_long(world, entry.since_s)
+        else:
+            restarts = running is not None and world.generation > running.generation
+        self._board.stopping = self._board.stopping or restarts
+        return restarts
+
+    def _must_restart(self, world: World, node: Node) -> bool:
+        """Whether workers that could change worlds by themselves cannot enter this one."""
+        is_member = node.node_id in world.node_ids
+        if node.running is None:  # ready, and in no world yet
+            return is_member and world.mode != IN_PROCESS
+        if world.generation <= node.running.generation or node.state is NodeState.LEAVING:
+            return False
+        return not is_member or world.mode != IN_PROCESS
+
+    def _raise_if_paused_for_long(self, world: World, since_s: float) -> None:
+        paused_s = self._clock.monotonic() - since_s
+        if world.state is WorldState.PAUSED and paused_s > self._options.join_timeout_s:
+            raise self._join_timeout(world)
+
+    @property
+    def link_path(self) -> str:
+        """The socket for this node's workers; empty in restart mode."""
+        return self._loop.link_path
+
+    @property
+    def can_leave_in_order(self) -> bool:
+        """Whether the workers can be asked to leave at a step's boundary."""
+        return self._board.node.in_process and self._board.node.running is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the workers have left the job, after :meth:`leave`."""
+        return self._board.workers_left
+
+    def expect_end_of_workers(self) -> None:
+        """They are about to be ended in order: that is no failure of theirs."""
+        self._board.stopping = True
+
+    @property
+    def job_is_done(self) -> bool:
+        """Whether the job has ended with success."""
+        return self._board.done is not None and self._board.done.exit_code == 0
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Tell the others to go on without this node. Safe in a signal handler."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from elastic.coordination.records import World
+from elastic.coordination.records import Member
 from elastic.errors import ConfigError
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -113,22 +114,22 @@ def _first_failure(run_result: Any) -> WorkerFailure | None:
     return WorkerFailure(text=str(text) or None, exit_code=int(first.exitcode))
 
 
-def private_store(world: World, node_id: str) -> HashStore:
+def private_store(members: Sequence[Member]) -> HashStore:
     """A store of this process alone that already holds what the peers would have written."""
     store = HashStore()
-    role_sizes: dict[str, int] = {}
-    for member in world.members:
+    size, role_sizes = sum(m.nproc for m in members), dict[str, int]()
+    for member in members:
         role_sizes[member.role] = role_sizes.get(member.role, 0) + member.nproc
     rank, role_ranks = 0, dict.fromkeys(role_sizes, 0)
-    for index, member in enumerate(world.members):
+    for index, member in enumerate(members):
         role = {"role": member.role, "rank": index, "local_world_size": member.nproc}
         store.set(f"{_ROLE_INFO}{index}", json.dumps(role))
-        ranks = [rank, world.size, role_ranks[member.role], role_sizes[member.role]]
+        ranks = [rank, size, role_ranks[member.role], role_sizes[member.role]]
         store.set(f"{_ASSIGNED_RANKS}{index}", json.dumps(ranks))
         rank += member.nproc
         role_ranks[member.role] += member.nproc
-    if len(world.members) > 1:
-        store.add(_EXIT_BARRIER_MEMBERS, len(world.members) - 1)
+    if len(members) > 1:
+        store.add(_EXIT_BARRIER_MEMBERS, len(members) - 1)
     return store
 
 

@@ -36,6 +36,15 @@ class Ledger:
         """A generation begins on this rank with ``step`` steps behind it."""
         self._write("start", generation=generation, step=step, rank=rank, size=size, node=node)
 
+    def begin(
+        self, *, generation: int, step: int, epoch: int, rank: int, samples: Sequence[int]
+    ) -> None:
+        """This rank gives its share of a step. If any rank completes the step, it took effect."""
+        samples = [int(i) for i in samples]
+        self._write(
+            "begin", generation=generation, step=step, epoch=epoch, rank=rank, samples=samples
+        )
+
     def step(
         self, *, generation: int, step: int, epoch: int, rank: int, samples: Sequence[int]
     ) -> None:

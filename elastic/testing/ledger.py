@@ -3,12 +3,17 @@
 Every worker process appends JSON lines to a file of its own in one folder (``ELASTIC_LEDGER``)::
 
     {"event": "start", "generation", "step", "rank", "size", "node", "time"}
+    {"event": "begin", "generation", "step", "epoch", "rank", "samples": [...], "time"}
     {"event": "step", "generation", "step", "epoch", "rank", "samples": [...], "time"}
     {"event": "end", "generation", "rank", "sha256", "time"}
 
-``start`` says at which step a generation begins on that rank; ``step`` is written once the
-optimizer has stepped; ``end`` carries the hash of the final weights. Times are wall clock: all
-workers of a test run on one machine.
+``start`` says at which step a generation begins on that rank; ``begin`` is written when a step is
+handed out, ``step`` once the optimizer has stepped; ``end`` carries the hash of the final
+weights. Times are wall clock: all workers of a test run on one machine.
+
+**Who gave, who stepped.** No rank can complete a step before all have given their gradients. So
+where one rank has completed a step and another died before it could say so, that one's samples
+took effect all the same: they are those of its ``begin``.
 
 **The surviving lineage.** A generation that starts at step s has thrown away everything that
 earlier generations did from s on. What no later start throws away is what the final weights are
@@ -57,6 +62,11 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Begin(Step):
+    """A rank gives its part to a step."""
+
+
+@dataclass(frozen=True)
 class End:
     """A rank finished the job."""
 
@@ -66,7 +76,7 @@ class End:
     time_s: float
 
 
-LedgerEvent = Start | Step | End
+LedgerEvent = Start | Step | Begin | End
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,7 @@ class Ledger:
     starts: tuple[Start, ...] = ()
     steps: tuple[Step, ...] = ()
     ends: tuple[End, ...] = ()
+    begins: tuple[Begin, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -126,8 +137,15 @@ class Ledger:
 
     @cached_property
     def surviving(self) -> tuple[Step, ...]:
-        """The steps that the final weights are made of."""
-        return tuple(s for s in self.steps if not self._is_cut(s))
+        """The parts of steps that the final weights are made of."""
+        done = {(s.generation, s.step) for s in self.steps}
+        told = {(s.generation, s.step, s.rank) for s in self.steps}
+        given = {
+            key: begin
+            for begin in self.begins
+            if (key := (begin.generation, begin.step, begin.rank)) not in told and key[:2] in done
+        }
+        return tuple(s for s in (*self.steps, *given.values()) if not self._is_cut(s))
 
     @property
     def recomputed_steps(self) -> int:
@@ -252,7 +270,8 @@ class LedgerReader:
         events = [e for path in sorted(self._files) for e in self._files[path].read()]
         return Ledger(
             starts=tuple(e for e in events if isinstance(e, Start)),
-            steps=tuple(e for e in events if isinstance(e, Step)),
+            steps=tuple(e for e in events if isinstance(e, Step) and not isinstance(e, Begin)),
+            begins=tuple(e for e in events if isinstance(e, Begin)),
             ends=tuple(e for e in events if isinstance(e, End)),
         )
 
@@ -305,8 +324,8 @@ def _event(data: dict[str, Any], node: str) -> LedgerEvent:
             node=str(data["node"]),
             time_s=float(data["time"]),
         )
-    if kind == "step":
-        return Step(
+    if kind in ("begin", "step"):
+        return (Step if kind == "step" else Begin)(
             generation=int(data["generation"]),
             step=int(data["step"]),
             epoch=int(data["epoch"]),

@@ -54,6 +54,11 @@ class BatchInfo:
         return self.part.micro_batches[self.micro_batch].indices
 
     @property
+    def rank_indices(self) -> tuple[int, ...]:
+        """The dataset indices of this rank in the whole step."""
+        return self.part.indices
+
+    @property
     def samples(self) -> int:
         """Of this micro-batch; 0: it holds one real sample, whose loss must be masked."""
         return len(self.indices)

@@ -25,6 +25,7 @@ def epochs(session: Session, count: int) -> Iterator[int]:
     try:
         while session.job.progress.epoch < count:
             yield session.job.progress.epoch
+            session.settle()
             session.job.progress.epoch += 1
     finally:
         session.owns_epochs = False
@@ -39,13 +40,14 @@ def steps(session: Session, loader: ElasticLoader) -> Generator[Step]:
     """
     session.enter_loop()
     session.begin_pass(loader)
-    batches = loader.batches(session.world.rank, session.world.size)
+    world = session.world
+    batches = loader.batches(world.rank, world.size)
     try:
         for first in batches:
             yield session.begin(loader, first, batches)
             session.commit()
     except GeneratorExit:
-        session.leave()
+        session.leave(world)
         raise
 
 

@@ -26,7 +26,11 @@ class OptimizerGuard:
     def __init__(self, present_step: Callable[[], Step | None]) -> None:
         self._present_step = present_step
         self._modules: list[ElasticDDP] = []
-        self._tracked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._tracked: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._inside: tuple[torch.optim.Optimizer, int | None] | None = None
+        self._is_masking = False
         self._touches: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, tuple[int, list[ElasticDDP]]
         ] = weakref.WeakKeyDictionary()
@@ -40,11 +44,29 @@ class OptimizerGuard:
         self._modules.append(module)
         self._touches.clear()
 
-    def allow(self, tracked: object) -> None:
+    def allow(self, name: str, tracked: object) -> None:
         """This object was tracked. Wrappers show the real optimizer as ``.optimizer``."""
         for candidate in (tracked, getattr(tracked, "optimizer", None)):
+            if isinstance(candidate, torch.optim.LBFGS):
+                raise TrainingError(
+                    f"run.track({name}=…): LBFGS changes its state before it knows the gradients, "
+                    "a step of it cannot be done again",
+                    hint="use another optimizer",
+                )
             if isinstance(candidate, torch.optim.Optimizer):
-                self._tracked.add(candidate)
+                self._tracked.setdefault(candidate, name)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an update was begun and not ended: the weights belong to no step."""
+        if self._inside is None:
+            return False
+        optimizer, version = self._inside
+        return version is None or version != _version(optimizer)
+
+    def reset(self) -> None:
+        """A new attempt: what was interrupted is forgotten."""
+        self._inside = None
 
     def close(self) -> None:
         """Watch no longer."""
@@ -52,29 +74,42 @@ class OptimizerGuard:
             handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        name, step = self._tracked.get(optimizer), self._present_step()
+        self._is_masking = bool(step is not None and name is not None and step.is_masked(name))
+        if self._is_masking:
+            optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
+            return
+        self._check(optimizer, name, step)
+        if name is not None:
+            # A closure runs inside: if it fails, the weights may still be untouched.
+            self._inside = optimizer, _version(optimizer) if args[1:] or kwargs else None
+
+    def _check(self, optimizer: torch.optim.Optimizer, name: str | None, step: Step | None) -> None:
         modules = [m for m in self._touched(optimizer) if _has_gradient(m)]
         if not modules:
             return
-        name = type(optimizer).__name__
-        if optimizer not in self._tracked:
+        kind = type(optimizer).__name__
+        if name is None:
             raise TrainingError(
-                f"{name} is about to change wrapped parameters, but is not tracked",
+                f"{kind} is about to change wrapped parameters, but is not tracked",
                 hint="run.track(optimizer=optimizer), or a restart would lose its state",
             )
         if not all(m.in_world for m in modules):
             return  # before the first world: rank 0's result is given to all
-        step = self._present_step()
         if step is None:
             raise TrainingError(
-                f"{name}.step() outside of a step of the loop",
+                f"{kind}.step() outside of a step of the loop",
                 hint="step inside `for … in loader`, where loader = run.loader(…)",
             )
-        _check_reduced(name, step, modules)
+        _check_reduced(kind, step, modules)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        step = self._present_step()
-        if step is not None and optimizer in self._tracked:
-            step.optimizer_stepped = True
+        step, name = self._present_step(), self._tracked.get(optimizer)
+        if name is not None and not self._is_masking:
+            self._inside = None
+            if step is not None:
+                step.stepped.append(name)
+        self._is_masking = False
 
     def _touched(self, optimizer: torch.optim.Optimizer) -> list[ElasticDDP]:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -94,6 +129,10 @@ def _check_reduced(name: str, step: Step, modules: Sequence[ElasticDDP]) -> None
             hint="step once per step: after the loop over micro-batches, "
             "or `if step.is_last_micro_batch`",
         )
+    for module in modules:
+        if module.reduction.failure is not None:
+            raise module.reduction.failure  # the script has swallowed it
+        module.reduction.wait()
     if not all(m.reduction.is_done for m in modules):
         raise TrainingError(
             f"{at} with gradients that were not reduced over the world",
@@ -108,3 +147,8 @@ def _check_reduced(name: str, step: Step, modules: Sequence[ElasticDDP]) -> None
 
 def _has_gradient(module: ElasticDDP) -> bool:
     return any(p.grad is not None for p in module.module.parameters())
+
+
+def _version(optimizer: torch.optim.Optimizer) -> int:
+    """Grows with every change of the optimizer's parameters."""
+    return sum(p._version for group in optimizer.param_groups for p in group["params"])

@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from elastic.clock import SYSTEM_CLOCK
+from elastic.worker.pending import pending
+
+WAIT_SLICE_S = 20e-6
+
 
 class Reduction:
     """The communication hook's state: this rank's weight, and whether gradients were reduced."""
@@ -16,11 +21,29 @@ class Reduction:
     def __init__(self) -> None:
         self.weight = 1.0
         self.is_done = False
+        self.failure: BaseException | None = None  # also if the script swallowed it
+        self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
 
     def begin(self, weight: float) -> None:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
         self.weight = weight
         self.is_done = False
+        self.failure = None
+        self.works.clear()
+
+    def wait(self) -> None:
+        """Return once every collective of this step has ended well, else raise.
+
+        NCCL's collectives end long after the host has queued what follows. When a peer dies and
+        the group is aborted, what was queued runs: an optimizer would step on half-reduced
+        gradients. So the host waits before it lets one be queued (PROTOCOL section 6).
+        """
+        for work in self.works:
+            while not work.is_completed():
+                SYSTEM_CLOCK.sleep(WAIT_SLICE_S)
+            if not work.is_success():
+                work.wait()  # raises what went wrong
+        self.works.clear()
 
 
 def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -37,7 +60,20 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
         return future
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None  # None only on ranks outside the group
-    reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    if gradients.device.type != "cpu":
+        state.works.append(work)
+        on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        return on_device
+    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    def done(error: BaseException | None) -> None:
+        # Not passed on as an exception: the autograd engine waits for this future in a place
+        # where it cannot be raised. The optimizer's hook and the commit raise it.
+        if error is not None:
+            state.failure = error
+        reduced.set_result(gradients)
+
+    pending.start(work, done)
     return reduced
 
 

@@ -31,8 +31,8 @@ def restore(world: World, job: JobState, saver: Saver, journal: EventSink) -> in
     That is the world's, or a later one if the checkpoint folder has seen that before.
     """
     began_s = SYSTEM_CLOCK.monotonic()
-    _together(world, saver.check_writable)
-    found = _together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
+    together(world, saver.check_writable)
+    found = together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
     source = Source(**broadcast_json(vars(found) if found is not None else None))
     origin = None
     if source.name is None:
@@ -51,25 +51,25 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
         job.check(loaded.state, f"checkpoint {name}")
         return loaded
 
-    loaded = _together(world, read_and_check)
-    _together(world, lambda: job.apply(loaded.state))
+    loaded = together(world, read_and_check)
+    together(world, lambda: job.apply(loaded.state))
     return loaded.info
 
 
 def _share_initial(world: World, job: JobState) -> None:
     """Rank 0's state to all, tensors and the rest alike."""
-    node, tensors = _together(world, lambda: pack(job.tree()))
+    node, tensors = together(world, lambda: pack(job.tree()))
     plan = broadcast_json(_plan(node, tensors))
-    _together(world, lambda: _check_same_model(world, plan["specs"], tensors))
+    together(world, lambda: _check_same_model(world, plan["specs"], tensors))
     modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
     broadcast_tensors(modules)
     small = _small_tensors(world, plan["specs"], tensors)
     broadcast_tensors(small)
     if world.rank != 0:
         tree = unpack(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
-        _together(world, lambda: job.apply_small(tree))
+        together(world, lambda: job.apply_small(tree))
     else:
-        _together(world, lambda: None)
+        together(world, lambda: None)
 
 
 def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _small_tensors(
     return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}
 
 
-def _together(world: World, act: Callable[[], T]) -> T:
+def together(world: World, act: Callable[[], T]) -> T:
     """Act on every rank; if it fails on one, raise on all: there its error, here who failed."""
     error: Exception | None = None
     try:

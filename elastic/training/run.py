@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -128,14 +129,50 @@ class Run:
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call ``fn`` in a world; the one recovery point, around the whole loop.
 
-        In restart mode faults pass through and end the process, for its agent to start anew.
+        When the world changes, ``fn`` is called again in the next one: loops resume, locals
+        restart. Everything that is no fault of the world passes through. Inside another retry
+        this one passes everything on. Where the launcher cannot change worlds without a
+        restart, faults end the process, for its agent to start anew.
         """
-        with self._session.retrying():
-            return fn(*args, **kwargs)
+        for attempt in self.attempts():
+            with attempt:
+                result = fn(*args, **kwargs)
+        return result
 
-    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+    def attempts(self) -> Iterator[Attempt]:
         """:meth:`retry` inline: ``for attempt in run.attempts(): with attempt: …``."""
-        yield self._session.retrying()
+        while True:
+            attempt = Attempt(self._session)
+            yield attempt
+            if not attempt.is_over:
+                return  # the loop was left with `break`
+            if attempt.succeeded:
+                return
+
+    # -- for those who own the loop -----------------------------------------------------------
+
+    def begin(self) -> Step:
+        """A step of a loop that is not ours begins: for plug-ins (Lightning, Accelerate, …).
+
+        The first call enters the world. Raises WorldChanged when the world is to change now.
+        Data and its position are the caller's; each rank counts for the same share.
+        """
+        return self._session.begin_alone()
+
+    def commit(self) -> None:
+        """The step begun by :meth:`begin` has taken effect."""
+        self._session.commit()
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Whether ``error`` means that the world is over and :meth:`recover` can help."""
+        return self._session.is_fault(error)
+
+    def recover(self, error: BaseException) -> None:
+        """Enter the next world; the state is that of the last commit. Raises ``error`` itself
+        if it is no fault of the world."""
+        if not self.is_fault(error):
+            raise error
+        self._session.recover(error)
 
     # -- callbacks ----------------------------------------------------------------------------
 
@@ -170,13 +207,57 @@ class Run:
         self._turns += 1
         return node_first(self._turns)
 
-    def close(self, *, clean: bool) -> None:
+    def close(self, *, clean: bool, error: str = "") -> None:
         """The job ends for this process. ``join`` does it at exit.
 
         A clean end saves what is not saved and takes the group down; after an error nothing is
         touched, since peers may be gone.
         """
-        self._session.close(clean=clean)
+        self._session.close(clean=clean, error=error)
+
+
+class Attempt:
+    """One call of the training function: ``with attempt: …``. Made by :meth:`Run.attempts`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._is_inner = session.in_retry
+        self.is_over = False
+        self.succeeded = False
+
+    def __enter__(self) -> None:
+        if not self._is_inner:
+            self._session.in_retry = True
+            self._session.begin_attempt()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.is_over = True
+        session = self._session
+        if self._is_inner:
+            self.succeeded = error is None
+            return False
+        try:
+            if error is None:
+                session.end_attempt()
+                self.succeeded = True
+                return True
+        except Exception as failure:
+            if not session.is_fault(failure):
+                raise
+            error = failure
+        finally:
+            session.in_retry = False
+        if not session.is_fault(error):
+            return False
+        session.in_retry = True
+        session.recover(error)
+        session.in_retry = False
+        return True
 
 
 _run: Run | None = None
@@ -205,7 +286,7 @@ def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
     run = start(policy, seed=seed, backend=backend)
     hook = FailureHook()
     hook.install()
-    atexit.register(lambda: run.close(clean=not hook.failed))
+    atexit.register(lambda: run.close(clean=not hook.failed, error=hook.text))
     return run
 
 
@@ -222,11 +303,14 @@ def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = No
             "generation": world_from_environment().generation,
         },
     )
+    group = ProcessGroup(device, backend)
     session = Session(
         seed=seed,
-        group=ProcessGroup(device, backend),
+        group=group,
         saver=Saver(policy, journal),
         ledger=Ledger.from_environment(),
         journal=journal,
     )
+    if link := os.environ.get("ELASTIC_LINK"):
+        session.connect(link)
     return Run(session, device)

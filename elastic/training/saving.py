@@ -139,6 +139,15 @@ class Saver:
         self._generation = generation
         self._saved_step = step
 
+    @property
+    def origin(self) -> tuple[checkpoints.Lineage, int, int]:
+        """Lineage, generation and last saved step: what the next world's saves go on from."""
+        return self._lineage, self._generation, self._saved_step
+
+    def inherit(self, lineage: checkpoints.Lineage, generation: int, saved_step: int) -> None:
+        """From now on save as ``generation``, which began with a live peer's state."""
+        self._lineage, self._generation, self._saved_step = lineage, generation, saved_step
+
     def save_if_due(self, world: World, job: JobState) -> None:
         """Save at the boundaries that the policy names: the same ones on every rank."""
         if self._policy is not None and job.progress.step % self._policy.every_steps == 0:

@@ -8,26 +8,30 @@ loop, a step begins when it is handed out and commits when the next one is asked
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from elastic.errors import NoWorld, TrainingError
+from elastic.errors import NoWorld, TrainingError, WorldChanged
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.training import loop
-from elastic.training.loader import BatchInfo, ElasticLoader
+from elastic.training.changes import Changes
+from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard
 from elastic.training.randomness import derive_seed, seed_all
 from elastic.training.restore import restore
 from elastic.training.saving import Saver
 from elastic.training.state import JobState
-from elastic.training.step import Batches, Step
+from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.wrap import ElasticDDP
+from elastic.worker.collectives import all_sum
+from elastic.worker.faults import causes, is_world_fault
 from elastic.worker.process_group import ProcessGroup
 from elastic.worker.world import World, largest_world
+from elastic.worker.worlds import Worlds
 
 
 class Session:
@@ -44,19 +48,34 @@ class Session:
     ) -> None:
         self.job = JobState(seed=seed)
         self.step: Step | None = None
+        self._has_left = False  # the loop that it belongs to
         self.after_step: list[Callable[[Step], object]] = []
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
         self.saver = saver
-        self._group = group
-        self._ledger = ledger
-        self._journal = journal
+        self.group = group
+        self.ledger = ledger
+        self.journal = journal
         self._world: World | None = None
         self._is_restored = False
+        self.worlds: Worlds | None = None  # an agent that changes worlds without a restart
+        self._in_process = False
+        self._has_committed = False
+        self._changes = Changes(self)
         self._on_world: list[Callable[[World], object]] = []
         self._on_main: list[Callable[[], object]] = []
         self._loader: ElasticLoader | None = None  # whose step is in hand
-        self._guard = OptimizerGuard(lambda: self.step)
+        self.guard = OptimizerGuard(lambda: self.step_in_hand)
+
+    def connect(self, link: str) -> None:
+        """Say hello to the agent, which may change worlds without a restart from now on."""
+        worlds = Worlds(
+            abort=self.group.abort,
+            position=self._changes.beat,
+            step_in_hand=self._changes.step_in_hand,
+        )
+        self.worlds = worlds
+        worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
 
     # -- what the script registers ------------------------------------------------------------
 
@@ -66,7 +85,7 @@ class Session:
         wrapped = ElasticDDP(module, **options)
         count = len(self.job.modules)
         self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
-        self._guard.watch(wrapped)
+        self.guard.watch(wrapped)
         return wrapped
 
     def track(self, named: dict[str, Any]) -> None:
@@ -74,7 +93,7 @@ class Session:
         self._refuse_when_restored("track")
         for name, tracked in named.items():
             self.job.track(name, tracked)
-            self._guard.allow(tracked)
+            self.guard.allow(name, tracked)
 
     def _refuse_when_restored(self, call: str) -> None:
         if self._is_restored:
@@ -112,6 +131,11 @@ class Session:
         return self._world
 
     @property
+    def has_committed(self) -> bool:
+        """Whether any step was committed in the present process."""
+        return self._has_committed
+
+    @property
     def has_world(self) -> bool:
         """Whether the first world has begun."""
         return self._world is not None
@@ -119,46 +143,82 @@ class Session:
     def enter_world(self) -> World:
         """Form the world, unless there is one."""
         if self._world is None:
-            self._world = self._group.form()
-        return self._world
+            if self._in_process:
+                self._changes.enter_next()
+            else:
+                self._world = self.group.form()
+        return self.world
 
     def rank_and_size(self) -> tuple[int, int]:
         """Of the present world; forms the first one."""
         world = self.enter_world()
         return world.rank, world.size
 
-    @contextmanager
-    def retrying(self) -> Iterator[None]:
-        """Around the training function. In restart mode every fault ends the process."""
-        self.enter_world()
-        self.in_retry = True
-        try:
-            yield
-        finally:
-            self.in_retry = False
-        self.finish()
-
     def enter_loop(self) -> None:
         """Form the world and restore the state, unless that has happened."""
         if self._is_restored:
             return
-        generation = restore(self.enter_world(), self.job, self.saver, self._journal)
-        self._world = dataclasses.replace(self.world, generation=generation)
+        world = self.enter_world()
+        if not self._is_restored:
+            generation = restore(world, self.job, self.saver, self.journal)
+            self.begin_world(dataclasses.replace(world, generation=generation))
+
+    def begin_world(self, world: World) -> None:
+        """State is restored and the same on all ranks: training goes on in ``world``."""
+        was_main = self._is_restored and self.world.rank == 0
+        self._world = world
         for module in self.job.modules.values():
             module.enter_world()
         self._is_restored = True
-        self._ledger.start(
-            generation=self.world.generation,
+        self.ledger.start(
+            generation=world.generation,
             step=self.job.progress.step,
-            rank=self.world.rank,
-            size=self.world.size,
-            node=self.world.node,
+            rank=world.rank,
+            size=world.size,
+            node=world.node,
         )
         for heard in self._on_world:
-            heard(self.world)
-        if self.world.rank == 0:
+            heard(world)
+        if world.rank == 0 and not was_main:
             for promoted in self._on_main:
                 promoted()
+
+    def end_world(self, *, broken: bool) -> None:
+        """Take the group down: the next one may be built."""
+        if broken:
+            self.group.abort()
+        for module in self.job.modules.values():
+            module.leave_world()
+        self.group.destroy()
+
+    # -- attempts -----------------------------------------------------------------------------
+
+    def begin_attempt(self) -> None:
+        """The training function is about to run."""
+        if self.worlds is not None and not self.group.is_foreign and not self._is_restored:
+            self._in_process = True
+        if self._in_process and not (self.job.modules or self.job.loaders):
+            return  # what the job consists of is registered inside the function
+        self.enter_world()
+
+    def end_attempt(self) -> None:
+        """The training function has returned. Nobody is done before everybody is: a rank that
+        fails in the last step still finds peers that have its state."""
+        self.finish()
+        if self._in_process and self.has_world and self.world.size > 1:
+            all_sum([1.0])
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Whether an exception says that the world is over, and another one can go on."""
+        if not self._in_process or self.worlds is None:
+            return False
+        return is_world_fault(error) or _is_switch(error)
+
+    def recover(self, error: BaseException) -> None:
+        """Go on in the next world, after a fault or a switch."""
+        self._changes.recover(error)
+
+    # -- callbacks ----------------------------------------------------------------------------
 
     def call_on_world(self, callback: Callable[[World], object]) -> None:
         """Call back for each world whose state is restored, the present one included."""
@@ -181,6 +241,8 @@ class Session:
 
     def begin_pass(self, loader: ElasticLoader) -> None:
         """A loop over ``loader`` begins: in the run's epoch, or in its own next one."""
+        self.settle()
+        self._changes.script_runs()
         if self.owns_epochs:
             loader.begin_epoch(self.job.progress.epoch)
             return
@@ -188,7 +250,18 @@ class Session:
             loader.begin_epoch(loader.position.epoch + 1)
         self.job.progress.epoch = loader.position.epoch
 
-    def begin(self, loader: ElasticLoader, first: tuple[BatchInfo, Any], rest: Batches) -> Step:
+    def begin_alone(self) -> Step:
+        """A step without a loader of ours: each rank counts for the same share."""
+        self.in_retry = True
+        self.begin_attempt()
+        self.enter_loop()
+        info = OwnBatch(self.job.progress.epoch, self.job.progress.step, self.world.size)
+        self._changes.script_runs()
+        step = self.begin(None, (info, None), iter(()))
+        step.only_micro_batch()
+        return step
+
+    def begin(self, loader: ElasticLoader | None, first: tuple[Batch, Any], rest: Batches) -> Step:
         """A step is handed out. Saves first, if it is time: everything before it is complete."""
         if self.step is not None:
             raise TrainingError(
@@ -196,10 +269,22 @@ class Session:
                 hint="evaluate with run.shard(loader); finish one training loop before the next",
             )
         self.saver.save_if_due(self.world, self.job)
-        step = Step(self.job.progress.step, first, rest, self._begin_micro_batch)
+        number = self.job.progress.step
+        masked = self._changes.begin(number) if self._in_process else ()
+        step = Step(number, first, rest, self._begin_micro_batch, masked)
         for module in self.job.modules.values():
             module.reduction.begin(step.share)
         self.step, self._loader = step, loader
+        if self._in_process:
+            self._changes.raise_if_due(step)
+        if self.ledger.is_on:
+            self.ledger.begin(
+                generation=self.world.generation,
+                step=number,
+                epoch=step.epoch,
+                rank=self.world.rank,
+                samples=step.indices,
+            )
         return step
 
     def _begin_micro_batch(self, step: Step) -> None:
@@ -210,18 +295,23 @@ class Session:
     def commit(self) -> None:
         """The step in hand has taken effect."""
         step, loader = self.step, self._loader
-        if step is None or loader is None:
+        if step is None:
             return
+        for module in self.job.modules.values():
+            if module.reduction.failure is not None:
+                raise module.reduction.failure  # the script has swallowed it
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
                 hint="iterate each step to its end: every sample counts once",
             )
-        self.step = self._loader = None
+        self.drop_step()
         self.job.progress.step += 1
-        loader.advance()
-        if self._ledger.is_on:
-            self._ledger.step(
+        self._has_committed = True
+        if loader is not None:
+            loader.advance()
+        if self.ledger.is_on:
+            self.ledger.step(
                 generation=self.world.generation,
                 step=step.number,
                 epoch=step.epoch,
@@ -230,28 +320,62 @@ class Session:
             )
         for done in self.after_step:
             done(step)
+        if self._in_process:
+            self._changes.committed()
 
-    def leave(self) -> None:
-        """The loop is left early: the step in hand counts if an optimizer has stepped."""
+    def leave(self, world: World) -> None:
+        """The loop over steps is left in the middle, for whatever reason.
+
+        After `break` or `return` the step in hand counts if an optimizer has stepped; after a
+        fault of the world it does not. Here they look the same: :meth:`settle` knows.
+        """
+        if world is self._world:  # what is left of an interrupted attempt goes away later
+            self._has_left = True
+            if not self._in_process:
+                self.settle()
+
+    def settle(self) -> None:
+        """The script goes on after it has left a loop: it was its own will."""
+        if not self._has_left:
+            return
+        self._has_left = False
         if self.step is not None and self.step.optimizer_stepped:
             self.commit()
+        self.drop_step()
+
+    @property
+    def step_in_hand(self) -> Step | None:
+        """The step that the script is inside of."""
+        return None if self._has_left else self.step
+
+    def drop_step(self) -> None:
+        """The step in hand is none any more."""
         self.step = self._loader = None
+        self._has_left = False
 
     # -- the end ------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Training is complete so far: save what is not saved yet."""
+        self.settle()
         if self._is_restored and self.step is None:
             self.saver.save(self.world, self.job)
 
-    def close(self, *, clean: bool) -> None:
-        """The process ends."""
-        self._guard.close()
-        if not clean:
-            return  # a step in hand, peers that may be gone: touch nothing
+    def close(self, *, clean: bool, error: str = "") -> None:
+        """The process ends; ``error`` is what ended it, for its agent."""
+        self.guard.close()
+        if clean:
+            self._close_in_order()
+        elif self._in_process:
+            self.group.abort()  # peers need not wait for this process to be gone
+        # After an error nothing else is touched: a step is in hand, peers may be gone.
+        if self.worlds is not None:
+            self.worlds.close(clean=clean, error=error)
+
+    def _close_in_order(self) -> None:
         self.finish()
-        if self._is_restored and self._ledger.is_on:
-            self._ledger.end(
+        if self._is_restored and self.ledger.is_on:
+            self.ledger.end(
                 generation=self.world.generation,
                 step=self.job.progress.step,
                 rank=self.world.rank,
@@ -259,4 +383,9 @@ class Session:
             )
         for module in self.job.modules.values():
             module.leave_world()
-        self._group.destroy()
+        self.group.destroy()
+
+
+def _is_switch(error: BaseException) -> bool:
+    """Whether the exception, or what it came from, is the session's own."""
+    return any(isinstance(failure, WorldChanged) for failure in causes(error))

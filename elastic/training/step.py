@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,25 @@ class Progress:
     epoch: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class OwnBatch:
+    """Data that the caller deals out itself, the same amount to every rank."""
+
+    epoch: int
+    step: int
+    size: int  # of the world
+    micro_batch: int = 0
+    micro_batches: int = 1
+    rank_indices: tuple[int, ...] = ()
+    rank_samples: int = 0
+    weight: float = 1.0
+
+    @property
+    def rank_weight(self) -> float:
+        return 1.0 / self.size
+
+
+Batch = BatchInfo | OwnBatch
 Batches = Iterator[tuple[BatchInfo, Any]]
 
 
@@ -33,18 +53,33 @@ class Step:
     def __init__(
         self,
         number: int,
-        first: tuple[BatchInfo, Any],
+        first: tuple[Batch, Any],
         rest: Batches,
         begin_micro_batch: Callable[[Step], object],
+        masked: tuple[str, ...] = (),
     ) -> None:
         self.number = number  # within the job, from 0
-        self.replay = False  # in-process recovery runs a body again with some optimizers masked
-        self.optimizer_stepped = False
+        self.replay = bool(masked)  # the body runs again, with optimizers masked that had stepped
+        self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
+        self._masked = Counter(masked)
         self.is_weighted = False  # whether the user's losses carry the weight
+        self._info: Batch
         self._info, self._data = first
         self._rest = rest
         self._begin_micro_batch = begin_micro_batch
         self._begun = 0  # micro-batches
+
+    @property
+    def optimizer_stepped(self) -> bool:
+        """Whether the weights hold an update of this step."""
+        return bool(self.stepped)
+
+    def is_masked(self, optimizer: str) -> bool:
+        """Whether this update is in the weights already; each one is asked for once."""
+        if not self._masked[optimizer]:
+            return False
+        self._masked[optimizer] -= 1
+        return True
 
     @property
     def epoch(self) -> int:
@@ -58,7 +93,7 @@ class Step:
     @property
     def indices(self) -> tuple[int, ...]:
         """The dataset indices of this rank's samples."""
-        return self._info.part.indices
+        return self._info.rank_indices
 
     @property
     def samples(self) -> int:

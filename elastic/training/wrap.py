@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic.errors import ConfigError
 from elastic.training.reduction import Reduction, weighted_sum
+from elastic.worker.collectives import broadcast_tensors
 
 # Module.__init__ starts these afresh; they belong to the user.
 _HOOK_TABLES = (
@@ -93,6 +94,23 @@ class ElasticDDP(DDP):
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved[0], moved_kwargs[0]
         return self.module(*inputs, **kwargs)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """DDP gives rank 0's buffers to all before each forward pass, waiting inside gloo, where
+        nothing could release it (see elastic/worker/pending.py). On the CPU it waits here."""
+        if not all(t.device.type == "cpu" for t in tensors):
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for same in by_dtype.values():
+            flat = torch.cat([t.reshape(-1) for t in same])
+            broadcast_tensors({"buffers": flat}, authoritative_rank)
+            parts = torch.split(flat, [t.numel() for t in same])
+            torch._foreach_copy_(same, [p.view_as(t) for p, t in zip(parts, same, strict=True)])
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are reduced."""

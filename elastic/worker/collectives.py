@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.worker.pending import pending
+
 
 def control_device() -> torch.device:
     """Where small control tensors live: the CPU if the group can move them, else the GPU."""
@@ -26,9 +28,9 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     is_source = dist.get_rank() == source
     data = json.dumps(value).encode() if is_source else b""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, source)
+    pending.wait(dist.broadcast(size, source, async_op=True))
     buffer = _bytes_tensor(data, int(size.item()), device)
-    dist.broadcast(buffer, source)
+    pending.wait(dist.broadcast(buffer, source, async_op=True))
     return value if is_source else json.loads(bytes(buffer.cpu().tolist()))
 
 
@@ -39,10 +41,11 @@ def all_gather_json(value: Any) -> list[Any]:
     device = control_device()
     data = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
+    mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    pending.wait(dist.all_gather(sizes, mine, async_op=True))
     longest = max(int(size.item()) for size in sizes)
     buffers = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(buffers, _bytes_tensor(data, longest, device))
+    pending.wait(dist.all_gather(buffers, _bytes_tensor(data, longest, device), async_op=True))
     return [
         json.loads(bytes(buffer[: int(size.item())].cpu().tolist()))
         for buffer, size in zip(buffers, sizes, strict=True)
@@ -53,7 +56,7 @@ def all_sum(values: Sequence[float]) -> list[float]:
     """The sum over all ranks of each value, in double precision."""
     total = torch.tensor(list(values), dtype=torch.float64, device=control_device())
     if dist.get_world_size() > 1:
-        dist.all_reduce(total)
+        pending.wait(dist.all_reduce(total, async_op=True))
     return [float(v) for v in total.tolist()]
 
 
@@ -68,7 +71,7 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], source: int = 0) -> N
             moved = tensor.contiguous()
             if moved.device.type == "cpu":
                 moved = moved.to(device)
-            dist.broadcast(moved, source)
+            pending.wait(dist.broadcast(moved, source, async_op=True))
             if moved.data_ptr() != tensor.data_ptr():
                 tensor.copy_(moved)
 

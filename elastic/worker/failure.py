@@ -22,6 +22,7 @@ class FailureHook:
 
     def __init__(self) -> None:
         self.failed = False
+        self.text = ""  # what failed, in a line
         self._exit_code = 1
         self._next: _Hook = sys.excepthook
 
@@ -36,6 +37,7 @@ class FailureHook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self.failed = True
+        self.text = f"{kind.__name__}: {error}".splitlines()[0][:500]
         if isinstance(error, Exception):
             record(error)
         self._next(kind, error, trace)

@@ -1,28 +1,53 @@
-"""The process group of one world: built when the world begins, destroyed when the process ends.
+"""The process group of one world: built when the world begins, taken down when it is over.
 
-Clean ends destroy it. After an exception nothing is called: NCCL's destroy waits for queued
-collectives, and a peer that is gone will never answer them.
+Three ways lead to a group: a world that an agent has announced (:meth:`ProcessGroup.build`), the
+environment that any launcher sets (:meth:`ProcessGroup.form`), or one that the script has made
+itself, which is left to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import gc
 import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    distributed_c10d,
+)
 
+from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
+from elastic.link import forks
+from elastic.telemetry.log import get_logger
+from elastic.worker.abort import BuildWatch, Footprint, still_open
+from elastic.worker.arrival import GroupSpec, meet, open_store
 from elastic.worker.collectives import broadcast_json
+from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.greeting import greet
+from elastic.worker.pending import keep_for_ever, pending
 from elastic.worker.world import World, fresh_nonce, world_from_environment
+
+__all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
 
 # The one place for the limit of a collective. Long, because rank 0 may evaluate for minutes
 # while the others wait; short enough that a hang without a watchdog ends on the same day.
 COLLECTIVE_TIMEOUT_S = 1800.0
 _TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+_DRAIN_S = 0.05  # collectives of an aborted group come back within about 2 ms, if at all
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def choose_device() -> torch.device:
@@ -42,13 +67,133 @@ class ProcessGroup:
     """Owns torch's default group for one world at a time."""
 
     def __init__(self, device: torch.device, backend: str | None) -> None:
-        self._device = device
+        self.device = device
         self._backend = backend or ("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
         self._owned = False
+        self._store: Store | None = None
+        self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
+        # For the thread that aborts:
+        self._lock = threading.Lock()
+        self._footprint: Footprint | None = None  # of what build() has made, or is making
+        self._watch: BuildWatch | None = None  # while building
+        self._is_aborted = False
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the script has made a group of its own."""
+        return bool(dist.is_initialized()) and not self._owned
+
+    def sockets(self) -> tuple[int, ...]:
+        """The descriptors of every socket of the store and the group, listening ones included."""
+        footprint = self._footprint
+        return tuple(sorted(footprint.sockets())) if footprint is not None else ()
+
+    # -- a world that the agent announced -----------------------------------------------------
+
+    def build(self, spec: GroupSpec, *, superseded: Callable[[], bool], timeout_s: float) -> None:
+        """Build the group of a world. Main thread; :meth:`abort` from another releases it.
+
+        After a failure nothing is left of it, and it can be called again.
+
+        Raises:
+            Superseded: a newer world is known, or :meth:`abort` was called meanwhile.
+            GroupBuildFailed: peers did not come, or have gone; named where the store knows.
+        """
+        assert not self._owned, "destroy the group of the last world first"
+
+        def give_up() -> None:
+            if self._is_aborted or superseded():
+                raise Superseded(f"generation {spec.generation} is over")
+
+        self._begin(spec, timeout_s)
+        try:
+            give_up()
+            self._assemble(spec, give_up, SYSTEM_CLOCK.monotonic() + timeout_s)
+            self._end_building()
+            give_up()
+        except BaseException as error:
+            self._end_building()
+            self._clear_away(error)
+            if not is_world_fault(error):
+                raise
+            if not isinstance(error, Superseded):
+                give_up()
+            raise _build_failed(spec, error) from error
+
+    def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
+        pending.open()
+        with self._lock:
+            self._owned = True
+            self._is_aborted = False
+            self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
+            self._watch = BuildWatch(self._footprint, timeout_s)
+
+    def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
+        self._store = store = open_store(spec, give_up, deadline_s=deadline_s)
+        if spec.size > 1:
+            meet(store, spec, give_up, deadline_s=deadline_s)
+        left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
+        self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
+        # From here on it is not about peers that do not come, but about how long a step may take.
+        distributed_c10d._set_pg_timeout(_TIMEOUT)
+        store.set_timeout(_TIMEOUT)
+
+    def _end_building(self) -> None:
+        with self._lock:
+            watch, self._watch = self._watch, None
+            footprint = self._footprint
+        if watch is None or footprint is None:
+            return
+        watch.end()
+        footprint.seal()
+        footprint.close_on_exec()
+        forks.cover(footprint.sockets())
+
+    def _clear_away(self, error: BaseException) -> None:
+        # The frames hold the half-built group, and the store's port.
+        traceback.clear_frames(error.__traceback__)
+        self.destroy()
+
+    def _initialize(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        if self.device.type == "cuda":
+            # Any other mode ends the process when a peer is gone. torch asks for 0 with abort()
+            # (distributed_c10d.py, _abort_process_group).
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        hook = sys.excepthook
+        dist.init_process_group(
+            self._backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        self._excepthooks = hook, sys.excepthook
+
+    def abort(self) -> None:
+        """Release whoever waits for this group's peers. From any thread; idempotent.
+
+        On NCCL the backend does that; on gloo it does nothing [measured], so the sockets are
+        shut down, and what waits for a collective stops waiting.
+        """
+        with self._lock:
+            self._is_aborted = True
+            footprint, watch = self._footprint, self._watch
+            if footprint is None:
+                return
+            footprint.shut_down()
+            if watch is not None:
+                watch.give_up()
+            if self.device.type == "cuda" and dist.is_initialized():
+                _abort_nccl(self.device)
+        pending.abort()
+
+    # -- what the environment says ------------------------------------------------------------
 
     def form(self) -> World:
         """Build the group that the environment describes and agree on what it leaves open."""
         world = world_from_environment()
+        pending.open()
         if dist.is_initialized():  # the script had built a group of its own
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
             nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
@@ -57,22 +202,93 @@ class ProcessGroup:
         if not world.nonce:
             nonce = greet(store, world.rank, world.size, timeout_s=COLLECTIVE_TIMEOUT_S)
             world = dataclasses.replace(world, nonce=nonce)
-        dist.init_process_group(
-            self._backend,
-            store=PrefixStore(world.nonce, store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=_TIMEOUT,
-            device_id=self._device if self._device.type == "cuda" else None,
-        )
+        store = PrefixStore(world.nonce, store)
+        self._initialize(store, world.rank, world.size, COLLECTIVE_TIMEOUT_S)
         self._owned = True
         return world
 
+    # -- the end ------------------------------------------------------------------------------
+
     def destroy(self) -> None:
-        """Take the group down at a clean end; a group the script made is left to it."""
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+        """Take the group down; a group the script made is left to it. Main thread.
+
+        Never hangs on gloo: a group that does not give its collectives back is left behind (see
+        :mod:`elastic.worker.pending`). On NCCL, :meth:`abort` it first if a peer may be gone.
+        """
+        with self._lock:
+            footprint, self._footprint = self._footprint, None
+        if not self._owned:
+            return
+        sockets = footprint.sockets() if footprint is not None else {}
+        if footprint is not None:
+            footprint.shut_down()
+        if dist.is_initialized():
+            self._destroy_group()
+        # A build that failed in the middle has counted: the next group would get another name
+        # here than with a newcomer, and they would never find each other in the store.
+        distributed_c10d._world.group_count = 0
         self._owned = False
+        self._store = None
+        self._put_back_excepthook()
+        _say_what_is_left(sockets)
+        forks.uncover(sockets)
+
+    def _destroy_group(self) -> None:
+        if not pending.drain(_DRAIN_S):
+            keep_for_ever(distributed_c10d._get_default_group())
+        if self.device.type == "cuda" and self._is_aborted:
+            # Not destroy: it waits for what is queued.
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+    def _put_back_excepthook(self) -> None:
+        """Each init_process_group puts another hook around the last, with another rank."""
+        if self._excepthooks is not None:
+            before, torchs = self._excepthooks
+            if sys.excepthook is torchs:
+                sys.excepthook = before
+        self._excepthooks = None
+
+
+def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:
+    if isinstance(error, Superseded | GroupBuildFailed):
+        return error
+    return GroupBuildFailed(
+        f"the group of generation {spec.generation} could not be built on rank {spec.rank} "
+        f"of {spec.size}: {type(error).__name__}: {error}"
+    )
+
+
+def _abort_nccl(device: torch.device) -> None:
+    """Abort every group's communicator, subgroups included, as one.
+
+    As torch's own _abort_process_group does it, but for the clearing of its tables: the main
+    thread is still inside.
+    """
+    groups = list(distributed_c10d._world.pg_names)
+    backends: list[Any] = [
+        group._get_backend(device)
+        for group in groups
+        if device.type in {known.type for known in group._device_types}
+    ]
+    if not backends:
+        return
+    backends[0]._group_start()
+    for backend in reversed(backends):
+        backend.abort()
+    backends[0]._group_end()
+
+
+def _say_what_is_left(sockets: dict[int, int]) -> None:
+    """Something that still holds the group (a subgroup, a traceback) holds its port, too."""
+    if not still_open(sockets):
+        return
+    gc.collect()
+    if left := still_open(sockets):
+        get_logger().warning(
+            "%d sockets of the last process group are still open: something holds it", len(left)
+        )
 
 
 def _store(world: World) -> Store:

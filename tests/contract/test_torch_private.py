@@ -71,7 +71,7 @@ class OneWorld(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.calls.append(torch_private.calling_agent())
-        store = torch_private.private_store(self._world, f"n{self._index}")
+        store = torch_private.private_store(self._world.members)
         info = RendezvousStoreInfo(self._world.store_host, self._world.store_port)
         return RendezvousInfo(store, self._index, len(self._world.members), info)
 

@@ -304,7 +304,7 @@ def test_all_crash_and_the_job_is_started_again(
     fresh = trio(start)
     world = fresh[0].service.running
     assert world is not None
-    assert world.generation in (2, 3)
+    assert world.generation > 1
     assert world.cause is Cause.TAKEOVER
     assert {member.node_id for member in world.members} == {node.id for node in fresh}
 

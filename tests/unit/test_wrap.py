@@ -14,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic.errors import ConfigError
+from elastic.training import wrap
 from elastic.training.wrap import ElasticDDP
 
 
@@ -95,7 +96,7 @@ def test_no_collectives_in_eval_mode_and_without_gradients(monkeypatch: pytest.M
     model = ElasticDDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     model.enter_world()
     broadcasts: list[object] = []
-    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *a, **k: broadcasts.append(a))
+    monkeypatch.setattr(wrap, "broadcast_tensors", lambda *a, **k: broadcasts.append(a))
     with torch.no_grad():
         model(torch.randn(4, 3))
     model.eval()

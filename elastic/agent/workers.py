@@ -1,0 +1,328 @@
+"""This node's workers, as their links show them: who is there, how far, what they saw.
+
+Everything here runs on the node's thread; the link's thread only posts into its inbox. Workers
+that call ``run.retry`` say *ready*: from then on their node changes worlds without a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic.agent.context import NodeContext
+from elastic.agent.messages import ChangeNode
+from elastic.coordination.keyvalue import Lease
+from elastic.coordination.pace import Pace
+from elastic.coordination.records import Node, NodeState, Trouble, World, WorldState, encode
+from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
+from elastic.link.protocol import (
+    Beat,
+    Bye,
+    Entered,
+    Hello,
+    Left,
+    Message,
+    Ready,
+    SigtermAnswer,
+    SigtermAsk,
+    WorldMessage,
+)
+from elastic.link.protocol import Trouble as TroubleSaid
+from elastic.link.server import LinkServer, Worker, WorkerDeath
+
+IN_PROCESS = "in-process"
+
+
+@dataclass(frozen=True)
+class LinkSaid:
+    """A worker said something."""
+
+    worker: Worker
+    message: Message
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """A worker's process is gone."""
+
+    worker: Worker
+    death: WorkerDeath
+
+
+class Workers:
+    """One per agent, over all starts of its workers."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._at = context
+        self._server = LinkServer(
+            on_message=lambda worker, message: context.post(LinkSaid(worker, message)),
+            on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
+            on_error=context.board.fail,
+        )
+        self._ready: set[int] = set()  # pids
+        self._left: set[int] = set()
+        self._entered: dict[int, int] = {}  # pid to generation
+        self._pushed: World | None = None  # the newest world they were told
+        self._trouble: Trouble | None = None  # to be written, or written
+        self._trouble_written = False
+
+    @property
+    def path(self) -> str:
+        """Of the socket: ``ELASTIC_LINK`` in the workers' environment."""
+        return self._server.path
+
+    def start(self) -> None:
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.close()
+
+    # ── what workers say ─────────────────────────────────────────────────────────────────
+
+    def on_said(self, worker: Worker, message: Message) -> None:
+        """A message from the link."""
+        match message:
+            case Hello():
+                self._welcome(worker)
+            case Ready():
+                self._on_ready(worker)
+            case Beat():
+                self._on_beat(worker, message)
+            case Entered(generation=generation, step=step):
+                self._on_entered(worker, generation, step)
+            case TroubleSaid(generation=generation, error=error):
+                self._on_trouble(worker, generation, error)
+            case Left():
+                self._left.add(worker.pid)
+                self._note_left()
+            case SigtermAsk():
+                leaving = self._node.state is NodeState.LEAVING
+                self._server.send(SigtermAnswer(leaving=leaving), worker)
+            case Bye():
+                pass  # comes back with the worker's death
+            case _:
+                pass
+
+    @property
+    def _node(self) -> Node:
+        return self._at.board.node
+
+    def _welcome(self, worker: Worker) -> None:
+        """A first world stands already; a newer one may have come since the worker began."""
+        running = self._node.running
+        if self._pushed is not None and (
+            running is None or self._pushed.generation > running.generation
+        ):
+            self._send(self._pushed, worker)
+        elif running is not None:
+            self._send(running, worker)
+
+    def _on_ready(self, worker: Worker) -> None:
+        self._ready.add(worker.pid)
+        present = {w.pid for w in self._server.workers()}
+        if len(self._ready & present) < self._node.nproc:
+            return
+        if self._node.state is NodeState.STARTING:
+            self._change(lambda n: replace(n, in_process=True, state=NodeState.READY))
+
+    def _on_beat(self, worker: Worker, beat: Beat) -> None:
+        if worker.local_rank == 0 and beat.generation:
+            now = self._at.clock.monotonic()
+            self._at.board.pace = Pace(beat.generation, beat.step, beat.step_time_s, now)
+
+    def _on_entered(self, worker: Worker, generation: int, step: int) -> None:
+        self._entered[worker.pid] = generation
+        now = self._at.clock.monotonic()
+        if worker.local_rank == 0:
+            pace = self._at.board.pace
+            self._at.board.pace = Pace(generation, step, pace.step_time_s if pace else 0.0, now)
+        present = [w.pid for w in self._server.workers()]
+        everybody = sum(self._entered.get(pid) == generation for pid in present)
+        if everybody < self._node.nproc:
+            return
+        world = self._pushed
+        if world is None or world.generation != generation:
+            return
+        self._at.journal.emit(
+            WorldEntered(
+                generation=generation,
+                first_rank=world.first_rank_of(self._node.node_id),
+                size=world.size,
+                waited_s=0.0,
+            )
+        )
+        os.environ["ELASTIC_GENERATION"] = str(generation)  # for this agent's log lines
+        self._change(lambda n: replace(n, running=world))
+
+    def _on_trouble(self, worker: Worker, generation: int, error: str) -> None:
+        newest = self._pushed or self._node.running
+        if newest is not None and generation < newest.generation and not newest.switch_at_step:
+            return  # already answered
+        if self._trouble is not None and self._trouble.generation >= generation:
+            return
+        self._at.journal.emit(
+            WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
+        )
+        self._trouble = Trouble(
+            node_id=self._node.node_id, generation=generation, error=error[:500]
+        )
+        self._trouble_written = False
+
+    def _note_left(self) -> None:
+        present = {w.pid for w in self._server.workers()}
+        if self._left and present <= self._left:
+            with self._at.board.changed:
+                self._at.board.workers_left = True
+                self._at.board.changed.notify_all()
+
+    # ── what becomes of them ─────────────────────────────────────────────────────────────
+
+    def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
+        """A process is gone: tell the others now, torchrun notices later."""
+        was_ready = worker.pid in self._ready
+        for known in (self._ready, self._left):
+            known.discard(worker.pid)
+        self._entered.pop(worker.pid, None)
+        if self._node.state is NodeState.LEAVING:
+            self._note_left()
+            return
+        if self._at.board.stopping:
+            return  # torchrun ends them, to start them in another world
+        bye = death.said_bye
+        is_unknown = death.exit_code is None and death.signal is None
+        if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
+            return
+        _kill_group(worker.pid)
+        text = bye.error if bye is not None and bye.error else _how(worker, death)
+        self._at.journal.emit(WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=text))
+        if not was_ready or self._node.state not in (NodeState.READY, NodeState.STARTING):
+            return  # torchrun restarts it; the others have not trained with it without a restart
+        generation = self._generation
+        self._change(
+            lambda n: replace(
+                n,
+                state=NodeState.ARRIVED,
+                in_process=False,
+                running=None,
+                arrived_for=generation,
+                failure=text,
+                failure_exit_code=_exit_code(death),
+            )
+        )
+
+    @property
+    def _generation(self) -> int:
+        """The newest generation that this node was in."""
+        running, pushed = self._node.running, self._pushed
+        known = [w.generation for w in (running, pushed) if w is not None and self._is_in(w)]
+        return max([*known, self._node.arrived_for])
+
+    def _is_in(self, world: World) -> bool:
+        return self._node.node_id in world.node_ids
+
+    # ── what they are told ───────────────────────────────────────────────────────────────
+
+    def learn(self, world: World | None) -> None:
+        """The newest world: hand it on if it concerns workers that need no restart."""
+        node = self._node
+        if world is None or not node.in_process:
+            return
+        if self._pushed is not None and world.generation <= self._pushed.generation:
+            return
+        running = node.running
+        if running is not None and world.generation <= running.generation:
+            return
+        is_member = node.node_id in world.node_ids
+        if running is None and not is_member:
+            return  # a spare: it waits for a world with it
+        self._pushed = world
+        self._send(world, None)
+
+    def forget(self) -> None:
+        """The workers are started anew."""
+        self._ready.clear()
+        self._left.clear()
+        self._entered.clear()
+        self._pushed = None
+
+    def _send(self, world: World, to: Worker | None) -> None:
+        for worker in self._server.workers() if to is None else (to,):
+            self._server.send(self._message(world, worker), worker)
+
+    def _message(self, world: World, worker: Worker) -> WorldMessage:
+        node = self._node
+        # A world of the other mode is entered by a restart: to these processes it is the end.
+        runs_it = node.running is not None and node.running.generation == world.generation
+        is_member = node.node_id in world.node_ids and (world.mode == IN_PROCESS or runs_it)
+        return WorldMessage(
+            generation=world.generation,
+            nonce=world.nonce,
+            member=is_member,
+            rank=world.first_rank_of(node.node_id) + worker.local_rank if is_member else 0,
+            size=world.size,
+            local_rank=worker.local_rank,
+            local_size=node.nproc,
+            node_rank=world.node_ids.index(node.node_id) if is_member else 0,
+            nodes=len(world.members),
+            store_host=world.store_host,
+            store_port=world.store_port,
+            switch_at_step=world.switch_at_step,
+            state="paused" if world.state is WorldState.PAUSED else "active",
+            lineage=world.lineage,
+            cause=world.cause.value,
+            reason=world.reason,
+            committed_step=world.committed_step,
+        )
+
+    # ── what the store is told ───────────────────────────────────────────────────────────
+
+    def report(self, lease: Lease) -> None:
+        """Write, or take back, this node's trouble. Called with the node's live lease."""
+        trouble, node = self._trouble, self._node
+        if trouble is None:
+            return
+        key = self._at.keys.trouble(node.node_id)
+        newest = self._at.board.world.world
+        over = newest is not None and newest.generation > trouble.generation
+        if over and newest is not None and newest.switch_at_step is None:
+            if self._trouble_written:
+                self._at.store.delete(key)
+            self._trouble = None
+        elif not self._trouble_written:
+            self._at.store.put(key, encode(trouble), lease=lease)
+            self._trouble_written = True
+
+    def register_again(self) -> None:
+        """The lease is new: what stood on the old one is gone."""
+        self._trouble_written = False
+
+    def _change(self, change: Callable[[Node], Node]) -> None:
+        """At once for the eyes of the main thread; published with the next registration."""
+        self._at.board.change_node(change)
+        self._at.post(ChangeNode(lambda node: node))
+
+
+def _kill_group(pid: int) -> None:
+    """What the dead worker left: its data workers hold its sockets open, so that peers would not
+    notice its death. torchrun makes every worker the leader of a group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgrp() != pid:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _how(worker: Worker, death: WorkerDeath) -> str:
+    who = f"local rank {worker.local_rank} (pid {worker.pid})"
+    if death.signal is not None:
+        return f"{who} was ended by {signal.Signals(death.signal).name}"
+    if death.exit_code is not None:
+        return f"{who} ended with exit code {death.exit_code}"
+    return f"{who} is gone"
+
+
+def _exit_code(death: WorkerDeath) -> int:
+    if death.signal is not None:
+        return -death.signal
+    return death.exit_code if death.exit_code is not None else 1

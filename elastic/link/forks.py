@@ -1,0 +1,49 @@
+"""Sockets that a forked child must not keep: it would hide its parent's death from the peers.
+
+A data worker forked from a training process inherits all its sockets. After the parent's SIGKILL
+they stay open for as long as the child lives: peers and agent saw the death after 5 s with idle
+data workers, and not within 40 s with busy ones [measured]. So in the child /dev/null is laid over
+them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+_covered: dict[int, int] = {}  # fd to the inode it had
+_is_installed = False
+
+
+def cover(fds: Iterable[int]) -> None:
+    """From now on, forked children get /dev/null in the place of these sockets."""
+    global _is_installed
+    for fd in fds:
+        try:
+            _covered[fd] = os.fstat(fd).st_ino
+        except OSError:
+            continue  # closed meanwhile
+    if not _is_installed:
+        os.register_at_fork(after_in_child=_lay_null)
+        _is_installed = True
+
+
+def uncover(fds: Iterable[int]) -> None:
+    """These are closed, or are the child's business again."""
+    for fd in fds:
+        _covered.pop(fd, None)
+
+
+def _lay_null() -> None:
+    # In a forked child of a threaded process: no locks, no logging, nothing that may fail.
+    if not _covered:
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd, inode in list(_covered.items()):
+        try:
+            if os.fstat(fd).st_ino == inode:
+                os.dup2(null, fd, inheritable=False)
+        except OSError:
+            continue
+    os.close(null)
+    _covered.clear()

@@ -1,0 +1,343 @@
+"""The agent's end of the links: one unix socket, one thread, a pidfd for every worker.
+
+A worker's death is told by its pidfd within milliseconds, never by its socket: forked data
+workers inherit that and keep it open. Whoever connects is known by SO_PEERCRED, not by what it
+says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import LinkError
+from elastic.link.protocol import (
+    MAX_LINE,
+    PROTOCOL_VERSION,
+    Bye,
+    Hello,
+    Message,
+    Welcome,
+    decode,
+    encode,
+)
+from elastic.telemetry.log import get_logger
+
+MAX_CONNECTIONS = 256
+MAX_UNSENT_BYTES = 1 << 20
+HELLO_WITHIN_S = 5.0
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that has said hello."""
+
+    pid: int
+    local_rank: int
+    token: int  # of this connection
+
+
+@dataclass(frozen=True)
+class WorkerDeath:
+    """How a worker's process ended."""
+
+    pid: int
+    exit_code: int | None  # None: ended by a signal, or not a child of this process
+    signal: int | None
+    said_bye: Bye | None
+
+
+@dataclass(eq=False)
+class _Connection:
+    sock: socket.socket
+    pid: int
+    since_s: float
+    worker: Worker | None = None
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(eq=False)
+class _Process:
+    """A worker's process, watched until it ends; connections may come and go."""
+
+    pidfd: int
+    worker: Worker
+    bye: Bye | None = None
+
+
+class LinkServer:
+    """Made by the agent; owned by whoever calls ``close``.
+
+    All callbacks run on the thread ``elastic-link``.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_message: Callable[[Worker, Message], None],
+        on_death: Callable[[Worker, WorkerDeath], None],
+        on_error: Callable[[BaseException], None],
+        node_id: str = "",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._on_message = on_message
+        self._on_death = on_death
+        self._on_error = on_error
+        self._node_id = node_id
+        self._clock = clock
+        self._folder = tempfile.mkdtemp(prefix="elastic-")  # mode 0700
+        self.path = os.path.join(self._folder, "link")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._wakee = socket.socketpair()
+        self._lock = threading.Lock()
+        self._to_send: list[tuple[bytes, Worker | None]] = []
+        self._connections: set[_Connection] = set()
+        self._processes: dict[int, _Process] = {}
+        self._present: tuple[Worker, ...] = ()
+        self._tokens = itertools.count(1)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="elastic-link", daemon=True)
+
+    def start(self) -> None:
+        """Listen."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, join, remove the socket. Idempotent."""
+        self._closing = True
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        elif not self._thread.ident:
+            self._release()
+
+    def send(self, message: Message, worker: Worker | None = None) -> None:
+        """To one worker, or to all that have said hello. From any thread; never blocks."""
+        with self._lock:
+            self._to_send.append((encode(message), worker))
+        self._wake()
+
+    def workers(self) -> tuple[Worker, ...]:
+        """Those that have said hello and live."""
+        return self._present
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def _run(self) -> None:
+        try:
+            for sock in (self._listener, self._wakee):
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ)
+            self._waker.setblocking(False)
+            while not self._closing:
+                for key, events in self._selector.select(timeout=HELLO_WITHIN_S / 2):
+                    self._turn(key, events)
+                self._drop_silent()
+        except BaseException as error:
+            get_logger().exception("the link's thread died")
+            self._on_error(error)
+            raise
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for process in self._processes.values():
+            os.close(process.pidfd)
+        for connection in self._connections:
+            connection.sock.close()
+        self._processes.clear()
+        self._connections.clear()
+        for sock in (self._listener, self._waker, self._wakee):
+            sock.close()
+        self._selector.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _turn(self, key: selectors.SelectorKey, events: int) -> None:
+        match key.data:
+            case _Connection() as connection:
+                if connection in self._connections and events & selectors.EVENT_WRITE:
+                    self._flush(connection)
+                if connection in self._connections and events & selectors.EVENT_READ:
+                    self._read(connection)
+            case _Process() as process:
+                self._reap(process)
+            case _ if key.fileobj is self._listener:
+                self._accept()
+            case _:
+                self._wakee.recv(4096)
+                self._send_queued()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        if uid not in (os.getuid(), 0) or len(self._connections) >= MAX_CONNECTIONS:
+            get_logger().warning("link: refused a connection of pid %d, user %d", pid, uid)
+            sock.close()
+            return
+        sock.setblocking(False)
+        connection = _Connection(sock, pid, self._clock.monotonic())
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            chunk = connection.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._drop(connection)
+            return
+        connection.received += chunk
+        while connection in self._connections and b"\n" in connection.received:
+            line, _, rest = connection.received.partition(b"\n")
+            connection.received = bytearray(rest)
+            try:
+                self._handle(connection, decode(bytes(line)))
+            except LinkError as error:
+                self._drop(connection, str(error))
+        if len(connection.received) > MAX_LINE:
+            self._drop(connection, f"a line of more than {MAX_LINE} bytes")
+
+    def _handle(self, connection: _Connection, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._greet(connection, message)
+            return
+        if connection.worker is None:
+            raise LinkError(f"{type(message).__name__} before Hello")
+        process = self._processes.get(connection.pid)
+        if isinstance(message, Bye) and process is not None:
+            process.bye = message
+        self._on_message(connection.worker, message)
+
+    def _greet(self, connection: _Connection, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise LinkError(
+                f"the worker speaks version {hello.version} of the link (torch-elastic-harness "
+                f"{hello.library}), this agent {PROTOCOL_VERSION}",
+                hint="use the same torch-elastic-harness in the worker's and the agent's Python",
+            )
+        for other in list(self._connections):
+            if other is connection or other.worker is None:
+                continue
+            if other.pid == connection.pid:
+                self._drop(other)  # it has connected again
+            elif other.worker.local_rank == hello.local_rank:
+                raise LinkError(
+                    f"pid {connection.pid} says that it is local rank {hello.local_rank}, which "
+                    f"is pid {other.pid}"
+                )
+        connection.worker = Worker(connection.pid, hello.local_rank, next(self._tokens))
+        self._watch(connection.worker)
+        self._note_present()
+        self._queue(connection, encode(Welcome(version=PROTOCOL_VERSION, node_id=self._node_id)))
+        self._on_message(connection.worker, hello)
+
+    def _watch(self, worker: Worker) -> None:
+        known = self._processes.get(worker.pid)
+        if known is not None:
+            known.worker = worker
+            return
+        try:
+            pidfd = os.pidfd_open(worker.pid)
+        except ProcessLookupError:
+            raise LinkError(f"pid {worker.pid} ended while it said hello") from None
+        process = _Process(pidfd, worker)
+        self._processes[worker.pid] = process
+        self._selector.register(pidfd, selectors.EVENT_READ, process)
+
+    def _reap(self, process: _Process) -> None:
+        self._selector.unregister(process.pidfd)
+        exit_code, ended_by = _status(process.pidfd)
+        pid = process.worker.pid
+        # What it said last may still be unread.
+        for connection in [c for c in self._connections if c.pid == pid]:
+            self._read(connection)
+            self._drop(connection)
+        del self._processes[pid]
+        os.close(process.pidfd)
+        self._note_present()
+        self._on_death(process.worker, WorkerDeath(pid, exit_code, ended_by, process.bye))
+
+    def _note_present(self) -> None:
+        self._present = tuple(p.worker for p in self._processes.values())
+
+    def _send_queued(self) -> None:
+        with self._lock:
+            queued, self._to_send = self._to_send, []
+        for line, worker in queued:
+            for connection in list(self._connections):
+                told = connection.worker
+                if told is not None and (worker is None or worker.pid == told.pid):
+                    self._queue(connection, line)
+
+    def _queue(self, connection: _Connection, line: bytes) -> None:
+        if len(connection.unsent) + len(line) > MAX_UNSENT_BYTES:
+            self._drop(connection, f"more than {MAX_UNSENT_BYTES} bytes unread by the worker")
+            return
+        connection.unsent += line
+        self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            sent = connection.sock.send(connection.unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._drop(connection)
+            return
+        del connection.unsent[:sent]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.sock, wanted, connection)
+
+    def _drop(self, connection: _Connection, why: str = "") -> None:
+        if connection not in self._connections:
+            return
+        if why:
+            get_logger().warning("link: pid %d is disconnected: %s", connection.pid, why)
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+
+    def _drop_silent(self) -> None:
+        now = self._clock.monotonic()
+        for connection in list(self._connections):
+            if connection.worker is None and now - connection.since_s > HELLO_WITHIN_S:
+                self._drop(connection, f"no hello within {HELLO_WITHIN_S:g} s")
+
+
+def _status(pidfd: int) -> tuple[int | None, int | None]:
+    """Exit code or signal of a child that has ended, leaving it to its parent to reap."""
+    try:
+        info = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return None, None  # started by a shell, or reaped already
+    if info is None:
+        return None, None
+    if info.si_code == os.CLD_EXITED:
+        return info.si_status, None
+    return None, info.si_status

@@ -1,0 +1,213 @@
+"""How a session changes worlds: when it must, and what becomes of the step in hand."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import WorldChanged
+from elastic.events import Recovered, WorldFault
+from elastic.link.protocol import Beat, WorldMessage
+from elastic.training.recovery import Recovery
+from elastic.training.step import Step
+from elastic.worker.faults import causes
+from elastic.worker.process_group import GroupSpec
+from elastic.worker.worlds import Worlds, world_of, write_environment
+
+if TYPE_CHECKING:
+    from elastic.training.session import Session
+
+BUILD_TIMEOUT_S = 30.0  # a group is built in milliseconds once everybody is there
+_SMOOTHING = 0.1  # of the step time
+_LEAVE_SLICE_S = 0.2
+
+
+class Changes:
+    """Owned by the session; used in in-process mode only."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._recovery: Recovery | None = None
+        self._fresh_snapshot = False  # nothing of the script has run since the last one
+        self._versions = 0
+        self._step_time_s = 0.0
+        self._last_commit_s: float | None = None
+        self.is_recovering = False
+
+    @property
+    def _worlds(self) -> Worlds:
+        assert self._session.worlds is not None
+        return self._session.worlds
+
+    @property
+    def recovery(self) -> Recovery:
+        """Made late: the objects of the job are registered first."""
+        if self._recovery is None:
+            session = self._session
+            self._recovery = Recovery(
+                session.job, session.saver, session.journal, session.group.device
+            )
+        return self._recovery
+
+    def beat(self) -> Beat:
+        """Where this worker stands; read by the link's thread."""
+        session = self._session
+        return Beat(
+            generation=self._worlds.entering,
+            step=session.job.progress.step,
+            phase="step" if session.step is not None else "other",
+            step_time_s=self._step_time_s,
+        )
+
+    def step_in_hand(self) -> int | None:
+        """The number of the step that has begun; read by the link's thread."""
+        step = self._session.step
+        return step.number if step is not None else None
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> tuple[str, ...]:
+        """Before a step: snapshot what the script may have changed; which optimizers to mask."""
+        if not self._fresh_snapshot:
+            self.recovery.take_snapshot()
+            self._fresh_snapshot = True
+        return self.recovery.replay
+
+    def raise_if_due(self, step: Step) -> None:
+        """Raise WorldChanged if the next world is to be entered before this step.
+
+        Asked after the step is in hand: from now on the link's thread knows that it is too late
+        for this rank to switch at it, and one of the two notices (PROTOCOL section 6).
+        """
+        if self._worlds.is_due(step.number):
+            self._session.drop_step()
+            raise WorldChanged(
+                f"the world changes before step {step.number}",
+                hint="let it pass: run.retry goes on in the next world",
+            )
+
+    def committed(self) -> None:
+        """After a step."""
+        self.recovery.committed()
+        self.recovery.take_snapshot()
+        self._fresh_snapshot = True
+        self._versions = self._count_versions()
+        now_s = SYSTEM_CLOCK.monotonic()
+        if self._last_commit_s is not None:
+            took_s = now_s - self._last_commit_s
+            before_s = self._step_time_s or took_s
+            self._step_time_s = before_s + _SMOOTHING * (took_s - before_s)
+        self._last_commit_s = now_s
+
+    def script_runs(self) -> None:
+        """The script's own code runs outside of a step, and may change what it likes."""
+        self._fresh_snapshot = False
+
+    def _count_versions(self) -> int:
+        modules = self._session.job.modules.values()
+        return sum(p._version for m in modules for p in m.module.parameters())
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    def recover(self, error: BaseException) -> None:
+        """Leave the world that is over, enter the next one, put everything right."""
+        began_s = SYSTEM_CLOCK.monotonic()
+        session, is_planned = self._session, isinstance(error, WorldChanged)
+        self.is_recovering = True
+        if not is_planned:
+            text = f"{type(error).__name__}: {error}"
+            self._worlds.trouble(text)
+            session.journal.emit(
+                WorldFault(
+                    generation=session.world.generation if session.has_world else 0,
+                    step=session.job.progress.step,
+                    error=text,
+                )
+            )
+        self._interrupt()
+        session.end_world(broken=not is_planned)
+        self.enter_next()
+        # Last, since it may wait for data workers: the frames of the attempt hold its loader,
+        # and activations, for as long as the traceback is known.
+        _clear_frames(error)
+        self.is_recovering = False
+        self._last_commit_s = None
+        session.journal.emit(
+            Recovered(
+                generation=session.world.generation,
+                step=session.job.progress.step,
+                duration_s=round(SYSTEM_CLOCK.monotonic() - began_s, 4),
+            )
+        )
+
+    def _interrupt(self) -> None:
+        session = self._session
+        step, guard = session.step, session.guard
+        moved = step is None and self._versions not in (0, self._count_versions())
+        self.recovery.interrupted(
+            stepped=tuple(step.stepped) if step is not None else self.recovery.replay,
+            begun=step is not None,
+            is_torn=guard.is_torn or (moved and session.has_committed),
+        )
+        guard.reset()
+        session.drop_step()
+        for module in session.job.modules.values():
+            module.module.zero_grad(set_to_none=True)
+            module.reduction.begin(1.0)
+
+    def enter_next(self) -> None:
+        """Wait for the next world, and for as long as worlds fail, the one after it."""
+        session = self._session
+        while True:
+            message = self._worlds.next()
+            if not message.member:
+                self._leave_job(message)
+            try:
+                self._form(message)
+            except Exception as error:
+                if not session.is_fault(error):
+                    raise
+                self._worlds.trouble(f"{type(error).__name__}: {error}")
+                session.end_world(broken=True)
+                continue
+            self._worlds.entered(session.job.progress.step)
+            if message.state != "paused":
+                return
+            # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
+            session.saver.save(session.world, session.job)
+            self._worlds.wait_for_newer()
+            session.end_world(broken=False)
+
+    def _form(self, message: WorldMessage) -> None:
+        session, worlds = self._session, self._worlds
+        spec = GroupSpec(
+            generation=message.generation,
+            nonce=message.nonce,
+            rank=message.rank,
+            size=message.size,
+            store_host=message.store_host,
+            store_port=message.store_port,
+        )
+        session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
+        write_environment(message)
+        world = self.recovery.enter(world_of(message), message.committed_step)
+        session.begin_world(world)
+        self._fresh_snapshot = False
+        self._versions = self._count_versions()
+
+    def _leave_job(self, message: WorldMessage) -> None:
+        """The job goes on without this node, or ends here: wait for the agent to end it."""
+        session = self._session
+        if message.nodes == 0 and session.has_world:
+            session.saver.save(session.world, session.job)
+        self._worlds.left(session.job.progress.step)
+        while True:
+            SYSTEM_CLOCK.sleep(_LEAVE_SLICE_S)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Forget the locals of the interrupted attempt: activations, iterators, data workers."""
+    for failure in causes(error):
+        traceback.clear_frames(failure.__traceback__)
+        failure.__traceback__ = None

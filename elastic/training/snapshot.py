@@ -1,0 +1,199 @@
+"""Copies of the small state that a step may change, taken at its begin and at its commit.
+
+Schedulers, the gradient scaler, hyper-parameters, ``run.state``, buffers, positions: everything
+but the weights and the optimizers' state, which only change when an optimizer steps. After a
+fault they are put back, so that a step that is done again finds what it found the first time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+
+from elastic.training.plan import Position
+from elastic.training.state import JobState, Stateful
+
+SMALL_BYTES = 64 << 10  # a tracked object with more in tensors (an EMA) changes at commits only
+
+Snapshot = dict[str, Any]
+"""Plain values and tensors only, so that it can be sent to other ranks."""
+
+
+class Keeper(Protocol):
+    """Copies one object's small state, and puts it back."""
+
+    def take(self) -> Any: ...
+    def put_back(self, taken: Any) -> None: ...
+
+
+class SmallState:
+    """Takes snapshots of a job. Made when its objects are complete."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._keepers: dict[str, Keeper] = {
+            name: keeper
+            for name, tracked in job.tracked.items()
+            if (keeper := _keeper(tracked)) is not None
+        }
+        self._buffers = {name: _Buffers(m.module) for name, m in job.modules.items()}
+
+    def take(self) -> Snapshot:
+        """A copy of the present state, good until the next one is taken."""
+        job = self._job
+        return {
+            "progress": dict(vars(job.progress)),
+            "state": copied(job.user),
+            "loaders": {n: [x.position.epoch, x.position.step] for n, x in job.loaders.items()},
+            "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
+            "buffers": {name: buffers.take() for name, buffers in self._buffers.items()},
+        }
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Make the present state what it was; the snapshot stays usable."""
+        job = self._job
+        vars(job.progress).update(snapshot["progress"])
+        job.user.clear()
+        job.user.update(copied(snapshot["state"]))
+        for name, (epoch, step) in snapshot["loaders"].items():
+            if name in job.loaders:
+                job.loaders[name].seek(Position(epoch, step))
+        for name, keeper in self._keepers.items():
+            keeper.put_back(snapshot["tracked"][name])
+        for name, buffers in self._buffers.items():
+            buffers.put_back(snapshot["buffers"][name])
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of plain containers and tensors; anything else is shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict or isinstance(value, (dict, defaultdict)):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if type(value) is tuple:
+        return tuple(copied(item) for item in value)
+    return value
+
+
+def _keeper(tracked: Stateful) -> Keeper | None:
+    if isinstance(tracked, torch.optim.Optimizer):
+        return _HyperParameters(tracked)
+    if isinstance(tracked, GradScaler):
+        return _Scaler(tracked)
+    inner = getattr(tracked, "optimizer", None)
+    if not isinstance(tracked, torch.optim.lr_scheduler.LRScheduler) and isinstance(
+        inner, torch.optim.Optimizer
+    ):
+        return _HyperParameters(inner)  # a wrapper around an optimizer
+    return _Whole(tracked) if _tensor_bytes(tracked.state_dict()) <= SMALL_BYTES else None
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0
+
+
+class _Whole:
+    """A small object: its whole state_dict. Schedulers, counters, averages of metrics."""
+
+    def __init__(self, tracked: Stateful) -> None:
+        self._tracked = tracked
+
+    def take(self) -> Any:
+        return copied(self._tracked.state_dict())
+
+    def put_back(self, taken: Any) -> None:
+        self._tracked.load_state_dict(copied(taken))
+
+
+class _HyperParameters:
+    """An optimizer's groups without their parameters: learning rates, momenta, …"""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def take(self) -> Any:
+        return [
+            {
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def put_back(self, taken: Any) -> None:
+        for group, values in zip(self._optimizer.param_groups, taken, strict=True):
+            for name, value in values.items():
+                present = group.get(name)
+                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+                    present.copy_(value)  # a tensor learning rate is captured by compiled code
+                else:
+                    group[name] = copied(value)
+
+
+class _Scaler:
+    """``torch.amp.GradScaler``, without the host waiting for the device as state_dict does.
+
+    Its notes on what each optimizer has done in this step are not in its state_dict; a step
+    that is done again would be refused because of them [measured, torch 2.13].
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def take(self) -> Any:
+        return {name: copied(getattr(self._scaler, name)) for name in ("_scale", "_growth_tracker")}
+
+    def put_back(self, taken: Any) -> None:
+        for name, value in taken.items():
+            present = getattr(self._scaler, name)
+            on = present.device if isinstance(present, torch.Tensor) else self._scaler._device
+            setattr(self._scaler, name, None if value is None else value.detach().clone().to(on))
+        self._scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+
+class _Buffers:
+    """A module's buffers, copied into the same memory each time.
+
+    All of them, whether they have changed or not: batch norm updates its statistics without
+    counting up their version [measured, torch 2.13].
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def take(self) -> dict[str, torch.Tensor]:
+        buffers = dict(self._module.named_buffers())
+        if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
+            self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        if buffers:
+            with torch.no_grad():
+                copies = [self._copies[name] for name in buffers]
+                torch._foreach_copy_(copies, list(buffers.values()))
+        return self._copies
+
+    def put_back(self, taken: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(taken[name])
+
+
+def _alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return (
+        one is not None
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )

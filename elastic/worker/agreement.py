@@ -1,0 +1,87 @@
+"""Which rank's state a new world goes on with (PROTOCOL section 6, "Agreement").
+
+Every rank says how far it is; the lowest rank that is furthest is the source. The generation of
+the last agreement comes first: a rank that completed a step alone in an old generation, and comes
+back after the others did that step again, has the same count and other bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import TrainingError
+from elastic.worker.collectives import all_gather_json
+
+
+@dataclass(frozen=True)
+class Tag:
+    """How far a rank's weights are. Equal tags mean equal weights."""
+
+    generation: int  # in which all ranks last agreed
+    step: int  # steps committed since the job began
+    stepped: tuple[str, ...] = ()  # optimizers that have stepped since, in order
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rank brings to an agreement."""
+
+    nonce: str  # of the world it believes to be in
+    tag: Tag | None  # None: a newcomer, or weights that belong to no step
+    begun: bool = False  # whether it is inside a step
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks of the world go on with."""
+
+    source: int | None  # the rank that has the state; None: nobody has any
+    tag: Tag | None
+    receivers: tuple[int, ...]  # ranks that need the source's weights
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nobody has a state: a checkpoint or the initial state must do."""
+        return self.source is None
+
+
+def agree(mine: Standing) -> Agreement:
+    """Compare all ranks' standings; the same answer on every rank.
+
+    Raises TrainingError if the group joins ranks of different worlds.
+    """
+    return choose([_parse(told) for told in all_gather_json(_tell(mine))])
+
+
+def choose(standings: list[Standing]) -> Agreement:
+    """The lowest rank with the greatest tag, and who has another one."""
+    if len({s.nonce for s in standings}) > 1:
+        raise TrainingError(
+            f"ranks of different worlds are in one group: {[s.nonce for s in standings]}",
+            hint="this should be impossible: report it with the journals of all nodes",
+        )
+    known = [(rank, s) for rank, s in enumerate(standings) if s.tag is not None]
+    if not known:
+        return Agreement(None, None, ())
+    source, best = max(known, key=lambda item: (*_order(item[1]), -item[0]))
+    others = tuple(rank for rank, s in enumerate(standings) if s.tag != best.tag)
+    return Agreement(source, best.tag, others)
+
+
+def _order(standing: Standing) -> tuple[int, int, int, bool]:
+    assert standing.tag is not None
+    tag = standing.tag
+    return tag.generation, tag.step, len(tag.stepped), standing.begun
+
+
+def _tell(standing: Standing) -> dict[str, Any]:
+    tag = standing.tag
+    told = None if tag is None else [tag.generation, tag.step, list(tag.stepped)]
+    return {"nonce": standing.nonce, "tag": told, "begun": standing.begun}
+
+
+def _parse(told: dict[str, Any]) -> Standing:
+    tag = told["tag"]
+    parsed = None if tag is None else Tag(int(tag[0]), int(tag[1]), tuple(map(str, tag[2])))
+    return Standing(str(told["nonce"]), parsed, bool(told["begun"]))

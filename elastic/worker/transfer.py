@@ -1,0 +1,187 @@
+"""State from one rank to others: JSON and raw bytes, never pickle, always into spare memory.
+
+Nothing of the receiver changes before everything has arrived and its hash is right, so a source
+that dies in the middle leaves every receiver as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from elastic.errors import TrainingError
+from elastic.worker.collectives import broadcast_json, control_device
+from elastic.worker.pending import pending
+
+CHUNK_BYTES = 32 << 20
+
+Tensors = dict[str, torch.Tensor]
+
+
+def broadcast_blob(
+    node: Any, tensors: Mapping[str, torch.Tensor], source: int
+) -> tuple[Any, Tensors]:
+    """Give every rank the JSON value and the small tensors of ``source``, on the CPU.
+
+    Other ranks may pass anything. For what fits into a packet: everything is one buffer.
+    """
+    if dist.get_world_size() == 1:
+        return node, dict(tensors)
+    is_source = dist.get_rank() == source
+    data = _blob(node, tensors) if is_source else b""
+    device = control_device()
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    pending.wait(dist.broadcast(size, source, async_op=True))
+    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if is_source:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    pending.wait(dist.broadcast(buffer, source, async_op=True))
+    return (node, dict(tensors)) if is_source else _parse_blob(buffer.cpu())
+
+
+def _blob(node: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    kept = {name: _bytes(tensor) for name, tensor in tensors.items()}
+    head = json.dumps({"node": node, "specs": specs_of(tensors)}).encode()
+    parts = [len(head).to_bytes(8, "little"), head]
+    return b"".join([*parts, *(bytes(flat.cpu().numpy()) for flat in kept.values())])
+
+
+def _parse_blob(buffer: torch.Tensor) -> tuple[Any, Tensors]:
+    length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
+    head = json.loads(bytes(buffer[8 : 8 + length].numpy()))
+    at, tensors = 8 + length, {}
+    for name, spec in head["specs"].items():
+        spare = _spare(spec, torch.device("cpu"))
+        flat = _bytes(spare)
+        flat.copy_(buffer[at : at + flat.numel()])
+        at += flat.numel()
+        tensors[name] = spare
+    return head["node"], tensors
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Name to ``[dtype, shape, device type]``: what a receiver needs to make room."""
+    return {
+        name: [str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type]
+        for name, t in tensors.items()
+    }
+
+
+def transfer(
+    node: Any,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    source: int,
+    receivers: tuple[int, ...],
+    device: torch.device,
+) -> tuple[Any, Tensors] | None:
+    """The source's JSON value and tensors, in spare memory, for each of ``receivers``.
+
+    Every rank calls it and takes part in the broadcasts; those that neither send nor receive
+    keep nothing and get None. Raises TrainingError if a hash is wrong.
+    """
+    rank = dist.get_rank()
+    concerned = rank == source or rank in receivers
+    plan = broadcast_json(
+        {"node": node, "specs": specs_of(tensors)} if rank == source else None, source
+    )
+    spare = (
+        {name: tensor.detach() for name, tensor in tensors.items()}
+        if rank == source
+        else {name: _spare(spec, device) for name, spec in plan["specs"].items()}
+        if concerned
+        else {}
+    )
+    digest = xxhash.xxh3_64()
+    wire = device if device.type == "cuda" else control_device()
+    flat = {name: _bytes(tensor) for name, tensor in spare.items()}
+    for pieces in _chunks({name: _count_bytes(spec) for name, spec in plan["specs"].items()}):
+        _move(pieces, flat, digest, source, wire)
+    _check(digest.hexdigest(), source, concerned)
+    return (plan["node"], spare) if rank in receivers else None
+
+
+Piece = tuple[str, int, int]
+"""Bytes ``start`` to ``stop`` of the tensor of that name."""
+
+
+def _chunks(sizes: Mapping[str, int]) -> Iterator[list[Piece]]:
+    """All tensors' bytes, cut so that many small ones travel together and no chunk is too long."""
+    pieces: list[Piece] = []
+    room = CHUNK_BYTES
+    for name, size in sizes.items():
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            pieces.append((name, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield pieces
+                pieces, room = [], CHUNK_BYTES
+    if pieces:
+        yield pieces
+
+
+def _move(
+    pieces: list[Piece],
+    flat: Tensors,
+    digest: Any,
+    source: int,
+    wire: torch.device,
+) -> None:
+    """One chunk, from the source to all."""
+    is_source = dist.get_rank() == source
+    chunk = torch.empty(sum(stop - start for _, start, stop in pieces), dtype=torch.uint8)
+    at = 0
+    for name, start, stop in pieces if is_source else ():
+        chunk[at : at + stop - start] = flat[name][start:stop]
+        at += stop - start
+    moved = chunk.to(wire)
+    pending.wait(dist.broadcast(moved, source, async_op=True))
+    if not flat:
+        return
+    chunk = moved.cpu()
+    digest.update(chunk.numpy())
+    at = 0
+    for name, start, stop in () if is_source else pieces:
+        flat[name][start:stop] = chunk[at : at + stop - start].to(flat[name].device)
+        at += stop - start
+
+
+def _check(mine: str, source: int, concerned: bool) -> None:
+    """Compare the receivers' hashes with the source's."""
+    sent = torch.tensor([int(mine, 16) & (2**62 - 1)], dtype=torch.int64, device=control_device())
+    got = sent.clone()
+    pending.wait(dist.broadcast(got, source, async_op=True))
+    if concerned and int(got.item()) != int(sent.item()):
+        raise TrainingError(
+            f"the state that rank {source} sent arrived damaged (hash {int(sent):x}, "
+            f"expected {int(got):x}); nothing was changed",
+            hint="look for hardware errors on the network between the nodes",
+        )
+
+
+def _spare(spec: list[Any], device: torch.device) -> torch.Tensor:
+    on = device if spec[2] == device.type else torch.device("cpu")
+    return torch.empty(spec[1], dtype=getattr(torch, spec[0]), device=on)
+
+
+def _count_bytes(spec: list[Any]) -> int:
+    count = torch.empty(0, dtype=getattr(torch, spec[0])).element_size()
+    for length in spec[1]:
+        count *= length
+    return count
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as flat bytes: a view where its memory is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 1 and flat.stride(0) != 1:
+        flat = flat.clone()
+    return flat.view(torch.uint8)

@@ -1,0 +1,221 @@
+"""What the agent says about worlds, and what the worker tells it: the two ends of the link.
+
+The link's thread hears of a new world and releases the main thread from the old one; the main
+thread asks whether it should go on, and waits here for the world to enter next.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.link.client import LinkClient
+from elastic.link.protocol import (
+    Beat,
+    Bye,
+    Entered,
+    Left,
+    Message,
+    Ready,
+    SigtermAnswer,
+    SigtermAsk,
+    Trouble,
+    WorldMessage,
+)
+from elastic.worker.world import World, node_name
+
+SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
+AGENT_DIED_EXIT_CODE = 1
+
+
+class Worlds:
+    """One per worker process whose agent offers a link (``ELASTIC_LINK``)."""
+
+    def __init__(
+        self,
+        *,
+        abort: Callable[[], None],
+        position: Callable[[], Beat],
+        step_in_hand: Callable[[], int | None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._abort = abort
+        self._position = position
+        self._step_in_hand = step_in_hand
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._newest: WorldMessage | None = None
+        self._entering = 0  # the generation that the main thread is in, or is building
+        self._said_ready = False
+        self.has_left = False  # this worker only waits for its end
+        self._leaving_answer: bool | None = None
+        self._client: LinkClient | None = None
+
+    def connect(self, path: str, *, local_rank: int) -> None:
+        """Say hello. Raises LinkError if the agent does not answer."""
+        self._client = LinkClient.connect(
+            path,
+            local_rank=local_rank,
+            on_message=self._on_message,
+            on_agent_death=_die,
+            beat=self._position,
+        )
+
+    def close(self, *, clean: bool, error: str = "") -> None:
+        """The process is about to end."""
+        if self._client is not None:
+            self._client.send(Bye(clean=clean, error=error))
+            self._client.close()
+
+    # -- the main thread asks -----------------------------------------------------------------
+
+    @property
+    def entering(self) -> int:
+        """The generation that the main thread is in, or is building; 0 before the first."""
+        return self._entering
+
+    @property
+    def has_newer(self) -> bool:
+        """Whether a world after the present one is known, planned or not."""
+        newest = self._newest
+        return newest is not None and newest.generation > self._entering
+
+    def is_superseded(self) -> bool:
+        """Whether the present world is over: a newer one is to be entered at once."""
+        newest = self._newest
+        return (
+            newest is not None
+            and newest.generation > self._entering
+            and newest.switch_at_step is None
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Whether another world is to be entered before ``step`` begins."""
+        newest = self._newest
+        if newest is None or newest.generation <= self._entering:
+            return False
+        return newest.switch_at_step is None or step >= newest.switch_at_step
+
+    def next(self) -> WorldMessage:
+        """Wait for a world newer than the present one, and make it the present one."""
+        with self._changed:
+            if not self._said_ready:
+                self._said_ready = True
+                self.send(Ready())
+            while True:
+                newest = self._newest
+                if newest is not None and newest.generation > self._entering:
+                    self._entering = newest.generation
+                    return newest
+                self._changed.wait(SLICE_S)
+
+    def wait_for_newer(self) -> None:
+        """Until there is a world newer than the present one."""
+        with self._changed:
+            while not self.has_newer:
+                self._changed.wait(SLICE_S)
+
+    # -- the main thread tells ----------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """To the agent; lost if there is none any more."""
+        if self._client is not None:
+            self._client.send(message)
+
+    def entered(self, step: int) -> None:
+        """This rank is in the present world, with ``step`` steps committed."""
+        self.send(Entered(generation=self._entering, step=step))
+
+    def trouble(self, error: str) -> None:
+        """A collective of the present world failed. Says nothing if that is known to be over."""
+        if not self.is_superseded():
+            self.send(Trouble(generation=self._entering, error=error))
+
+    def left(self, step: int) -> None:
+        """This rank has left at a boundary, as told."""
+        self.has_left = True
+        self.send(Left(step=step))
+
+    def is_node_leaving(self, timeout_s: float) -> bool:
+        """Ask the agent, after a SIGTERM: torchrun also sends it to siblings of dead workers."""
+        deadline_s = self._clock.monotonic() + timeout_s
+        self._leaving_answer = None
+        self.send(SigtermAsk())
+        while self._leaving_answer is None and self._clock.monotonic() < deadline_s:
+            self._clock.sleep(0.005)
+        return self._leaving_answer is True
+
+    # -- the link's thread --------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case WorldMessage():
+                self._learn(message)
+            case SigtermAnswer(leaving=leaving):
+                self._leaving_answer = leaving
+            case _:
+                pass
+
+    def _learn(self, world: WorldMessage) -> None:
+        with self._changed:
+            if self._newest is not None and world.generation <= self._newest.generation:
+                return
+            self._newest = world
+            # Under the lock, so that it can only hit the old group: the main thread takes the
+            # lock before it builds the next one.
+            if self._entering and self._must_abort(world):
+                self._abort()
+            self._changed.notify_all()
+
+    def _must_abort(self, world: WorldMessage) -> bool:
+        if world.generation <= self._entering:
+            return False
+        if world.switch_at_step is not None:
+            # Late: the others have left at that step, and this rank waits for them in it.
+            step = self._step_in_hand()
+            return step is not None and step >= world.switch_at_step
+        # The last ones of a job leave at their next boundary, undisturbed.
+        return world.member or world.nodes > 0
+
+
+def world_of(message: WorldMessage) -> World:
+    """The world as the training sees it."""
+    return World(
+        generation=message.generation,
+        rank=message.rank,
+        size=message.size,
+        local_rank=message.local_rank,
+        local_size=message.local_size,
+        nonce=message.nonce,
+        lineage=message.lineage,
+        node=node_name(),
+        is_launched=True,
+    )
+
+
+def write_environment(message: WorldMessage) -> None:
+    """What torchrun would have put into the environment, had it started this world."""
+    values: dict[str, object] = {
+        "RANK": message.rank,
+        "WORLD_SIZE": message.size,
+        "LOCAL_RANK": message.local_rank,
+        "LOCAL_WORLD_SIZE": message.local_size,
+        "GROUP_RANK": message.node_rank,
+        "GROUP_WORLD_SIZE": message.nodes,
+        "ROLE_RANK": message.rank,
+        "ROLE_WORLD_SIZE": message.size,
+        "MASTER_ADDR": message.store_host,
+        "MASTER_PORT": message.store_port,
+        "ELASTIC_GENERATION": message.generation,
+        "ELASTIC_NONCE": message.nonce,
+        "ELASTIC_LINEAGE": ",".join(map(str, message.lineage)),
+    }
+    os.environ.update({name: str(value) for name, value in values.items()})
+
+
+def _die() -> None:
+    """The agent is dead: nobody would restart, count or end this process any more."""
+    os.write(2, b"elastic: the agent of this worker has died; the worker ends\n")
+    os._exit(AGENT_DIED_EXIT_CODE)

@@ -1,0 +1,188 @@
+"""A GAN with two optimizers, schedulers, an average and evaluation, that dies where it is told.
+
+A file ``die-POINT`` in the folder, with JSON ``{"node", "step"}`` (null: any), is the order; the
+first worker that comes by takes it (by deleting it) and kills itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+from elastic.worker import transfer
+from elastic.worker.process_group import ProcessGroup
+
+
+class Orders:
+    """What this worker has been told to die of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.node = os.environ.get("ELASTIC_NODE_NAME", "")
+        self.step = -1
+
+    def obey(self, point: str) -> None:
+        """Die, if that is the order."""
+        order = self.folder / f"die-{point}"
+        try:
+            told = json.loads(order.read_text())
+        except (OSError, ValueError):
+            return
+        if told["node"] not in (None, self.node) or told["step"] not in (None, self.step):
+            return
+        try:
+            order.unlink()
+        except FileNotFoundError:
+            return  # another worker has taken it
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arrange(orders: Orders) -> None:
+    """Points that lie inside the library."""
+    move, check, build = transfer._move, transfer._check, ProcessGroup.build
+
+    def moving(pieces: Any, flat: Any, digest: Any, source: int, wire: Any) -> None:
+        if flat:
+            sends = torch.distributed.get_rank() == source
+            orders.obey("sending" if sends else "receiving")
+        move(pieces, flat, digest, source, wire)
+
+    def checking(mine: str, source: int, concerned: bool) -> None:
+        if concerned:
+            sends = torch.distributed.get_rank() == source
+            orders.obey("sent" if sends else "received")
+        check(mine, source, concerned)
+
+    def building(*args: Any, **kwargs: Any) -> None:
+        orders.obey("before-build")
+        build(*args, **kwargs)
+        orders.obey("after-build")
+
+    transfer._move, transfer._check = moving, checking
+    ProcessGroup.build = building  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    options = parser.parse_args()
+    orders = Orders(options.folder)
+    arrange(orders)
+
+    torch.manual_seed(0)
+    run = elastic.join(
+        checkpoints=elastic.Checkpoints(
+            folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
+        )
+    )
+    hurry = options.folder / "hurry"
+    generator_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    critic_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    g, d = run.wrap(generator_net), run.wrap(critic_net)
+    opt_g = torch.optim.Adam(g.parameters(), lr=1e-3)
+    opt_d = torch.optim.SGD(d.parameters(), lr=1e-2, momentum=0.5)
+    per_step = torch.optim.lr_scheduler.ExponentialLR(opt_g, 0.9995)
+    per_epoch = torch.optim.lr_scheduler.StepLR(opt_d, 2, 0.9)
+    run.track(opt_g=opt_g, opt_d=opt_d, per_step=per_step, per_epoch=per_epoch)
+    average = {k: v.detach().clone() for k, v in generator_net.state_dict().items()}
+    run.track(average=Average(average))
+
+    def update_average(step: Any) -> None:
+        for name, value in generator_net.state_dict().items():
+            average[name].lerp_(value, 0.05)
+
+    run.after_step(update_average)
+    rows = torch.randn(
+        options.samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
+    data = TensorDataset(rows, rows.sin())
+    loader = run.loader(DataLoader(data, batch_size=options.batch, shuffle=True), global_batch=24)
+    held_out = DataLoader(TensorDataset(rows[:50], rows[:50].sin()), batch_size=7)
+
+    def dying(grad: torch.Tensor) -> torch.Tensor:
+        orders.obey("backward")
+        return grad
+
+    def evaluate() -> None:
+        g.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for x, y in run.shard(held_out):
+                orders.obey("evaluation")
+                total += float(F.mse_loss(g(x), y, reduction="sum"))
+                count += len(x)
+        g.train()
+        found = run.mean(count, error=total / max(count, 1))["error"]
+        run.state["errors"] = [*run.state.get("errors", []), found]
+
+    def train() -> None:
+        for _ in run.epochs(options.epochs):
+            for step in run.steps(loader):
+                orders.step = step.number
+                for x, real in step:
+                    opt_d.zero_grad()
+                    orders.obey("forward")
+                    fake = g(x).detach()
+                    loss = F.softplus(-d(real)).mean() + 0.1 * fake.square().mean()
+                    loss.register_hook(dying)
+                    step.backward(loss)
+                    opt_d.step()
+                    orders.obey("between")
+                    opt_g.zero_grad()
+                    made = g(x)
+                    step.backward(
+                        F.mse_loss(made, real) + 0.01 * F.softplus(-critic_net(made)).mean()
+                    )
+                    opt_g.step()
+                    orders.obey("after-optimizer")
+                    per_step.step()
+                    orders.obey("after-scheduler")
+                if not hurry.exists():
+                    time.sleep(options.step_s)
+            evaluate()
+            per_epoch.step()
+
+    run.retry(train)
+    if run.is_main:
+        final = {f"g.{k}": v.detach().clone() for k, v in generator_net.state_dict().items()}
+        final |= {f"d.{k}": v.detach().clone() for k, v in critic_net.state_dict().items()}
+        final |= {f"average.{k}": v for k, v in average.items()}
+        rates = [float(o.param_groups[0]["lr"]) for o in (opt_g, opt_d)]
+        final["rates"] = torch.tensor(rates, dtype=torch.float64)
+        final["errors"] = torch.tensor(run.state["errors"], dtype=torch.float64)
+        save_file(final, options.folder / "final.safetensors")
+
+
+class Average:
+    """An exponential average of the weights, as something with a state_dict."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in state.items():
+            self.values[name].copy_(value)
+
+
+if __name__ == "__main__":
+    main()

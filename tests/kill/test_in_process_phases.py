@@ -1,0 +1,140 @@
+"""Workers die at every point of a step, of a recovery, and of an epoch; the others go on.
+
+The script is a GAN: two optimizers, of which one may have stepped when the world ends. Its final
+weights, averages, learning rates and evaluations must be those of a run without any death.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SCRIPT = SCRIPTS / "phases.py"
+WORKLOAD = Workload(samples=500, epochs=150, step_s=0.05)
+IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-scheduler", "evaluation")
+IN_A_RECOVERY = ("before-build", "after-build")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("phases"), WORKLOAD, SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
+    folder = tmp_path_factory.mktemp("in-process")
+    with TrainingJob(
+        [etcd.endpoint], folder, script=SCRIPT, workload=WORKLOAD, min_nodes=1, max_nodes=3
+    ) as job:
+        yield job
+
+
+@pytest.fixture
+def nodes(job: TrainingJob) -> list[LocalNode]:
+    """Three nodes that train together."""
+    return job.bring_to(3)
+
+
+def order(job: TrainingJob, point: str, node: str | None = None, step: int | None = None) -> Path:
+    """Have a worker die at ``point``."""
+    path = job.folder / f"die-{point}"
+    staged = path.with_suffix(".new")
+    staged.write_text(json.dumps({"node": node, "step": step}))
+    return staged.rename(path)
+
+
+def obeyed(job: TrainingJob, *orders: Path) -> None:
+    job.wait_for(lambda: not any(o.exists() for o in orders) or None, 60.0, f"death by {orders}")
+
+
+def pids(nodes: list[LocalNode]) -> dict[str, int]:
+    return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
+
+
+def all_back(job: TrainingJob, before: dict[str, int], dead: int = 1) -> None:
+    """Three nodes train; all but ``dead`` workers are the same processes as before."""
+    world = job.world()
+    assert world is not None
+    job.wait_training(nodes=3, after_generation=world.generation - (len(world.members) == 3))
+    changed = {name for name, pid in pids(job.running).items() if pid != before.get(name)}
+    assert len(changed) == dead, (before, changed)
+
+
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_death_in_a_step(job: TrainingJob, nodes: list[LocalNode], point: str) -> None:
+    before = pids(nodes)
+    obeyed(job, order(job, point))
+    all_back(job, before)
+
+
+@pytest.mark.parametrize("point", IN_A_RECOVERY)
+def test_death_in_the_recovery_from_another(
+    job: TrainingJob, nodes: list[LocalNode], point: str
+) -> None:
+    """The first one to build the next world dies of it."""
+    before = pids(nodes)
+    orders = [order(job, point), order(job, "between")]
+    obeyed(job, *orders)
+    all_back(job, before, dead=2)
+
+
+@pytest.mark.parametrize("point", ["receiving", "received", "sending", "sent"])
+def test_death_in_a_transfer_of_state(job: TrainingJob, nodes: list[LocalNode], point: str) -> None:
+    """A worker dies and comes back as a newcomer: it, or who gives it the state, dies again."""
+    before = pids(nodes)
+    orders = [order(job, point), order(job, "forward")]
+    obeyed(job, *orders)
+    is_receiver = point.startswith("receiv")
+    all_back(job, before, dead=1 if is_receiver else 2)
+
+
+def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    before, generation = pids(nodes), job.generation()
+    nodes[0].kill_worker()
+    job._clock.sleep(0.05)
+    nodes[2].kill_worker()
+    job.wait_for(lambda: job.generation() > generation or None, 30.0, "the next world")
+    all_back(job, before, dead=2)
+
+
+def test_death_in_the_step_after_a_join(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    nodes[1].kill()
+    generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
+    before = pids(job.running)
+    job.start_node()
+    job.wait_generation(generation + 1)
+    obeyed(job, order(job, "backward"))
+    job.wait_for(lambda: len(job.training_nodes()[1]) == 3 or None, 60.0, "three nodes")
+    assert len(before.items() & pids(job.running).items()) >= 1
+
+
+def test_death_in_the_last_step(job: TrainingJob, nodes: list[LocalNode], reference: Path) -> None:
+    last = WORKLOAD.steps - 1
+    doomed = order(job, "between", nodes[1].name, last)
+    job.assert_finishes_whole(reference)
+    assert not doomed.exists()
+
+
+def test_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
+    """Every start of workers follows a death of workers on that node, or is the node's first."""
+    events = read_journal(job.folder / "journal")
+    for node in job.nodes:
+        mine = [e for e in events if e["node"] == node.name and "node_id" in e]
+        starts = sum(e["event"] == "node-arrived" for e in mine)
+        deaths = sum(e["event"] == "worker-died" for e in mine)
+        assert starts <= deaths + 1, [e["event"] for e in mine]
+
+
+def test_only_the_world_and_its_end_are_left_in_the_store(job: TrainingJob) -> None:
+    left = {entry.key for entry in job.store.list(job.keys.root).entries}
+    assert left == {job.keys.world, job.keys.done}

@@ -1,0 +1,105 @@
+"""Lines between agent and worker: exactly these messages, or a LinkError."""
+
+from __future__ import annotations
+
+import json
+import typing
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import LinkError
+from elastic.link.protocol import (
+    Beat,
+    Bye,
+    Hello,
+    Message,
+    Ready,
+    WorldMessage,
+    decode,
+    encode,
+)
+
+WORLD = WorldMessage(
+    generation=3,
+    nonce="aa",
+    member=True,
+    rank=1,
+    size=3,
+    local_rank=0,
+    local_size=1,
+    node_rank=1,
+    nodes=3,
+    store_host="10.0.0.1",
+    store_port=4711,
+    switch_at_step=None,
+    state="active",
+    lineage=(1, 2),
+    cause="lost",
+    reason="n3 is lost",
+    committed_step=12,
+)
+SAID = [
+    WORLD,
+    Hello(version=1, pid=2, local_rank=0, library="0.1"),
+    Beat(generation=1, step=2, phase="step", step_time_s=0.1),
+    Ready(),
+    Bye(clean=False, error="ValueError: ä\n"),
+]
+
+
+@pytest.mark.parametrize("message", SAID, ids=lambda m: type(m).__name__)
+def test_a_message_comes_back(message: Message) -> None:
+    line = encode(message)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert decode(line) == message
+
+
+@given(st.binary())
+def test_garbage_is_a_link_error(line: bytes) -> None:
+    with pytest.raises(LinkError):
+        decode(line)
+
+
+@given(
+    st.sampled_from([f.name for f in fields(WORLD)]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    ),
+)
+def test_a_field_of_another_kind_is_a_link_error_or_fits(name: str, value: Any) -> None:
+    data = json.loads(encode(WORLD))
+    data[name] = value
+    line = json.dumps(data).encode()
+    try:
+        message = decode(line)
+    except LinkError as error:
+        assert name in str(error) or "NaN" in str(error) or "not" in str(error)
+    else:
+        kind = typing.get_type_hints(WorldMessage)[name]
+        found = getattr(message, name)
+        assert isinstance(found, typing.get_origin(kind) or kind) or kind == (int | None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type": "Ready", "more": 1}',
+        b'{"type": "Hello", "version": 1}',
+        b'{"type": "os.system"}',
+        b'{"type": ["Ready"]}',
+        b'["Ready"]',
+        b"[" * 100_000,
+        b'{"type": "Beat", "generation": true, "step": 1, "phase": "", "step_time_s": 1}',
+        b'{"type": "Beat", "generation": 1, "step": 1, "phase": "", "step_time_s": 1e999}',
+    ],
+    ids=lambda line: line[:30].decode(),
+)
+def test_what_is_no_message(line: bytes) -> None:
+    with pytest.raises(LinkError):
+        decode(line)

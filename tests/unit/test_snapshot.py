@@ -1,0 +1,135 @@
+"""Small state is put back as it was: a step that is done again finds what it found before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoints.tree import pack, unpack
+from elastic.training.snapshot import SmallState
+from elastic.training.state import JobState
+from elastic.training.wrap import ElasticDDP
+
+
+class Job:
+    """A model with buffers, an optimizer, a scheduler and a scaler."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.state = JobState(seed=0)
+        self.module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.state.modules["model"] = ElasticDDP(self.module)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=torch.tensor(0.1))
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for name in ("optimizer", "scheduler", "scaler"):
+            self.state.track(name, getattr(self, name))
+        self.state.user["best"] = {"accuracy": [0.5]}
+        self.small = SmallState(self.state)
+
+    def train(self) -> None:
+        loss = self.module(torch.randn(8, 4)).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.state.progress.step += 1
+        self.state.user["best"]["accuracy"].append(1.0)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "last": self.scheduler.last_epoch,
+            "scale": self.scaler.get_scale(),
+            "mean": self.module[1].running_mean.clone().tolist(),  # type: ignore[union-attr,operator]
+            "seen": int(self.module[1].num_batches_tracked),  # type: ignore[arg-type]
+            "step": self.state.progress.step,
+            "user": str(self.state.user),
+        }
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    made.train()
+    yield made
+
+
+def test_everything_small_is_put_back(job: Job) -> None:
+    before, taken = job.facts(), job.small.take()
+    job.train()
+    changed = job.facts()
+    assert all(changed[name] != before[name] for name in before)
+    job.small.put_back(taken)
+    assert job.facts() == before
+
+
+def test_a_snapshot_can_be_put_back_twice(job: Job) -> None:
+    before, taken = job.facts(), job.small.take()
+    for _ in range(2):
+        job.train()
+        job.small.put_back(taken)
+        assert job.facts() == before
+
+
+def test_a_step_can_be_done_again_after_the_scaler_has_seen_it(job: Job) -> None:
+    """The scaler refuses a second step of an optimizer before update()."""
+    taken = job.small.take()
+    job.scaler.scale(job.module(torch.randn(8, 4)).square().mean()).backward()
+    job.scaler.step(job.optimizer)
+    job.small.put_back(taken)
+    job.optimizer.zero_grad()
+    job.train()
+
+
+def test_the_learning_rate_tensor_stays_the_same_object(job: Job) -> None:
+    """Compiled optimizers have captured it."""
+    rate, taken = job.optimizer.param_groups[0]["lr"], job.small.take()
+    job.train()
+    job.small.put_back(taken)
+    assert job.optimizer.param_groups[0]["lr"] is rate
+
+
+def test_a_snapshot_travels_as_json_and_tensors(job: Job) -> None:
+    before, taken = job.facts(), job.small.take()
+    node, tensors = pack(taken)
+    job.train()
+    other = Job()
+    other.train()
+    other.train()
+    other.small.put_back(unpack(node, lambda path, name: tensors[name]))
+    assert other.facts() == before
+
+
+def test_buffers_that_change_without_a_new_version_are_copied(job: Job) -> None:
+    """Batch norm's do."""
+    job.small.take()
+    job.train()
+    before, taken = job.facts(), job.small.take()
+    job.train()
+    job.small.put_back(taken)
+    assert job.facts() == before
+
+
+def test_large_tracked_objects_are_left_out() -> None:
+    """An average of the weights changes at commits only."""
+
+    class Average:
+        def __init__(self) -> None:
+            self.weights = torch.zeros(1 << 20)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"weights": self.weights}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("not to be loaded")
+
+    state = JobState(seed=0)
+    state.track("ema", Average())
+    small = SmallState(state)
+    assert small.take()["tracked"] == {}
