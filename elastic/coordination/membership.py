@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from elastic.coordination.newcomers import find_newcomers, first_node, refusal
 from elastic.coordination.proposing import also, count, names, propose, verb, world_of
-from elastic.coordination.records import Cause, Node, Outcome, World
+from elastic.coordination.records import Cause, Node, NodeState, Outcome, World
 from elastic.coordination.standing import Standing, stand
 from elastic.coordination.succession import Succession
 from elastic.coordination.view import (
@@ -56,6 +56,10 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     standing = stand(view, view.world)
     if standing.over:
         return _success(standing)
+    # Newcomers that had still to switch may not begin beside those who leave.
+    only_newcomers = standing.in_process and not any(n.node.running for n in standing.running)
+    if only_newcomers and (leaving := _still_stepping(view)) is not None:
+        return leaving
     if not standing.survivors:
         return _after_everybody(view, standing, now, policy)
     return Succession(view, standing, now, policy).decide()
@@ -101,7 +105,22 @@ def _after_everybody(view: View, standing: Standing, now: float, policy: Policy)
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
     if isinstance(decision, Wait) and not silent and _leaving(view, standing):
         return propose(view, standing.world, (), Cause.PAUSED, f"{why}; nobody is left")
+    if isinstance(decision, Proposal) and (leaving := _still_stepping(view)):
+        return leaving
     return decision
+
+
+def _still_stepping(view: View) -> Wait | None:
+    """In-process workers step on to the boundary at which they leave, with nobody to follow."""
+    leavers = [
+        n.node.name
+        for n in view.nodes
+        if n.node.state is NodeState.LEAVING
+        and n.node.in_process
+        and n.node.running is not None
+        and n.liveness is not Liveness.DEAD
+    ]
+    return Wait(reason=f"{', '.join(leavers)} still to leave") if leavers else None
 
 
 def _leaving(view: View, standing: Standing) -> bool:

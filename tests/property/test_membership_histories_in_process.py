@@ -368,6 +368,12 @@ class InProcessHistories(RuleBasedStateMachine):
         if machine is not None:
             self.put(machine, state=NodeState.LEAVING)
 
+    @rule()
+    def those_told_to_leave_have_left(self) -> None:
+        for machine in self.machines.values():
+            if machine.record.state is NodeState.LEAVING:
+                machine.alive, machine.has_key = False, False
+
     @rule(number=NUMBER, only=st.booleans())
     def workers_finish(self, number: int, only: bool) -> None:
         machine = self.pick(number, steps=True)
@@ -400,6 +406,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once things quieten: every live node is in, or too few live, or the job is over."""
+        self.those_told_to_leave_have_left()
         for _ in range(30):
             if self.ended is not None:
                 return
@@ -423,6 +430,6 @@ class InProcessHistories(RuleBasedStateMachine):
 
 
 InProcessHistories.TestCase.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None
+    max_examples=300, stateful_step_count=40, deadline=None
 )
 TestInProcessHistories = InProcessHistories.TestCase
