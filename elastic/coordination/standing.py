@@ -54,8 +54,10 @@ class Standing:
         still to switch when the others finished are not needed any more."""
         if not self.finished or any(n.node.running for n in self.running):
             return False
+        # (In restart mode a member starts with the world, not at a switch.)
+        peers_known = self.peers if self.world.mode == "in-process" else frozenset()
         left = (n.node.node_id for n in self.running + self.out)
-        return not any(node_id in self.peers or not self.peers for node_id in left)
+        return not any(node_id in peers_known or not peers_known for node_id in left)
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:

@@ -321,7 +321,8 @@ class Histories(RuleBasedStateMachine):
             for m in self.machines.values()
             if self.world
             and m.record.state is NodeState.FINISHED
-            and m.record.node_id in self.world.node_ids
+            # Also one that finished an earlier world, as long as it can say so.
+            and (self.has_key(m) or m.record.node_id in self.world.node_ids)
         ]
         if finished or len(live) < POLICY.min_nodes:
             return
