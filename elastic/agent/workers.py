@@ -93,8 +93,8 @@ class Workers:
                 self._on_beat(worker, message)
             case Entered(generation=generation, step=step):
                 self._on_entered(worker, generation, step)
-            case TroubleSaid(generation=generation, error=error):
-                self._on_trouble(worker, generation, error)
+            case TroubleSaid():
+                self._on_trouble(worker, message)
             case Left():
                 self._left.add(worker.pid)
                 self._note_left()
@@ -157,7 +157,8 @@ class Workers:
         os.environ["ELASTIC_GENERATION"] = str(generation)  # for this agent's log lines
         self._change(lambda n: replace(n, running=world))
 
-    def _on_trouble(self, worker: Worker, generation: int, error: str) -> None:
+    def _on_trouble(self, worker: Worker, said: TroubleSaid) -> None:
+        generation, error = said.generation, said.error
         newest = self._pushed or self._node.running
         if newest is not None and generation < newest.generation and not newest.switch_at_step:
             return  # already answered
@@ -167,7 +168,10 @@ class Workers:
             WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
         )
         self._trouble = Trouble(
-            node_id=self._node.node_id, generation=generation, error=error[:500]
+            node_id=self._node.node_id,
+            generation=generation,
+            error=error[:500],
+            accused=_nodes_of(newest, generation, said.missing),
         )
         self._trouble_written = False
 
@@ -303,6 +307,17 @@ class Workers:
         """At once for the eyes of the main thread; published with the next registration."""
         self._at.board.change_node(change)
         self._at.post(ChangeNode(lambda node: node))
+
+
+def _nodes_of(world: World | None, generation: int, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """The nodes that run these ranks of that generation."""
+    if world is None or world.generation != generation:
+        return ()
+    return tuple(
+        m.node_id
+        for m in world.members
+        if any(0 <= rank - world.first_rank_of(m.node_id) < m.nproc for rank in ranks)
+    )
 
 
 def _kill_group(pid: int) -> None:

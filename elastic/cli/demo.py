@@ -30,6 +30,7 @@ from elastic.cli.demo_view import View, open_view, print_summary, rows_of, sente
 from elastic.cli.local_nodes import LocalNode, LocalNodes
 from elastic.cli.run import StopRequest, stop_on_signals
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.config import MODES
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.errors import ConfigError
 from elastic.testing.ledger import LedgerReader
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="elastic demo", description=__doc__, add_help=True)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--mode", choices=["restart"], default="restart", help="how to recover")
+    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="how to recover")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument(
         "--timeout-s", type=float, default=300.0, help="give up after this long (default: 300)"
@@ -158,7 +159,9 @@ class Demo:
         self._logs[name] = path.open("w", buffering=1)
         self._say(f"{name} starts")
         return nodes.start(
-            name, node_command(endpoint, self._folder), node_environment(name, self._folder)
+            name,
+            node_command(endpoint, self._folder, self._mode),
+            node_environment(name, self._folder),
         )
 
     def _follow(self, nodes: LocalNodes, duration_s: float) -> None:
@@ -211,7 +214,7 @@ class Demo:
             log.close()
 
 
-def node_command(endpoint: str, folder: Path) -> list[str]:
+def node_command(endpoint: str, folder: Path, mode: str) -> list[str]:
     """Plain torchrun, as a user would start it on each node."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -220,6 +223,7 @@ def node_command(endpoint: str, folder: Path) -> list[str]:
         "--rdzv-backend=etcd-v3",
         f"--rdzv-endpoint={endpoint}",
         "--rdzv-id=demo",
+        f"--rdzv-conf=mode={mode}",
         "--local-addr=127.0.0.1",
         "--max-restarts=100",
         *(str(SCRIPT), f"--epochs={EPOCHS}", f"--step-delay-ms={STEP_DELAY_MS}"),

@@ -58,6 +58,7 @@ class Trouble:
 
     generation: int
     error: str
+    missing: tuple[int, ...] = ()  # ranks that did not come to the building of the group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ class Changes:
         self.is_recovering = True
         if not is_planned:
             text = f"{type(error).__name__}: {error}"
-            self._worlds.trouble(text)
+            self._worlds.trouble(error)
             session.journal.emit(
                 WorldFault(
                     generation=session.world.generation if session.has_world else 0,
@@ -168,7 +168,7 @@ class Changes:
             except Exception as error:
                 if not session.is_fault(error):
                     raise
-                self._worlds.trouble(f"{type(error).__name__}: {error}")
+                self._worlds.trouble(error)
                 session.end_world(broken=True)
                 continue
             self._worlds.entered(session.job.progress.step)

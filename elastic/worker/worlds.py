@@ -24,6 +24,7 @@ from elastic.link.protocol import (
     Trouble,
     WorldMessage,
 )
+from elastic.worker.faults import GroupBuildFailed
 from elastic.worker.world import World, node_name
 
 SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
@@ -128,10 +129,14 @@ class Worlds:
         """This rank is in the present world, with ``step`` steps committed."""
         self.send(Entered(generation=self._entering, step=step))
 
-    def trouble(self, error: str) -> None:
-        """A collective of the present world failed. Says nothing if that is known to be over."""
-        if not self.is_superseded():
-            self.send(Trouble(generation=self._entering, error=error))
+    def trouble(self, error: BaseException) -> None:
+        """A collective of the present world failed, or its group could not be built. Says nothing
+        if that world is known to be over."""
+        if self.is_superseded():
+            return
+        missing = error.missing if isinstance(error, GroupBuildFailed) else ()
+        text = f"{type(error).__name__}: {error}"
+        self.send(Trouble(generation=self._entering, error=text, missing=missing))
 
     def left(self, step: int) -> None:
         """This rank has left at a boundary, as told."""

@@ -23,13 +23,21 @@ WORKERS_GONE_S = 4.0
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["in-process", "restart"])
 def job(
-    etcd_of_three: EmbeddedCluster, tmp_path_factory: pytest.TempPathFactory, workload: Workload
+    request: pytest.FixtureRequest,
+    etcd_of_three: EmbeddedCluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    workload: Workload,
 ) -> Iterator[TrainingJob]:
     folder = tmp_path_factory.mktemp("deaths")
     with TrainingJob(
-        etcd_of_three.endpoints, folder, workload=workload, min_nodes=2, max_nodes=3
+        etcd_of_three.endpoints,
+        folder,
+        workload=workload,
+        min_nodes=2,
+        max_nodes=3,
+        conf={"mode": request.param},
     ) as job:
         yield job
 

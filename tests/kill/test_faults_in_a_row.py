@@ -30,7 +30,14 @@ def job(
     etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
 ) -> Iterator[TrainingJob]:
     folder = tmp_path_factory.mktemp("faults")
-    with TrainingJob([etcd.endpoint], folder, workload=workload, min_nodes=1, max_nodes=3) as job:
+    with TrainingJob(
+        [etcd.endpoint],
+        folder,
+        workload=workload,
+        min_nodes=1,
+        max_nodes=3,
+        conf={"mode": "restart"},  # where forming a world takes seconds, and much can happen
+    ) as job:
         yield job
 
 
