@@ -13,6 +13,7 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
+from checkpoints.attempt import Saved
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -34,7 +35,7 @@ from checkpoints.loading import Loaded, load, verify
 from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
 from checkpoints.naming import CheckpointName, new_nonce
 from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
-from checkpoints.saving import Saved, save
+from checkpoints.saving import save
 from checkpoints.storage import LocalStorage, Root, Storage
 from checkpoints.sweeping import LeftAlone, Swept, sweep
 

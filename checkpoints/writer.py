@@ -7,7 +7,7 @@ that is contiguous and on the CPU. Only the rank's own share is ever copied.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from checkpoints.sealed import digest
 from checkpoints.storage import Storage
 
 Pieces = Sequence[tuple[TensorSpec, Span]]
+Data = Callable[[TensorSpec, Span], memoryview]
+"""The bytes of a run of elements of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def write_share(
     storage: Storage,
     folder: str,
     pieces: Pieces,
-    tensors: Mapping[str, torch.Tensor],
+    data_of: Data,
     *,
     rank: int,
     world_size: int,
@@ -50,7 +52,7 @@ def write_share(
         sink.write(head)
         for spec, span in pieces:
             for piece in chunks(span, spec.element_bytes):
-                data = bytes_of(tensors[spec.name], piece)
+                data = data_of(spec, piece)
                 sink.write(data)
                 begin, end = end, end + len(data)
                 found.setdefault(spec.name, []).append(Chunk(file, begin, end, piece, digest(data)))
@@ -89,13 +91,14 @@ def header(pieces: Pieces) -> bytes:
 
 def bytes_of(tensor: torch.Tensor, span: Span) -> memoryview:
     """The bytes of a run of elements; a view of the tensor's memory where that is possible."""
-    flat = _elements(tensor, span).cpu()
+    flat = elements(tensor, span).cpu()
     if flat.stride(0) != 1:  # one element of a strided row counts as contiguous, yet has no view
         flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8).numpy().data
 
 
-def _elements(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+def elements(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """A run of elements in row-major order; a view where that is possible."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or tensor.dim() == 0:
         return tensor.reshape(-1)[span.start : span.start + span.count]
