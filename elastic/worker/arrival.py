@@ -14,12 +14,18 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    HashStore,
+    Store,
+    TCPStore,
+)
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.worker.faults import GroupBuildFailed
 
-_PROBE_S = 0.1  # no connect, and no wait, is longer than this
+_PROBE_S = 0.1  # between two looks for a newer world, while nobody listens
+_CONNECT_S = 1.0  # torch tries again and again for so long; shutting its sockets down does not help
 _FIRST_LOOK_S = 0.001
 _SLOWEST_LOOK_S = 0.02  # a thousand ranks that wait ask the store 50,000 times a second
 
@@ -56,23 +62,45 @@ class _Patience:
         self._pause_s = min(2 * self._pause_s, _SLOWEST_LOOK_S)
 
 
+@dataclass(frozen=True)
+class OpenStore:
+    """The store of a world, as this rank has it."""
+
+    client: Store  # for the group
+    # Rank 0 only. Apart from the client, since whatever holds a group (a subgroup, a traceback, a
+    # collective that does not come back) holds its store, too, and would keep the port.
+    server: Store | None = None
+
+
 def open_store(
     spec: GroupSpec, give_up: GiveUp, *, deadline_s: float, clock: Clock = SYSTEM_CLOCK
-) -> Store:
+) -> OpenStore:
     """The world's store, hosted by rank 0. Raises GroupBuildFailed if nobody listens in time."""
     if spec.size == 1:
-        return HashStore()
+        return OpenStore(HashStore())
     patience = _Patience(deadline_s, clock)
-    if spec.rank != 0:
+    server = _tcp_store(spec, patience, is_server=True) if spec.rank == 0 else None
+    while True:
         _wait_for_listener(spec, give_up, patience)
-    return TCPStore(
+        try:
+            return OpenStore(_tcp_store(spec, patience, is_server=False), server)
+        except DistError:  # it has gone, or is slow
+            if patience.left_s < 0:
+                raise
+        patience.pause()
+
+
+def _tcp_store(spec: GroupSpec, patience: _Patience, *, is_server: bool) -> Store:
+    store = TCPStore(
         spec.store_host,
         spec.store_port,
         spec.size,
-        spec.rank == 0,
-        timeout=datetime.timedelta(seconds=max(1.0, patience.left_s)),
+        is_server,
+        timeout=datetime.timedelta(seconds=_CONNECT_S),
         wait_for_workers=False,
     )
+    store.set_timeout(datetime.timedelta(seconds=max(1.0, patience.left_s)))
+    return store
 
 
 def meet(

@@ -70,7 +70,7 @@ class ProcessGroup:
         self.device = device
         self._backend = backend or ("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
         self._owned = False
-        self._store: Store | None = None
+        self._server: Store | None = None  # rank 0's; the group holds a client of it
         self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
         # For the thread that aborts:
         self._lock = threading.Lock()
@@ -129,7 +129,8 @@ class ProcessGroup:
             self._watch = BuildWatch(self._footprint, timeout_s)
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
-        self._store = store = open_store(spec, give_up, deadline_s=deadline_s)
+        opened = open_store(spec, give_up, deadline_s=deadline_s)
+        self._server, store = opened.server, opened.client
         if spec.size > 1:
             meet(store, spec, give_up, deadline_s=deadline_s)
         left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
@@ -228,7 +229,7 @@ class ProcessGroup:
         # here than with a newcomer, and they would never find each other in the store.
         distributed_c10d._world.group_count = 0
         self._owned = False
-        self._store = None
+        self._server = None
         self._put_back_excepthook()
         _say_what_is_left(sockets)
         forks.uncover(sockets)
@@ -254,9 +255,10 @@ class ProcessGroup:
 def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:
     if isinstance(error, Superseded | GroupBuildFailed):
         return error
+    first_line = str(error).partition("\n")[0]  # what follows is torch's own stack
     return GroupBuildFailed(
         f"the group of generation {spec.generation} could not be built on rank {spec.rank} "
-        f"of {spec.size}: {type(error).__name__}: {error}"
+        f"of {spec.size}: {type(error).__name__}: {first_line}"
     )
 
 
