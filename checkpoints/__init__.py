@@ -14,6 +14,7 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 """
 
 from checkpoints.attempt import Saved
+from checkpoints.engine import Ending, Engine, Handle, Outcome, World
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -47,6 +48,9 @@ __all__ = [
     "CheckpointName",
     "Corrupt",
     "DiskFull",
+    "Ending",
+    "Engine",
+    "Handle",
     "Keep",
     "LatestN",
     "LeftAlone",
@@ -57,6 +61,7 @@ __all__ = [
     "Mismatch",
     "NoCheckpoint",
     "NotWritable",
+    "Outcome",
     "PassedOver",
     "ReadFailed",
     "Resolution",
@@ -67,6 +72,7 @@ __all__ = [
     "Storage",
     "Swept",
     "UnsupportedFormat",
+    "World",
     "WriteFailed",
     "descend",
     "latest",

@@ -1,0 +1,180 @@
+"""The background engine: what was staged is saved, whatever training or the disk does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import odd_state, same, small_state
+
+import checkpoints
+from checkpoints.engine import THREAD_NAME, Ending, Engine, World
+from checkpoints.faulty import Died, Fault, FaultyStorage
+from checkpoints.memory import MemoryStorage
+
+LONG_S = 30.0
+ALONE = World(nonce="aa")
+
+
+def save(engine: Engine, state: object, step: int, world: World = ALONE) -> checkpoints.Outcome:
+    outcome = engine.save_async(state, step=step, world=world).wait(LONG_S)
+    assert outcome is not None
+    return outcome
+
+
+def test_training_may_change_tensors_as_soon_as_save_async_returns() -> None:
+    gate = threading.Event()
+
+    def hold(label: str) -> None:
+        if label.startswith("create"):
+            assert gate.wait(LONG_S)
+
+    storage = MemoryStorage()
+    with Engine(FaultyStorage(storage, before=hold)) as engine:
+        state = small_state(7)
+        handle = engine.save_async(state, step=7, world=ALONE, data_position=[1])
+        state["model"]["weight"].fill_(99)
+        state["optimizer"]["lr"] = 99
+        gate.set()
+        outcome = handle.wait(LONG_S)
+    assert outcome is not None and outcome.ending is Ending.COMMITTED
+    assert same(checkpoints.load(storage, outcome.name).state, small_state(7))
+
+
+def test_every_kind_of_tensor_is_as_in_a_synchronous_save(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "a", odd_state(), step=1, nonce="aa", clock=lambda: 5.0)
+    with Engine(tmp_path / "b", clock=lambda: 5.0) as engine:
+        name = save(engine, odd_state(), 1).name
+    for file in ("manifest.json", "00000-of-00001.safetensors"):
+        assert (tmp_path / "a" / name / file).read_bytes() == (
+            tmp_path / "b" / name / file
+        ).read_bytes()
+
+
+def test_buffers_grow_when_the_optimizer_gets_state() -> None:
+    storage = MemoryStorage()
+    with Engine(storage) as engine:
+        engine.reserve({"weight": torch.zeros(3)})
+        for step, state in enumerate((small_state(0), odd_state(), small_state(2))):
+            assert same(checkpoints.load(storage, save(engine, state, step).name).state, state)
+
+
+def test_each_of_several_writers_learns_that_the_last_one_committed() -> None:
+    storage = MemoryStorage()
+    engines = [Engine(storage) for _ in range(3)]
+    handles = [
+        engine.save_async(small_state(4), step=4, world=World(nonce="bb", rank=rank, size=3))
+        for rank, engine in enumerate(engines)
+    ]
+    endings = [handle.wait(LONG_S) for handle in handles]
+    assert [e.ending for e in endings if e] == [Ending.COMMITTED] * 3
+    assert all(engine.close() for engine in engines)
+    assert same(checkpoints.load(storage, handles[0].name).state, small_state(4))
+
+
+@pytest.mark.parametrize("fault", [Fault.NO_SPACE, Fault.IO_ERROR, Fault.REFUSED])
+def test_a_failing_disk_is_an_outcome_and_the_next_save_succeeds(fault: Fault) -> None:
+    storage = MemoryStorage()
+    checkpoints.save(storage, small_state(1), step=1, nonce="aa")
+    with Engine(FaultyStorage(storage, at=6, fault=fault)) as engine:
+        failed = save(engine, small_state(2), 2)
+    assert failed.ending is Ending.FAILED and isinstance(failed.error, checkpoints.SaveError)
+    assert failed in engine.outcomes()
+    assert [c.step for c in checkpoints.list_checkpoints(storage)] == [1]
+    with Engine(storage) as engine:
+        assert save(engine, small_state(3), 3).ending is Ending.COMMITTED
+
+
+def test_at_every_call_a_refused_one_leaves_only_whole_checkpoints() -> None:
+    def attempt(at: int | None, fault: Fault) -> tuple[MemoryStorage, int]:
+        storage = MemoryStorage()
+        faulty = FaultyStorage(storage, at=at, fault=fault)
+        with Engine(faulty) as engine:
+            for step in (1, 2):
+                save(engine, small_state(step), step)
+        return storage, len(faulty.calls)
+
+    _, count = attempt(None, Fault.IO_ERROR)
+    for at in range(count):
+        storage, _ = attempt(at, Fault.IO_ERROR)
+        listed = checkpoints.list_checkpoints(storage)
+        assert listed, f"one failed call, at {at}, cannot fail both saves"
+        for info in listed:
+            assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
+
+
+def test_a_hung_disk_is_noticed_by_training_and_never_commits_later() -> None:
+    now_s = [0.0]
+    gate, reached = threading.Event(), threading.Event()
+
+    def hang(label: str) -> None:
+        if label.startswith("write"):
+            reached.set()
+            assert gate.wait(LONG_S)
+
+    storage = MemoryStorage()
+    engine = Engine(
+        FaultyStorage(storage, before=hang), deadline_s=60.0, monotonic=lambda: now_s[0]
+    )
+    first = engine.save_async(small_state(1), step=1, world=ALONE)
+    assert reached.wait(LONG_S)
+    engine.save_async(small_state(2), step=2, world=ALONE)
+    third = engine.save_async(small_state(3), step=3, world=ALONE)
+    assert third.outcome is not None and third.outcome.ending is Ending.SKIPPED
+    assert engine.skipped == 1 and first.outcome is None
+    now_s[0] = 61.0
+    endings = [(o.step, o.ending) for o in engine.outcomes()]
+    assert endings == [(3, Ending.SKIPPED), (1, Ending.ABANDONED), (2, Ending.ABANDONED)]
+    assert not engine.close(timeout_s=0)
+    gate.set()
+    engine._thread.join(LONG_S)
+    assert not engine._thread.is_alive()
+    assert checkpoints.list_checkpoints(storage) == ()
+
+
+def test_a_save_that_misses_a_writer_is_abandoned_at_its_deadline() -> None:
+    with Engine(MemoryStorage(), deadline_s=0.3) as engine:
+        outcome = save(engine, small_state(1), 1, World(nonce="cc", rank=0, size=2))
+    assert outcome.ending is Ending.ABANDONED
+
+
+def test_a_stale_world_does_not_commit() -> None:
+    storage = MemoryStorage()
+    with Engine(storage, fence=lambda: False) as engine:
+        assert save(engine, small_state(1), 1).ending is Ending.STALE
+    assert checkpoints.list_checkpoints(storage) == ()
+
+
+def test_the_writers_death_reaches_its_owner() -> None:
+    engine = Engine(FaultyStorage(MemoryStorage(), at=5, fault=Fault.DIE_BEFORE))
+    handle = engine.save_async(small_state(1), step=1, world=ALONE)
+    handle.wait(LONG_S)
+    engine._thread.join(LONG_S)
+    with pytest.raises(RuntimeError, match="thread died") as caught:
+        engine.outcomes()
+    assert isinstance(caught.value.__cause__, Died)
+
+
+def test_mistakes_of_the_caller_are_errors_and_cost_no_buffer() -> None:
+    storage: Any = MemoryStorage()
+    with Engine(storage) as engine:
+        for _ in range(3):
+            with pytest.raises(checkpoints.StateError):
+                engine.save_async({"model": object()}, step=1, world=ALONE)
+        assert save(engine, small_state(1), 1).ending is Ending.COMMITTED
+
+
+def test_close_finishes_and_joins() -> None:
+    storage = MemoryStorage()
+    engine = Engine(storage, busy="wait")
+    for step in range(6):
+        engine.save_async(small_state(step), step=step, world=ALONE)
+    assert engine.close()
+    assert [o.ending for o in engine.outcomes()] == [Ending.COMMITTED] * 6
+    assert not any(t is engine._thread for t in threading.enumerate())
+    assert engine._thread.name == THREAD_NAME
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.save_async(small_state(9), step=9, world=ALONE)
