@@ -30,7 +30,7 @@ from checkpoints.errors import (
     UnsupportedFormat,
     WriteFailed,
 )
-from checkpoints.keep import Keep, LatestN
+from checkpoints.keep import BestN, EveryNSeconds, EveryNSteps, Keep, KeepPolicy, LatestN
 from checkpoints.lineage import descend
 from checkpoints.loading import Loaded, load, verify
 from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
@@ -39,19 +39,36 @@ from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoin
 from checkpoints.saving import save
 from checkpoints.storage import LocalStorage, Root, Storage
 from checkpoints.sweeping import LeftAlone, Swept, sweep
+from checkpoints.when import (
+    Automatic,
+    Continuous,
+    EverySeconds,
+    EverySteps,
+    Moment,
+    OnPreemption,
+    When,
+)
 
 __all__ = [
     "Ancestor",
     "ArgumentError",
+    "Automatic",
+    "BestN",
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointName",
+    "Continuous",
     "Corrupt",
     "DiskFull",
     "Ending",
     "Engine",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "EverySeconds",
+    "EverySteps",
     "Handle",
     "Keep",
+    "KeepPolicy",
     "LatestN",
     "LeftAlone",
     "Lineage",
@@ -59,8 +76,10 @@ __all__ = [
     "Loaded",
     "LocalStorage",
     "Mismatch",
+    "Moment",
     "NoCheckpoint",
     "NotWritable",
+    "OnPreemption",
     "Outcome",
     "PassedOver",
     "ReadFailed",
@@ -72,6 +91,7 @@ __all__ = [
     "Storage",
     "Swept",
     "UnsupportedFormat",
+    "When",
     "World",
     "WriteFailed",
     "descend",

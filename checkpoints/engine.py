@@ -53,6 +53,8 @@ class World:
 
 
 class Ending(Enum):
+    """How a save ended."""
+
     COMMITTED = "committed"  # by whichever writer
     FAILED = "failed"  # the storage refused; see ``reason``
     ABANDONED = "abandoned"  # not committed within the deadline

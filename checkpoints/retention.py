@@ -6,10 +6,14 @@ first, so that one that is half removed is never listed.
 
 from __future__ import annotations
 
+import functools
 import secrets
+from collections.abc import Sequence
 
 from checkpoints.commit import put
+from checkpoints.errors import LoadError
 from checkpoints.keep import Keep, to_remove
+from checkpoints.manifest import Manifest
 from checkpoints.naming import (
     LATEST,
     LATEST_PREFIX,
@@ -17,6 +21,7 @@ from checkpoints.naming import (
     parse_attempt,
     parse_committed,
 )
+from checkpoints.reader import read_manifest
 from checkpoints.storage import Storage
 
 
@@ -36,12 +41,27 @@ def after_commit(storage: Storage, name: CheckpointName, keep: Keep | None) -> t
     try:
         names = committed_names(storage)
         _point_latest(storage, names[0])
-        for old in to_remove(names, keep) if keep is not None else ():
+        for old in given_up(storage, names, keep) if keep is not None else ():
             remove_committed(storage, old)
         _remove_overtaken(storage, name)
     except OSError as error:
         notes.append(f"{name} is committed, but tidying up failed: {error.strerror or error}")
     return tuple(notes)
+
+
+def given_up(
+    storage: Storage, newest_first: Sequence[CheckpointName], keep: Keep
+) -> tuple[CheckpointName, ...]:
+    """What ``keep`` gives up of the committed checkpoints, oldest first."""
+
+    @functools.cache
+    def look(name: CheckpointName) -> Manifest | None:
+        try:
+            return read_manifest(storage, str(name))
+        except LoadError:
+            return None
+
+    return to_remove(newest_first, keep, look)
 
 
 def remove_committed(storage: Storage, name: CheckpointName) -> None:
