@@ -30,6 +30,7 @@ from checkpoints.errors import (
     UnsupportedFormat,
     WriteFailed,
 )
+from checkpoints.foreign import export_to, import_from
 from checkpoints.keep import BestN, EveryNSeconds, EveryNSteps, Keep, KeepPolicy, LatestN
 from checkpoints.lineage import descend
 from checkpoints.loading import Loaded, load, verify
@@ -95,6 +96,8 @@ __all__ = [
     "World",
     "WriteFailed",
     "descend",
+    "export_to",
+    "import_from",
     "latest",
     "list_checkpoints",
     "load",

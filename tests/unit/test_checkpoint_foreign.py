@@ -1,0 +1,81 @@
+"""Round trips through other formats, read by their own libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import odd_state, same, save_all, small_state
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+import checkpoints
+from checkpoints.foreign import Format
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def round_trip(root: Path, state: Any, form: Format, world_size: int = 1) -> Any:
+    name = save_all(root, state, step=3, world_size=world_size)
+    target = root.parent / f"exported.{form}"
+    checkpoints.export_to(root, name, target, form)
+    assert [p.name for p in root.parent.iterdir() if p.name.startswith(".")] == []
+    return checkpoints.import_from(target, form, trust=True)
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
+def test_what_is_imported_is_what_was_saved(root: Path, form: Format) -> None:
+    assert same(round_trip(root, small_state(3), form, world_size=2), small_state(3))
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_odd_states_survive(root: Path, form: Format) -> None:
+    state = odd_state()
+    del state["complex128"]
+    assert same(round_trip(root, state, form), state)
+
+
+def test_dcp_itself_loads_an_export_into_live_tensors(root: Path) -> None:
+    round_trip(root, small_state(3), "dcp")
+    live = {"model": {k: torch.zeros_like(v) for k, v in small_state(3)["model"].items()}}
+    dcp_load(live, checkpoint_id=root.parent / "exported.dcp", no_dist=True)
+    assert same(live["model"], small_state(3)["model"])
+
+
+def test_safetensors_itself_reads_an_export_and_ours_reads_a_foreign_file(root: Path) -> None:
+    round_trip(root, small_state(3), "safetensors")
+    tensors = load_file(root.parent / "exported.safetensors")
+    assert same(tensors["model/weight"], small_state(3)["model"]["weight"])
+
+
+def test_a_pickle_that_runs_code_is_refused(root: Path, tmp_path: Path) -> None:
+    import pickle
+
+    class Bad:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    (tmp_path / "bad.pt").write_bytes(pickle.dumps(Bad()))
+    with pytest.raises(checkpoints.LoadError):
+        checkpoints.import_from(tmp_path / "bad.pt", "torch")
+    with pytest.raises(checkpoints.ArgumentError, match="pickle"):
+        checkpoints.import_from(tmp_path, "dcp")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_overwritten_or_left_half(root: Path, tmp_path: Path) -> None:
+    name = save_all(root, odd_state(), step=1)
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(checkpoints.ArgumentError, match="exists"):
+        checkpoints.export_to(root, name, tmp_path / "there", "torch")
+    with pytest.raises(checkpoints.StateError, match="complex128"):
+        checkpoints.export_to(root, name, tmp_path / "x.safetensors", "safetensors")
+    with pytest.raises(checkpoints.SaveError):
+        checkpoints.export_to(root, name, tmp_path / "no" / "folder", "torch")
+    assert (tmp_path / "there").read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"there", "checkpoints"}
