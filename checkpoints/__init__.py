@@ -37,6 +37,7 @@ from checkpoints.loading import Loaded, load, verify
 from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
 from checkpoints.naming import CheckpointName, new_nonce
 from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
+from checkpoints.retention import prune
 from checkpoints.saving import save
 from checkpoints.storage import LocalStorage, Root, Storage
 from checkpoints.sweeping import LeftAlone, Swept, sweep
@@ -102,6 +103,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "new_nonce",
+    "prune",
     "save",
     "sweep",
     "verify",

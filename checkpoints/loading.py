@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from checkpoints.dtypes import BY_NAME
 from checkpoints.errors import Mismatch
-from checkpoints.manifest import CheckpointInfo, Manifest, info_of
+from checkpoints.manifest import CheckpointInfo, Chunk, Manifest, Tensor, info_of
 from checkpoints.reader import read_chunks, read_manifest, read_tensors, scratch
 from checkpoints.storage import Root, storage_for
 from checkpoints.tree import live_tensors, tensor_leaves, unpack
@@ -81,11 +81,23 @@ def load(root: Root, name: str, *, into: object = None, strict: bool = True) -> 
     )
 
 
-def verify(root: Root, name: str) -> CheckpointInfo:
-    """Read every byte of a checkpoint; raises what :func:`load` raises, keeps nothing."""
+def verify(
+    root: Root, name: str, *, progress: Callable[[int], object] | None = None
+) -> CheckpointInfo:
+    """Read every byte of a checkpoint; raises what :func:`load` raises, keeps nothing.
+
+    ``progress`` is called with the bytes of each chunk, before it is read.
+    """
     storage = storage_for(root)
     manifest = read_manifest(storage, name)
-    read_chunks(storage, manifest, scratch())
+    room = scratch()
+
+    def target(tensor: Tensor, chunk: Chunk) -> memoryview:
+        if progress is not None:
+            progress(chunk.end - chunk.begin)
+        return room(tensor, chunk)
+
+    read_chunks(storage, manifest, target)
     return info_of(manifest)
 
 

@@ -22,7 +22,7 @@ from checkpoints.naming import (
     parse_committed,
 )
 from checkpoints.reader import read_manifest
-from checkpoints.storage import Storage
+from checkpoints.storage import Root, Storage, storage_for, writing
 
 
 def committed_names(storage: Storage) -> list[CheckpointName]:
@@ -62,6 +62,19 @@ def given_up(
             return None
 
     return to_remove(newest_first, keep, look)
+
+
+def prune(root: Root, keep: Keep, *, dry_run: bool = False) -> tuple[str, ...]:
+    """Remove the committed checkpoints that ``keep`` gives up, never the newest; their names.
+
+    Raises :class:`SaveError` if the storage fails.
+    """
+    storage = storage_for(root)
+    with writing(storage.place):
+        old = given_up(storage, committed_names(storage), keep)
+        for name in () if dry_run else old:
+            remove_committed(storage, name)
+    return tuple(map(str, old))
 
 
 def remove_committed(storage: Storage, name: CheckpointName) -> None:

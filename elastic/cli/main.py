@@ -27,6 +27,7 @@ class Command:
 
 
 COMMANDS = {
+    "checkpoints": Command("elastic.cli.checkpoints", "list, check, compare and convert them"),
     "run": Command("elastic.cli.run", "start a training job: torchrun's flags, and a local etcd"),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
 }

@@ -1,0 +1,266 @@
+"""``elastic checkpoints``: what is in a folder of checkpoints, is it whole, in other formats."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+import checkpoints
+from checkpoints.foreign import FORMATS
+from checkpoints.keep import KeepPolicy
+from checkpoints.manifest import info_of
+from checkpoints.reader import read_manifest
+from checkpoints.retention import committed_names
+from checkpoints.storage import storage_for
+from checkpoints.tree import live_tensors
+from elastic.errors import ConfigError, ElasticError
+
+DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoint
+
+
+class CheckpointTrouble(ElasticError):
+    """What the checkpoint library said, with its hint."""
+
+    exit_code = DAMAGED
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic checkpoints ARGV``; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except checkpoints.ArgumentError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
+    except checkpoints.CheckpointError as error:
+        raise CheckpointTrouble(error.message, hint=error.hint) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"`{self.prog} -h` tells more")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="elastic checkpoints", description="Look after saved checkpoints.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("folder", help="the folder of checkpoints")
+        command.add_argument("-o", "--output", choices=("table", "json"), default="table")
+        return command
+
+    add("ls", _ls, "list the committed checkpoints, newest first")
+    add("show", _show, "what is in one").add_argument("name", nargs="?", help="default: newest")
+    add("verify", _verify, "read every byte of one or all").add_argument("name", nargs="?")
+    diff = add("diff", _diff, "compare two, tensor by tensor")
+    diff.add_argument("old")
+    diff.add_argument("new")
+    prune = add("prune", _prune, "remove old ones; never the newest")
+    prune.add_argument("--keep", type=int, metavar="N", help="keep the N newest")
+    prune.add_argument("--every", type=int, metavar="STEPS", help="and every multiple of STEPS")
+    sure = prune.add_mutually_exclusive_group()
+    sure.add_argument("--yes", action="store_true", help="really remove them")
+    sure.add_argument("--dry-run", action="store_true", help="only say which")
+    export = add("export", _export, "write one in another format")
+    export.add_argument("name")
+    export.add_argument("target")
+    export.add_argument("--to", choices=FORMATS, required=True)
+    bring = add("import", _import, "make a checkpoint of another format's file")
+    bring.add_argument("source")
+    bring.add_argument("--from", dest="form", choices=FORMATS, required=True)
+    bring.add_argument("--step", type=int, required=True)
+    bring.add_argument("--trust", action="store_true", help="run the pickle in DCP's metadata")
+    return parser
+
+
+def _ls(args: argparse.Namespace) -> int:
+    found = checkpoints.list_checkpoints(args.folder)
+    table = _table("name", "step", "generation", "age", "size", "world", "tensors")
+    for info in found:
+        table.add_row(
+            info.name,
+            str(info.step),
+            str(info.generation),
+            age(time.time() - info.wall_time_s),
+            size(info.size_bytes),
+            str(info.world_size),
+            str(info.tensor_count),
+        )
+    return _say(args, [asdict(info) for info in found], table)
+
+
+def _show(args: argparse.Namespace) -> int:
+    manifest = read_manifest(storage_for(args.folder), args.name or _newest(args.folder))
+    info = info_of(manifest)
+    table = _table("tensor", "dtype", "shape", "size", title=_headline(info))
+    tensors = []
+    for name, tensor in manifest.tensors.items():
+        spec = tensor.spec
+        table.add_row(name, spec.dtype, str(list(spec.shape)), size(spec.size_bytes))
+        tensors.append({"name": name, "dtype": spec.dtype, "shape": list(spec.shape)})
+    return _say(args, {**asdict(info), "tensors": tensors}, table)
+
+
+def _headline(info: checkpoints.CheckpointInfo) -> str:
+    return (
+        f"{info.name}: step {info.step}, {age(time.time() - info.wall_time_s)} old, "
+        f"{size(info.size_bytes)}, written by {info.world_size}"
+    )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    infos = {info.name: info.size_bytes for info in checkpoints.list_checkpoints(args.folder)}
+    # All committed ones, those too whose manifest cannot be read: they are what is looked for.
+    every = (str(n) for n in committed_names(storage_for(args.folder)))
+    names = [args.name] if args.name else list(every)
+    table = _table("name", "result")
+    results = []
+    with _progress(sum(infos.get(name, 0) for name in names)) as advance:
+        for name in names:
+            try:
+                checkpoints.verify(args.folder, name, progress=advance)
+                reason = ""
+            except checkpoints.LoadError as error:
+                reason = error.message
+            table.add_row(name, reason or "whole")
+            results.append({"name": name, "whole": not reason, "reason": reason})
+    _say(args, results, table)
+    return DAMAGED if any(not result["whole"] for result in results) else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    old = live_tensors(checkpoints.load(args.folder, args.old).state)
+    new = live_tensors(checkpoints.load(args.folder, args.new).state)
+    table = _table("tensor", "difference")
+    rows = []
+    for name in sorted(old.keys() | new.keys()):
+        what = _difference(old.get(name), new.get(name))
+        if what:
+            table.add_row(name, what)
+            rows.append({"tensor": name, "difference": what})
+    return _say(args, rows, table)
+
+
+def _difference(old: Any, new: Any) -> str:
+    import torch
+
+    if old is None or new is None:
+        return f"only in the {'new' if old is None else 'old'} one"
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        return f"{old.dtype} {list(old.shape)} became {new.dtype} {list(new.shape)}"
+    if torch.equal(_bytes(old), _bytes(new)):
+        return ""
+    wide = torch.complex128 if old.is_complex() else torch.float64
+    apart = (new.to(wide) - old.to(wide)).abs()
+    count = int((apart != 0).sum())  # NaN differs from everything
+    return f"{count} of {old.numel()} elements, at most {float(apart.max()):.3g} apart"
+
+
+def _bytes(tensor: Any) -> Any:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _prune(args: argparse.Namespace) -> int:
+    if not (args.yes or args.dry_run):
+        raise ConfigError("prune removes checkpoints", hint="say --dry-run or --yes")
+    policies: list[KeepPolicy] = []
+    if args.keep is not None:
+        policies.append(checkpoints.LatestN(args.keep))
+    if args.every is not None:
+        policies.append(checkpoints.EveryNSteps(args.every))
+    if not policies:
+        raise ConfigError("prune does not know what to keep", hint="say --keep N, --every STEPS")
+    keep = policies[0] if len(policies) == 1 else policies[0] | policies[1]
+    names = checkpoints.prune(args.folder, keep, dry_run=args.dry_run)
+    table = _table("would be removed" if args.dry_run else "removed")
+    for name in names:
+        table.add_row(name)
+    return _say(args, {"removed": [] if args.dry_run else names, "chosen": names}, table)
+
+
+def _export(args: argparse.Namespace) -> int:
+    checkpoints.export_to(args.folder, args.name, args.target, args.to)
+    return _say(args, {"target": args.target}, f"wrote {args.target}")
+
+
+def _import(args: argparse.Namespace) -> int:
+    state = checkpoints.import_from(args.source, args.form, trust=args.trust)
+    nonce = checkpoints.new_nonce()
+    saved = checkpoints.save(args.folder, state, step=args.step, nonce=nonce, keep=None)
+    return _say(args, {"name": saved.name}, f"saved {saved.name}")
+
+
+def _newest(folder: str) -> str:
+    found = checkpoints.list_checkpoints(folder)
+    if not found:
+        raise checkpoints.NoCheckpoint(f"there is no checkpoint in {folder}")
+    return found[0].name
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _say(args: argparse.Namespace, data: object, shown: object) -> int:
+    if args.output == "json":
+        print(json.dumps(data, indent=1))
+    else:
+        Console().print(shown)
+    return 0
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr while it is a terminal."""
+    bar = Progress(
+        TextColumn("reading"),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("reading", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(3 << 30), size(12)
+    ('3.0 GiB', '12 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def age(seconds: float) -> str:
+    """A duration for people.
+
+    >>> age(75), age(7300), age(-3)
+    ('1 min', '2 h', '0 s')
+    """
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(int(seconds), 0)} s"

@@ -1,0 +1,90 @@
+"""``elastic checkpoints``, as a person or a script uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import flip, same, save_all, small_state
+
+import checkpoints
+from elastic.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step in (10, 20, 30):
+        save_all(tmp_path / "job", small_state(step), step=step, world_size=2, keep=None)
+    return tmp_path / "job"
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> Any:
+    assert main(["checkpoints", *map(str, argv), "-o", "json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:09d}.g0.aa"
+
+
+def test_ls_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [c["step"] for c in as_json(capsys, "ls", folder)] == [30, 20, 10]
+    shown = as_json(capsys, "show", folder)
+    assert shown["step"] == 30 and shown["world_size"] == 2
+    assert {"name": "model/weight", "dtype": "F32", "shape": [7, 3]} in shown["tensors"]
+    assert main(["checkpoints", "ls", str(folder)]) == 0
+    assert "tensors" in capsys.readouterr().out
+
+
+def test_verify_tells_damaged_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(r["whole"] for r in as_json(capsys, "verify", folder))
+    flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)
+    flip(folder / name_of(10) / "manifest.json", 100)
+    results = as_json(capsys, "verify", folder, code=65)
+    assert [r["whole"] for r in results] == [True, False, False]
+    assert "00001-of-00002.safetensors" in results[1]["reason"]
+    assert as_json(capsys, "verify", folder, name_of(30))[0]["whole"]
+
+
+def test_diff_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, "diff", folder, name_of(10), name_of(10)) == []
+    state = small_state(10)
+    state["model"]["weight"][0, 0] += 2
+    state["model"]["bias"] = torch.zeros(3)
+    del state["model"]["scale"]
+    save_all(folder, state, step=40, keep=None)
+    rows = as_json(capsys, "diff", folder, name_of(10), name_of(40))
+    found = {row["tensor"]: row["difference"] for row in rows}
+    assert found["model/weight"] == "1 of 21 elements, at most 2 apart"
+    assert "became torch.float32 [3]" in found["model/bias"]
+    assert found["model/scale"] == "only in the old one"
+
+
+def test_prune_asks_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "prune", str(folder), "--keep", "1"]) == 2
+    assert "--yes" in capsys.readouterr().err
+    chosen = as_json(capsys, "prune", folder, "--keep", 1, "--dry-run")["chosen"]
+    assert chosen == [name_of(10), name_of(20)]
+    assert len(checkpoints.list_checkpoints(folder)) == 3
+    as_json(capsys, "prune", folder, "--keep", 1, "--every", 20, "--yes")
+    assert [c.step for c in checkpoints.list_checkpoints(folder)] == [30, 20]
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
+def test_export_then_import(
+    folder: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "exported"
+    as_json(capsys, "export", folder, name_of(20), target, "--to", form)
+    trust = ["--trust"] if form == "dcp" else []
+    made = as_json(capsys, "import", tmp_path / "new", target, "--from", form, "--step", 20, *trust)
+    assert same(checkpoints.load(tmp_path / "new", made["name"]).state, small_state(20))
+
+
+def test_mistakes_are_sentences(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "show", str(folder), name_of(99)]) == 65
+    assert "there is no checkpoint" in capsys.readouterr().err
+    assert main(["checkpoints", "shwo", str(folder)]) == 2
