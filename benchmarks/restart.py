@@ -123,7 +123,14 @@ def a_cluster(endpoints: list[str], backend: str) -> Iterator[LocalCluster]:
     arguments = [f"--folder={folder}", *ARGUMENTS]
     try:
         with LocalCluster(
-            endpoints, SCRIPT, folder, args=arguments, min_nodes=2, max_nodes=3, backend=backend
+            endpoints,
+            SCRIPT,
+            folder,
+            args=arguments,
+            min_nodes=2,
+            max_nodes=3,
+            backend=backend,
+            conf={"mode": "restart"} if backend == "etcd-v3" else None,
         ) as cluster:
             yield cluster
     finally:

@@ -191,6 +191,11 @@ class Recovered(Event):
     generation: int
     step: int
     duration_s: float  # from the fault, or the switch, to the training function's next start
+    leave_s: float  # of it: taking the old group down
+    wait_s: float  # waiting for the next world
+    build_s: float  # building its group
+    agree_s: float  # agreeing on the state, and sending it to who lacks it
+    wrap_s: float  # initialising DDP, and the rest
 
 
 @dataclass(frozen=True, kw_only=True)

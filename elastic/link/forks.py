@@ -4,10 +4,15 @@ A data worker forked from a training process inherits all its sockets. After the
 they stay open for as long as the child lives: peers and agent saw the death after 5 s with idle
 data workers, and not within 40 s with busy ones [measured]. So in the child /dev/null is laid over
 them.
+
+And garbage that a child must not collect: if a process group is among it, its destructor joins
+threads that the child does not have, and the child dies of SIGSEGV [measured]. What the parent had
+at the fork is none of its child's collector's business.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable
 
@@ -24,7 +29,7 @@ def cover(fds: Iterable[int]) -> None:
         except OSError:
             continue  # closed meanwhile
     if not _is_installed:
-        os.register_at_fork(after_in_child=_lay_null)
+        os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze, after_in_child=_lay_null)
         _is_installed = True
 
 

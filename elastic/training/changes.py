@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic.clock import SYSTEM_CLOCK
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from elastic.training.session import Session
 
 BUILD_TIMEOUT_S = 30.0  # a group is built in milliseconds once everybody is there
+_LAPS = ("leave_s", "wait_s", "build_s", "agree_s")
 _SMOOTHING = 0.1  # of the step time
 _LEAVE_SLICE_S = 0.2
 
@@ -34,6 +37,7 @@ class Changes:
         self._step_time_s = 0.0
         self._last_commit_s: float | None = None
         self.is_recovering = False
+        self._laps: dict[str, float] = {}
 
     @property
     def _worlds(self) -> Worlds:
@@ -125,21 +129,36 @@ class Changes:
                     error=text,
                 )
             )
-        self._interrupt()
-        session.end_world(broken=not is_planned)
+        self._laps.clear()
+        with self._lap("leave_s"):
+            self._interrupt()
+            session.end_world(broken=not is_planned)
         self.enter_next()
         # Last, since it may wait for data workers: the frames of the attempt hold its loader,
         # and activations, for as long as the traceback is known.
         _clear_frames(error)
         self.is_recovering = False
         self._last_commit_s = None
+        took_s = SYSTEM_CLOCK.monotonic() - began_s
+        laps = {name: round(self._laps.get(name, 0.0), 4) for name in _LAPS}
         session.journal.emit(
             Recovered(
                 generation=session.world.generation,
                 step=session.job.progress.step,
-                duration_s=round(SYSTEM_CLOCK.monotonic() - began_s, 4),
+                duration_s=round(took_s, 4),
+                wrap_s=round(took_s - sum(self._laps.values()), 4),
+                **laps,
             )
         )
+
+    @contextmanager
+    def _lap(self, name: str) -> Iterator[None]:
+        began_s = SYSTEM_CLOCK.monotonic()
+        try:
+            yield
+        finally:
+            took_s = SYSTEM_CLOCK.monotonic() - began_s
+            self._laps[name] = self._laps.get(name, 0.0) + took_s
 
     def _interrupt(self) -> None:
         session = self._session
@@ -160,7 +179,8 @@ class Changes:
         """Wait for the next world, and for as long as worlds fail, the one after it."""
         session = self._session
         while True:
-            message = self._worlds.next()
+            with self._lap("wait_s"):
+                message = self._worlds.next()
             if not message.member:
                 self._leave_job(message)
             try:
@@ -189,9 +209,11 @@ class Changes:
             store_host=message.store_host,
             store_port=message.store_port,
         )
-        session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
+        with self._lap("build_s"):
+            session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
         write_environment(message)
-        world = self.recovery.enter(world_of(message), message.committed_step)
+        with self._lap("agree_s"):
+            world = self.recovery.enter(world_of(message), message.committed_step)
         session.begin_world(world)
         self._fresh_snapshot = False
         self._versions = self._count_versions()

@@ -105,7 +105,7 @@ def _error_of(future: Any) -> BaseException | None:
     try:
         future.value()
     except Exception as error:  # noqa: BLE001  handed on to whoever waits
-        return error
+        return error.with_traceback(None)  # its frames hold the future, and that the group
     return None
 
 
