@@ -26,7 +26,8 @@ class Buffer:
         """Have room, and have the pages there: the first save is no slower than the next."""
         if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # never both, the old and the new
-            self._bytes = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._bytes.fill_(1)  # zeros would be pages that are not there yet
 
     def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
         """Copy ``pieces``; where their bytes are now. Returns when the tensors may change."""
