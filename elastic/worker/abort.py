@@ -4,11 +4,11 @@ On gloo nothing else releases a rank that waits for one that has left: the backe
 returns at once and the collective goes on waiting [measured, torch 2.13]. Shutting down the
 sockets does release it, and a rank that is still building its group, too.
 
-What belongs to the group is found by what holds it. Rank 0's store (libuv) and every gloo device
-run a loop of their own, with an epoll descriptor that is opened while the group is built, and the
-kernel lists what each of them watches (``/proc/self/fdinfo``): also what is connected later. The
-client's end of the store is watched by nobody; it is known by the store's port. A socket that a
-thread of the user's opens meanwhile is none of these.
+What belongs to the group is found by what holds it. Every gloo device, and the store on rank 0,
+run a loop with an epoll descriptor that is opened while the group is built, and the kernel lists
+what each of them watches (``/proc/self/fdinfo``): also what is connected later. The client's end
+of the store is watched by nobody; it is known by the store's port. A socket that a thread of the
+user's opens meanwhile is none of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from elastic.clock import SYSTEM_CLOCK
 
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
+_TCP = (socket.AF_INET, socket.AF_INET6)
 _AGAIN_S = 0.005
+_GRACE_S = 0.5  # after its time a build ends by itself, and says who is missing, unless it hangs
 
 
 class Footprint:
@@ -129,7 +131,7 @@ class BuildWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        SYSTEM_CLOCK.wait(self._given_up, self._timeout_s)
+        SYSTEM_CLOCK.wait(self._given_up, self._timeout_s + _GRACE_S)
         while not SYSTEM_CLOCK.wait(self._built, _AGAIN_S):
             self._footprint.shut_down()
 
@@ -152,7 +154,9 @@ def shut_down(fd: int, inode: int) -> bool:
     came back, against 5 this way [measured, torch 2.13].
     """
     with _held(fd, inode) as held:
-        if held is None or held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if held is None or held.family not in _TCP:
+            return False
+        if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         try:
             held.shutdown(socket.SHUT_RD)
@@ -187,7 +191,7 @@ def _ports(fd: int, inode: int) -> set[int]:
     """The ports of both ends of a TCP socket."""
     found: set[int] = set()
     with _held(fd, inode) as held:
-        if held is None or held.family not in (socket.AF_INET, socket.AF_INET6):
+        if held is None or held.family not in _TCP:
             return found
         for name in (held.getsockname, held.getpeername):
             try:

@@ -1,10 +1,13 @@
 """How the ranks of a world meet: at rank 0's store, before any of them builds the group.
 
 In Python and a look at a time: torch's own waits let no signal handler run and cannot be given up,
-and say more on stderr than anybody wants to read. The constructor of TCPStore took 34 s for a
-timeout of 15 where nobody listened, and had not returned after ten minutes from a server that
-accepts and never answers (a stopped process) [measured, torch 2.13]; whoever builds a group shuts
-its sockets down when time is up.
+and say more on stderr than anybody wants to read.
+
+gloo gets our own store (why: :mod:`elastic.worker.world_store`). NCCL gets torch's, because its
+watchdogs ask the store from threads of their own. TCPStore's constructor took 34 s for a timeout
+of 15, and had not returned after ten minutes from a server that accepts and never answers (a
+stopped process) [measured, torch 2.13]; whoever builds a group shuts its sockets down when time is
+up.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
+    DistNetworkError,
     HashStore,
     Store,
     TCPStore,
@@ -23,9 +26,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.worker.faults import GroupBuildFailed
+from elastic.worker.world_store import StoreServer, WorldStore, connect
 
 _PROBE_S = 0.1  # between two looks for a newer world, while nobody listens
-_CONNECT_S = 1.0  # torch tries again and again for so long; shutting its sockets down does not help
 _FIRST_LOOK_S = 0.001
 _SLOWEST_LOOK_S = 0.02  # a thousand ranks that wait ask the store 50,000 times a second
 
@@ -69,38 +72,90 @@ class OpenStore:
     client: Store  # for the group
     # Rank 0 only. Apart from the client, since whatever holds a group (a subgroup, a traceback, a
     # collective that does not come back) holds its store, too, and would keep the port.
-    server: Store | None = None
+    server: StoreServer | Store | None = None
+
+    def close(self) -> None:
+        """After the group is gone. torch's stores close when nobody holds them."""
+        if isinstance(self.client, WorldStore):
+            self.client.close()
+        if isinstance(self.server, StoreServer):
+            self.server.close()
 
 
 def open_store(
-    spec: GroupSpec, give_up: GiveUp, *, deadline_s: float, clock: Clock = SYSTEM_CLOCK
+    spec: GroupSpec,
+    give_up: GiveUp,
+    *,
+    deadline_s: float,
+    use_torchs: bool,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> OpenStore:
-    """The world's store, hosted by rank 0. Raises GroupBuildFailed if nobody listens in time."""
+    """The world's store, hosted by rank 0.
+
+    Raises:
+        GroupBuildFailed: nobody listens in time.
+        OSError, DistError: rank 0 cannot listen.
+    """
     if spec.size == 1:
         return OpenStore(HashStore())
     patience = _Patience(deadline_s, clock)
-    server = _tcp_store(spec, patience, is_server=True) if spec.rank == 0 else None
+    server = _serve(spec, patience, use_torchs=use_torchs) if spec.rank == 0 else None
+    try:
+        return OpenStore(_join(spec, give_up, patience, use_torchs=use_torchs), server)
+    except BaseException:
+        if isinstance(server, StoreServer):
+            server.close()
+        raise
+
+
+def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreServer | Store:
+    if use_torchs:
+        return _tcp_store(spec, patience, is_server=True)
+    return StoreServer(spec.store_port, nonce=spec.nonce, size=spec.size)
+
+
+def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: bool) -> Store:
+    """A client, as soon as rank 0 listens."""
     while True:
-        _wait_for_listener(spec, give_up, patience)
+        give_up()
         try:
-            return OpenStore(_tcp_store(spec, patience, is_server=False), server)
-        except DistError:  # it has gone, or is slow
+            if use_torchs:
+                # Its constructor must not be the one to wait.
+                address = spec.store_host, spec.store_port
+                socket.create_connection(address, timeout=_PROBE_S).close()
+                return _tcp_store(spec, patience, is_server=False)
+            return connect(
+                spec.store_host,
+                spec.store_port,
+                nonce=spec.nonce,
+                timeout_s=max(1.0, patience.left_s),
+                give_up=give_up,
+            )
+        except (OSError, DistNetworkError) as error:
             if patience.left_s < 0:
-                raise
+                raise GroupBuildFailed(
+                    f"rank 0 of generation {spec.generation} does not answer at "
+                    f"{spec.store_host}:{spec.store_port}: {first_line(error)}",
+                    missing=(0,),
+                    hint="look at the log of its node, and whether a firewall is between",
+                ) from None
         patience.pause()
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ stack that torch puts below it."""
+    return str(error).partition("\n")[0]
+
+
 def _tcp_store(spec: GroupSpec, patience: _Patience, *, is_server: bool) -> Store:
-    store = TCPStore(
+    return TCPStore(
         spec.store_host,
         spec.store_port,
         spec.size,
         is_server,
-        timeout=datetime.timedelta(seconds=_CONNECT_S),
+        timeout=datetime.timedelta(seconds=max(1.0, patience.left_s)),
         wait_for_workers=False,
     )
-    store.set_timeout(datetime.timedelta(seconds=max(1.0, patience.left_s)))
-    return store
 
 
 def meet(
@@ -132,21 +187,3 @@ def meet(
         patience.pause()
     if spec.rank == 0:
         store.set(complete, "1")
-
-
-def _wait_for_listener(spec: GroupSpec, give_up: GiveUp, patience: _Patience) -> None:
-    address = spec.store_host, spec.store_port
-    while True:
-        give_up()
-        try:
-            socket.create_connection(address, timeout=_PROBE_S).close()
-            return
-        except OSError as error:
-            if patience.left_s < 0:
-                raise GroupBuildFailed(
-                    f"rank 0 of generation {spec.generation} does not listen at "
-                    f"{spec.store_host}:{spec.store_port}: {error}",
-                    missing=(0,),
-                    hint="look at the log of its node, and whether a firewall is between",
-                ) from None
-        patience.pause()

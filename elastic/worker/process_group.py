@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import gc
 import os
 import sys
 import threading
@@ -32,7 +31,7 @@ from elastic.errors import ConfigError
 from elastic.link import forks
 from elastic.telemetry.log import get_logger
 from elastic.worker.abort import BuildWatch, Footprint, still_open
-from elastic.worker.arrival import GroupSpec, meet, open_store
+from elastic.worker.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.worker.collectives import broadcast_json
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.greeting import greet
@@ -70,7 +69,7 @@ class ProcessGroup:
         self.device = device
         self._backend = backend or ("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
         self._owned = False
-        self._server: Store | None = None  # rank 0's; the group holds a client of it
+        self._store: OpenStore | None = None
         self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
         # For the thread that aborts:
         self._lock = threading.Lock()
@@ -114,7 +113,7 @@ class ProcessGroup:
         except BaseException as error:
             self._end_building()
             self._clear_away(error)
-            if not is_world_fault(error):
+            if not isinstance(error, OSError) and not is_world_fault(error):
                 raise
             if not isinstance(error, Superseded):
                 give_up()
@@ -129,8 +128,10 @@ class ProcessGroup:
             self._watch = BuildWatch(self._footprint, timeout_s)
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
-        opened = open_store(spec, give_up, deadline_s=deadline_s)
-        self._server, store = opened.server, opened.client
+        self._store = open_store(
+            spec, give_up, deadline_s=deadline_s, use_torchs="nccl" in self._backend
+        )
+        store = self._store.client
         if spec.size > 1:
             meet(store, spec, give_up, deadline_s=deadline_s)
         left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
@@ -229,7 +230,9 @@ class ProcessGroup:
         # here than with a newcomer, and they would never find each other in the store.
         distributed_c10d._world.group_count = 0
         self._owned = False
-        self._server = None
+        if self._store is not None:
+            self._store.close()
+        self._store = None
         self._put_back_excepthook()
         _say_what_is_left(sockets)
         forks.uncover(sockets)
@@ -255,10 +258,9 @@ class ProcessGroup:
 def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:
     if isinstance(error, Superseded | GroupBuildFailed):
         return error
-    first_line = str(error).partition("\n")[0]  # what follows is torch's own stack
     return GroupBuildFailed(
         f"the group of generation {spec.generation} could not be built on rank {spec.rank} "
-        f"of {spec.size}: {type(error).__name__}: {first_line}"
+        f"of {spec.size}: {type(error).__name__}: {first_line(error)}"
     )
 
 
@@ -283,14 +285,10 @@ def _abort_nccl(device: torch.device) -> None:
 
 
 def _say_what_is_left(sockets: dict[int, int]) -> None:
-    """Something that still holds the group (a subgroup, a traceback) holds its port, too."""
-    if not still_open(sockets):
-        return
-    gc.collect()
+    """Something may still hold the group: a subgroup, a traceback, a collective's future. The
+    garbage collector would find most of it, in a tenth of a second that nobody has here."""
     if left := still_open(sockets):
-        get_logger().warning(
-            "%d sockets of the last process group are still open: something holds it", len(left)
-        )
+        get_logger().debug("%d sockets of the last process group are still open", len(left))
 
 
 def _store(world: World) -> Store:

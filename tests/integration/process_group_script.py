@@ -1,0 +1,387 @@
+"""One rank of a test of process groups: what ``test_process_group.py`` starts, once per rank.
+
+The scenario is a function here; what it returns is printed as JSON. Ranks wait for each other by
+files in the folder they share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic.training.wrap import ElasticDDP
+from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
+from elastic.worker.process_group import GroupSpec, ProcessGroup
+
+DEADLINE_S = 60.0
+Result = dict[str, Any]
+
+
+class Rank:
+    """What a scenario has at hand."""
+
+    def __init__(self, rank: int, size: int, ports: list[int], folder: Path) -> None:
+        self.rank = rank
+        self.size = size
+        self.ports = ports
+        self.folder = folder
+        self.group = ProcessGroup(torch.device("cpu"), None)
+
+    def spec(self, generation: int, rank: int | None = None, size: int | None = None) -> GroupSpec:
+        return GroupSpec(
+            generation=generation,
+            nonce=f"nonce{generation}",
+            rank=self.rank if rank is None else rank,
+            size=self.size if size is None else size,
+            store_host="127.0.0.1",
+            store_port=self.ports[generation % len(self.ports)],
+        )
+
+    def build(self, spec: GroupSpec, timeout_s: float = DEADLINE_S) -> None:
+        self.group.build(spec, superseded=lambda: False, timeout_s=timeout_s)
+
+    def say(self, word: str) -> None:
+        (self.folder / f"{word}.{self.rank}").touch()
+
+    def hear(self, word: str, rank: int) -> None:
+        """Wait until ``rank`` has said ``word``."""
+        until(lambda: (self.folder / f"{word}.{rank}").exists())
+
+    def abort_when(self, word: str, rank: int) -> None:
+        """Abort from another thread once ``rank`` says ``word``."""
+
+        def abort() -> None:
+            self.hear(word, rank)
+            self.group.abort()
+
+        threading.Thread(target=abort).start()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "nothing has happened"
+        time.sleep(0.002)
+
+
+def failure_of(action: Callable[[], object]) -> BaseException | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  told to the test
+        return error
+    return None
+
+
+def summed() -> float:
+    """What an all-reduce of everybody's 1 gives."""
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+def held() -> Result:
+    """What this process has open, and how large it is."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+    }
+
+
+# -- one group after another ------------------------------------------------------------------
+
+
+def rebuilds(me: Rank, cycles: int, *, aborted: bool) -> Result:
+    """Train a step in each of many groups; ``aborted``: end each one in a collective."""
+    model = ElasticDDP(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
+    early: Result = {}
+    times: dict[str, list[float]] = {"build": [], "wrap": [], "destroy": []}
+    for cycle in range(cycles):
+        with timed(times["build"]):
+            me.build(me.spec(cycle))
+        with timed(times["wrap"]):
+            model.enter_world()
+        assert summed() == me.size
+        model(torch.randn(4, 64)).sum().backward()
+        if aborted:
+            abort_while_waiting(me)
+        with timed(times["destroy"]):
+            model.leave_world()
+            me.group.destroy()
+        model.zero_grad(set_to_none=True)
+        if cycle == 20:
+            early = held()
+    milliseconds = {name: 1000 * sorted(took)[len(took) // 2] for name, took in times.items()}
+    return {"early": early, "late": held(), "ms": milliseconds, "hook": sys.excepthook.__name__}
+
+
+def abort_while_waiting(me: Rank) -> None:
+    """Be released from waiting for the next rank, which sends nothing."""
+    waiting = threading.Event()
+
+    def abort() -> None:
+        waiting.wait()
+        me.group.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+
+    def wait() -> None:
+        try:
+            work = dist.irecv(torch.zeros(1), src=(me.rank + 1) % me.size)
+        finally:
+            waiting.set()
+        assert work is not None
+        work.wait()
+
+    error = failure_of(wait)
+    thread.join()
+    assert error is not None and is_world_fault(error), error
+
+
+class timed:
+    def __init__(self, into: list[float]) -> None:
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._into.append(time.perf_counter() - self._began_s)
+
+
+def orderly(me: Rank) -> Result:
+    return rebuilds(me, int(os.environ["CYCLES"]), aborted=False)
+
+
+def aborted(me: Rank) -> Result:
+    return rebuilds(me, int(os.environ["CYCLES"]), aborted=True)
+
+
+# -- aborts -----------------------------------------------------------------------------------
+
+
+def half_broken_ring(me: Rank) -> Result:
+    """Rank 1 is killed; rank 0 sees it; rank 2 waits for rank 0, which does nothing."""
+    me.build(me.spec(1))
+    me.say("built")
+    if me.rank == 1:
+        me.hear("built", 0)
+        me.hear("built", 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 2:
+        me.abort_when("broken", 0)
+    error = failure_of(lambda: dist.recv(torch.zeros(1), src=1 if me.rank == 0 else 0))
+    me.say("broken")
+    me.hear("broken", 2)
+    me.group.destroy()
+    me.build(me.spec(2, rank=min(me.rank, 1), size=2))
+    total = summed()
+    me.group.destroy()
+    return {
+        "fault": error is not None and is_world_fault(error),
+        "error": str(error),
+        "total": total,
+    }
+
+
+def users_sockets(me: Rank) -> Result:
+    """A user's server and its connection, opened while the group is built, outlive its abort."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    opened: list[socket.socket] = []
+
+    def open_more() -> None:
+        client = socket.create_connection(listener.getsockname())
+        opened.extend([client, listener.accept()[0], socket.create_server(("127.0.0.1", 0))])
+
+    build = me.group._assemble
+
+    def assemble(*args: Any) -> None:
+        opener = threading.Thread(target=open_more)
+        opener.start()
+        opener.join()
+        build(*args)
+
+    me.group._assemble = assemble  # type: ignore[assignment,method-assign]
+    me.build(me.spec(1))
+    sockets = me.group.sockets()
+    mine = {s.fileno() for s in (listener, *opened)}
+    inherited = in_child(sockets)
+    total = summed()
+    me.say("summed")
+    me.hear("summed", 1 - me.rank)
+    me.group.abort()
+    me.group.abort()
+    opened[0].sendall(b"still here")
+    opened[1].settimeout(DEADLINE_S)
+    heard = opened[1].recv(100).decode()
+    with socket.create_connection(opened[2].getsockname()):
+        opened[2].accept()[0].close()
+    me.group.destroy()
+    return {
+        "total": total,
+        "heard": heard,
+        "mine": sorted(mine & set(sockets)),
+        "sockets": len(sockets),
+        "inherited": inherited,
+        "initialized": dist.is_initialized(),
+    }
+
+
+def in_child(fds: tuple[int, ...]) -> list[str]:
+    """What these descriptors are in a forked child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        names = sorted({os.readlink(f"/proc/self/fd/{fd}") for fd in fds})
+        os.write(writer, json.dumps(names).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        names = json.load(told)
+    os.waitpid(child, 0)
+    return [str(name) for name in names]
+
+
+# -- builds that fail -------------------------------------------------------------------------
+
+
+def missing_rank(me: Rank) -> Result:
+    """Ranks 0 and 1 wait in vain for rank 2, in each way that this can end; then it comes."""
+    if me.rank == 2:
+        me.hear("tried", 0)
+        me.hear("tried", 1)
+        me.build(me.spec(4))
+        return {"total": summed()}
+    timeout = failure_of(lambda: me.build(me.spec(1), timeout_s=1.0))
+    announced = failure_of(
+        lambda: me.group.build(me.spec(2), superseded=newer_after(5), timeout_s=DEADLINE_S)
+    )
+    aborted = failure_of(lambda: build_and_abort(me, me.spec(3)))
+    me.say("tried")
+    me.build(me.spec(4))
+    return {
+        "total": summed(),
+        "timeout": type(timeout).__name__,
+        "missing": timeout.missing if isinstance(timeout, GroupBuildFailed) else None,
+        "announced": type(announced).__name__,
+        "aborted": type(aborted).__name__,
+    }
+
+
+def build_and_abort(me: Rank, spec: GroupSpec) -> None:
+    """Abort from another thread once the main thread is waiting for the others."""
+    waits = threading.Event()
+
+    def superseded() -> bool:
+        if look():
+            waits.set()
+        return False
+
+    look = newer_after(3)
+
+    def abort() -> None:
+        waits.wait()
+        me.group.abort()
+
+    threading.Thread(target=abort, daemon=True).start()
+    me.group.build(spec, superseded=superseded, timeout_s=DEADLINE_S)
+
+
+def newer_after(looks: int) -> Callable[[], bool]:
+    left = iter(range(looks))
+    return lambda: next(left, None) is None
+
+
+def dies_in_build(me: Rank) -> Result:
+    """Once all have met, one rank dies instead of building; the others build without it.
+
+    Who waits for the host of the store sees it go; who waits for another rank is released.
+    """
+    victim = int(os.environ["VICTIM"])
+    if me.rank == victim:
+
+        def die(*_: Any, **__: Any) -> None:
+            me.say("met")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        dist.init_process_group = die
+    elif victim != 0:
+        me.abort_when("met", victim)
+    error = failure_of(lambda: me.build(me.spec(1), timeout_s=10 * DEADLINE_S))
+    group = failure_of(dist.get_world_size)
+    left = [rank for rank in range(me.size) if rank != victim]
+    me.build(me.spec(2, rank=left.index(me.rank), size=len(left)))
+    return {
+        "error": type(error).__name__,
+        "fault": error is not None and is_world_fault(error),
+        "group": str(group),
+        "total": summed(),
+    }
+
+
+def mute_host(me: Rank) -> Result:
+    """Rank 0's port accepts and never answers, as that of a stopped process does."""
+    mute = socket.create_server(("127.0.0.1", 0))
+    me.ports = [mute.getsockname()[1]]
+    before = held()
+    timeout = failure_of(lambda: me.build(me.spec(1, rank=1, size=2), timeout_s=1.0))
+    aborted = failure_of(lambda: build_and_abort(me, me.spec(1, rank=1, size=2)))
+    nccls = ProcessGroup(torch.device("cpu"), "cpu:gloo,cuda:nccl")  # with torch's own store
+    torchs = failure_of(
+        lambda: nccls.build(me.spec(1, rank=1, size=2), superseded=lambda: False, timeout_s=1.0)
+    )
+    return {
+        "errors": [type(error).__name__ for error in (timeout, aborted, torchs)],
+        "more_fds": held()["fds"] - before["fds"],
+    }
+
+
+def alone(me: Rank) -> Result:
+    totals = []
+    for generation in range(3):
+        me.build(me.spec(generation, rank=0, size=1))
+        totals.append(summed())
+        me.group.destroy()
+    me.group.destroy()
+    superseded = failure_of(
+        lambda: me.group.build(me.spec(9, size=1), superseded=lambda: True, timeout_s=1)
+    )
+    return {"totals": totals, "superseded": isinstance(superseded, Superseded)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--ports", type=int, nargs="+", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    args = parser.parse_args()
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(DEADLINE_S + 60, exit=True)
+    torch.set_num_threads(1)
+    me = Rank(args.rank, args.size, args.ports, args.folder)
+    print(json.dumps(globals()[args.scenario](me)), flush=True)
+    me.group.destroy()  # a gloo thread that frees a tensor while Python ends ends in SIGABRT
+
+
+if __name__ == "__main__":
+    main()

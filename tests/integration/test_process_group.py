@@ -1,0 +1,150 @@
+"""Process groups that are built, aborted, destroyed and built again, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import process_group_script as script
+import pytest
+
+from elastic.agent.ports import PortReserve
+
+SCRIPT = Path(script.__file__)
+DEADLINE_S = 100
+pytestmark = pytest.mark.cluster
+
+Result = dict[str, Any]
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[int, ...]]:
+    """Held as an agent holds them: bound, not listening, for longer than any group lives."""
+    reserve = PortReserve()
+    yield reserve.ports
+    reserve.close()
+
+
+class Ranks:
+    """The processes of one scenario."""
+
+    def __init__(
+        self, scenario: str, size: int, folder: Path, ports: tuple[int, ...], **env: object
+    ) -> None:
+        shared = ["--size", size, "--ports", *ports, "--folder", folder]
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), scenario, "--rank", str(rank), *map(str, shared)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in env.items()}},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+    def results(self, *, killed: int | None = None) -> list[Result]:
+        """What each rank told; all but the one that is to die must end well."""
+        ended = [process.communicate(timeout=DEADLINE_S) for process in self._processes]
+        told = []
+        for rank, (process, (out, err)) in enumerate(zip(self._processes, ended, strict=True)):
+            if rank == killed:
+                assert process.returncode == -signal.SIGKILL, err
+            else:
+                assert process.returncode == 0, f"rank {rank}:\n{err}"
+                told.append(json.loads(out))
+        return told
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+def run(
+    scenario: str,
+    size: int,
+    folder: Path,
+    ports: tuple[int, ...],
+    *,
+    killed: int | None = None,
+    **env: object,
+) -> list[Result]:
+    ranks = Ranks(scenario, size, folder, ports, **env)
+    try:
+        return ranks.results(killed=killed)
+    finally:
+        ranks.end()
+
+
+@pytest.mark.parametrize("cycles", [60, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("scenario", ["orderly", "aborted"])
+def test_rebuilds_leave_nothing_behind(
+    scenario: str, cycles: int, tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    for told in run(scenario, 2, tmp_path, ports, CYCLES=cycles):
+        early, late = told["early"], told["late"]
+        print(scenario, cycles, early, late, told["ms"])
+        assert late["fds"] == early["fds"]
+        assert late["threads"] == early["threads"]
+        assert late["rss_mib"] < early["rss_mib"] + 8
+        assert told["hook"] == "excepthook"  # not one of torch's around another for each group
+
+
+def test_a_rank_that_waits_for_a_survivor_is_released(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    for told in run("half_broken_ring", 3, tmp_path, ports, killed=1):
+        assert told["fault"], told
+        assert told["total"] == 2.0
+
+
+def test_an_abort_leaves_the_users_sockets_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for told in run("users_sockets", 2, tmp_path, ports):
+        assert told["total"] == 2.0
+        assert told["sockets"] >= 3  # the store's, gloo's two
+        assert told["mine"] == []
+        assert told["heard"] == "still here"
+        assert told["inherited"] == ["/dev/null"]
+        assert not told["initialized"]
+
+
+def test_a_build_without_all_ranks_ends_and_the_next_one_works(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    waiting = run("missing_rank", 3, tmp_path, ports)
+    assert [told["total"] for told in waiting] == [3.0, 3.0, 3.0]
+    for told in waiting[:2]:
+        assert told["timeout"] == "GroupBuildFailed"
+        assert told["announced"] == told["aborted"] == "Superseded"
+    assert waiting[0]["missing"] == [2]
+
+
+@pytest.mark.parametrize(("victim", "error"), [(0, "GroupBuildFailed"), (1, "Superseded")])
+def test_a_rank_that_dies_in_the_build_does_not_keep_the_others(
+    victim: int, error: str, tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    for told in run("dies_in_build", 3, tmp_path, ports, killed=victim, VICTIM=victim):
+        assert told["error"] == error
+        assert told["fault"]
+        assert "not been initialized" in told["group"]
+        assert told["total"] == 2.0
+
+
+def test_a_store_that_never_answers_does_not_keep_a_rank(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    (told,) = run("mute_host", 1, tmp_path, ports)
+    assert told["errors"] == ["GroupBuildFailed", "Superseded", "GroupBuildFailed"]
+    assert told["more_fds"] == 0
+
+
+def test_a_world_of_one_needs_no_peers(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    (told,) = run("alone", 1, tmp_path, ports)
+    assert told == {"totals": [1.0, 1.0, 1.0], "superseded": True}
