@@ -224,8 +224,7 @@ class ProcessGroup:
         sockets = footprint.sockets() if footprint is not None else {}
         if footprint is not None:
             footprint.shut_down()
-        if dist.is_initialized():
-            self._destroy_group()
+        is_left_behind = dist.is_initialized() and not self._destroy_group()
         # A build that failed in the middle has counted: the next group would get another name
         # here than with a newcomer, and they would never find each other in the store.
         distributed_c10d._world.group_count = 0
@@ -234,17 +233,21 @@ class ProcessGroup:
             self._store.close()
         self._store = None
         self._put_back_excepthook()
-        _say_what_is_left(sockets)
         forks.uncover(sockets)
+        if not is_left_behind:
+            _say_what_is_left(sockets)
 
-    def _destroy_group(self) -> None:
-        if not pending.drain(_DRAIN_S):
+    def _destroy_group(self) -> bool:
+        """Says whether it is gone, and not only out of the way."""
+        is_drained = pending.drain(_DRAIN_S)
+        if not is_drained:
             keep_for_ever(distributed_c10d._get_default_group())
         if self.device.type == "cuda" and self._is_aborted:
             # Not destroy: it waits for what is queued.
             distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
+        return is_drained
 
     def _put_back_excepthook(self) -> None:
         """Each init_process_group puts another hook around the last, with another rank."""

@@ -268,6 +268,10 @@ class WorldStore(Store):
     def num_keys(self) -> int:
         return int(self._ask({"op": "count"}))
 
+    # The names that torch calls them by, from C++ (its PythonStore in csrc's init.cpp).
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 

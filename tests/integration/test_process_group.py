@@ -102,6 +102,7 @@ def test_a_rank_that_waits_for_a_survivor_is_released(
 ) -> None:
     for told in run("half_broken_ring", 3, tmp_path, ports, killed=1):
         assert told["fault"], told
+        assert "gloo/transport/" in told["error"]  # by which a fault is told
         assert told["total"] == 2.0
 
 

@@ -1,0 +1,134 @@
+"""What counts as a fault of the world: by type, by where a text comes from, through chains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from elastic.errors import ConfigError, TrainingError
+from elastic.worker.faults import (
+    GroupAborted,
+    GroupBuildFailed,
+    Superseded,
+    causes,
+    is_world_fault,
+)
+
+# As torch 2.13 raised them on ranks whose peer was killed, stopped, or late.
+CLOSED = RuntimeError(
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by "
+    "peer [127.0.0.1]:41777. This is typically caused by a remote worker crashing."
+)
+RESET = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:36263: "
+    "Connection reset by peer."
+)
+LATE = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting "
+    "1000ms for recv operation to complete"
+)
+ASSERTION = RuntimeError(
+    "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:446] "
+    "op.preamble.length <= op.nbytes. 8 vs 4"
+)
+DEVICE = RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CLOSED,
+        RESET,
+        LATE,
+        dist.DistBackendError("NCCL communicator was aborted on rank 0."),
+        dist.DistNetworkError("Failed to recv, got 0 bytes"),
+        dist.DistStoreError("wait timeout after 100ms, keys: /a"),
+        Superseded("generation 3 is over"),
+        GroupBuildFailed("ranks [1] did not come", missing=(1,)),
+        GroupAborted("the group was taken down"),
+    ],
+    ids=lambda error: f"{type(error).__name__}: {error}"[-40:],
+)
+def test_lost_peers_are_faults(error: Exception) -> None:
+    assert is_world_fault(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)"),
+        RuntimeError("Timed out waiting for the feature service"),
+        RuntimeError("Broken pipe"),
+        BrokenPipeError("Broken pipe"),
+        ConnectionResetError("Connection reset by peer"),
+        TimeoutError("Timed out waiting"),
+        ValueError("Connection closed by peer"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ASSERTION,
+        DEVICE,
+        dist.DistBackendError("NCCL error: CUDA error: device-side assert triggered"),
+        ConfigError("--nproc"),
+        TrainingError("LBFGS"),
+        SignalException("got SIGTERM", sigval=15),  # type: ignore[arg-type]
+        KeyboardInterrupt(),
+        SystemExit(1),
+    ],
+    ids=lambda error: f"{type(error).__name__}: {error}"[-40:],
+)
+def test_the_scripts_own_errors_surface(error: BaseException) -> None:
+    assert not is_world_fault(error)
+
+
+def raised(error: BaseException, *, cause: BaseException) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:  # noqa: BLE001
+        return caught
+
+
+def raised_while_handling(error: BaseException, *, handled: BaseException) -> BaseException:
+    try:
+        try:
+            raise handled
+        except BaseException:  # noqa: BLE001
+            raise error  # noqa: B904
+    except BaseException as caught:  # noqa: BLE001
+        return caught
+
+
+def test_a_fault_that_user_code_wrapped_is_still_one() -> None:
+    assert is_world_fault(raised(ValueError("the step failed"), cause=CLOSED))
+    assert is_world_fault(raised_while_handling(ValueError("cleanup"), handled=CLOSED))
+
+
+def test_a_fault_after_an_error_that_was_dealt_with_is_one() -> None:
+    assert is_world_fault(raised_while_handling(GroupAborted("gone"), handled=KeyError("cache")))
+
+
+@pytest.mark.parametrize(
+    "first", [torch.OutOfMemoryError("CUDA out of memory"), DEVICE, KeyboardInterrupt()]
+)
+def test_a_collective_aborted_in_a_finally_does_not_hide_what_came_first(
+    first: BaseException,
+) -> None:
+    assert not is_world_fault(raised_while_handling(GroupAborted("gone"), handled=first))
+
+
+def test_a_signal_while_a_fault_is_handled_surfaces() -> None:
+    signal = SignalException("got SIGTERM", sigval=15)  # type: ignore[arg-type]
+    assert not is_world_fault(raised_while_handling(signal, handled=CLOSED))
+
+
+def test_a_cause_hidden_with_from_none_does_not_count() -> None:
+    error = raised_while_handling(ValueError("bad sample"), handled=CLOSED)
+    error.__suppress_context__ = True
+    assert not is_world_fault(error)
+
+
+def test_a_cycle_of_causes_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert causes(first) == [first, second]
+    assert not is_world_fault(first)
