@@ -70,6 +70,7 @@ class ProcessGroup:
         self._backend = backend or ("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
         self._owned = False
         self._store: OpenStore | None = None
+        self._covered: tuple[int, ...] = ()
         self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
         # For the thread that aborts:
         self._lock = threading.Lock()
@@ -149,7 +150,8 @@ class ProcessGroup:
         watch.end()
         footprint.seal()
         footprint.close_on_exec()
-        forks.cover(footprint.sockets())
+        self._covered = self.sockets()
+        forks.cover(self._covered)
 
     def _clear_away(self, error: BaseException) -> None:
         # The frames hold the half-built group, and the store's port.
@@ -233,7 +235,7 @@ class ProcessGroup:
             self._store.close()
         self._store = None
         self._put_back_excepthook()
-        forks.uncover(sockets)
+        forks.uncover(self._covered)
         if not is_left_behind:
             _say_what_is_left(sockets)
 
