@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -57,65 +58,74 @@ def obeyed(job: TrainingJob, *orders: Path) -> None:
     job.wait_for(lambda: not any(o.exists() for o in orders) or None, 60.0, f"death by {orders}")
 
 
+@dataclass(frozen=True)
+class Before:
+    """Who trained before a test hurt them."""
+
+    generation: int
+    pids: dict[str, int]
+
+
+@pytest.fixture
+def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
+    return Before(job.generation(), pids(nodes))
+
+
 def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
 
 
-def all_back(job: TrainingJob, before: dict[str, int], dead: int = 1) -> None:
-    """Three nodes train; all but ``dead`` workers are the same processes as before."""
-    world = job.world()
-    assert world is not None
-    job.wait_training(nodes=3, after_generation=world.generation - (len(world.members) == 3))
-    changed = {name for name, pid in pids(job.running).items() if pid != before.get(name)}
-    assert len(changed) == dead, (before, changed)
+def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
+    """Three nodes train in a new world; all but ``dead`` workers are the same as before."""
+
+    def together() -> bool:
+        generation, names = job.training_nodes()
+        if not before.generation < generation == job.generation() or len(names) < 3:
+            return False
+        now = pids(job.running)
+        return sum(now.get(name) != pid for name, pid in before.pids.items()) == dead
+
+    job.wait_for(together, 60.0, f"{dead} of {before.pids} replaced, the others untouched")
 
 
 @pytest.mark.parametrize("point", IN_A_STEP)
-def test_death_in_a_step(job: TrainingJob, nodes: list[LocalNode], point: str) -> None:
-    before = pids(nodes)
+def test_death_in_a_step(job: TrainingJob, before: Before, point: str) -> None:
     obeyed(job, order(job, point))
     all_back(job, before)
 
 
 @pytest.mark.parametrize("point", IN_A_RECOVERY)
-def test_death_in_the_recovery_from_another(
-    job: TrainingJob, nodes: list[LocalNode], point: str
-) -> None:
+def test_death_in_the_recovery_from_another(job: TrainingJob, before: Before, point: str) -> None:
     """The first one to build the next world dies of it."""
-    before = pids(nodes)
     orders = [order(job, point), order(job, "between")]
     obeyed(job, *orders)
     all_back(job, before, dead=2)
 
 
 @pytest.mark.parametrize("point", ["receiving", "received", "sending", "sent"])
-def test_death_in_a_transfer_of_state(job: TrainingJob, nodes: list[LocalNode], point: str) -> None:
+def test_death_in_a_transfer_of_state(job: TrainingJob, before: Before, point: str) -> None:
     """A worker dies and comes back as a newcomer: it, or who gives it the state, dies again."""
-    before = pids(nodes)
     orders = [order(job, point), order(job, "forward")]
     obeyed(job, *orders)
     is_receiver = point.startswith("receiv")
     all_back(job, before, dead=1 if is_receiver else 2)
 
 
-def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode]) -> None:
-    before, generation = pids(nodes), job.generation()
+def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode], before: Before) -> None:
     nodes[0].kill_worker()
     job._clock.sleep(0.05)
     nodes[2].kill_worker()
-    job.wait_for(lambda: job.generation() > generation or None, 30.0, "the next world")
     all_back(job, before, dead=2)
 
 
 def test_death_in_the_step_after_a_join(job: TrainingJob, nodes: list[LocalNode]) -> None:
     nodes[1].kill()
     generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
-    before = pids(job.running)
+    before = Before(generation, pids(job.running))
     job.start_node()
     job.wait_generation(generation + 1)
-    obeyed(job, order(job, "backward"))
-    job.wait_for(lambda: len(job.training_nodes()[1]) == 3 or None, 60.0, "three nodes")
-    assert len(before.items() & pids(job.running).items()) >= 1
+    obeyed(job, order(job, "backward", job.running[0].name))
+    all_back(job, before)
 
 
 def test_death_in_the_last_step(job: TrainingJob, nodes: list[LocalNode], reference: Path) -> None:
