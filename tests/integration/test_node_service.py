@@ -129,6 +129,7 @@ class TestNode:
 
     def enter(self) -> World:
         world = self.service.wait_for_world()
+        assert world is not None
         self.service.enter(world, waited_s=0.0)
         return world
 
@@ -470,6 +471,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
                 return  # crashed while it waited
             if crashed.is_set() or stop.is_set():
                 return
+            assert world is not None
             node.service.enter(world, waited_s=0.0)
             histories.setdefault(node.id, []).append(world)
             while not node.service.newer_world():

@@ -46,7 +46,7 @@ class Job:
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "last": self.scheduler.last_epoch,
             "scale": self.scaler.get_scale(),
-            "mean": self.module[1].running_mean.clone().tolist(),  # type: ignore[union-attr,operator]
+            "mean": self.module[1].running_mean.clone().tolist(),  # type: ignore[operator]
             "seen": int(self.module[1].num_batches_tracked),  # type: ignore[arg-type]
             "step": self.state.progress.step,
             "user": str(self.state.user),

@@ -130,7 +130,7 @@ def main() -> None:
                 orders.obey("evaluation")
                 total += float(F.mse_loss(g(x), y, reduction="sum"))
                 count += len(x)
-        g.train()
+        g.train()  # type: ignore[no-untyped-call]
         found = run.mean(count, error=total / max(count, 1))["error"]
         run.state["errors"] = [*run.state.get("errors", []), found]
 
