@@ -20,7 +20,7 @@ check: $(STAMP)
 	for room in unit property contract integration kill; do \
 	  MYPYPATH=tests/$$room:tests:tests/unit $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
 	done
-	MYPYPATH=benchmarks $(BIN)/mypy --explicit-package-bases benchmarks
+	MYPYPATH=benchmarks:benchmarks/scripts $(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports
 
 test: check
@@ -36,6 +36,7 @@ soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 7200
 
 bench: $(STAMP)
+	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/restart.py
 
 format: $(STAMP)
