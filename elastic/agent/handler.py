@@ -305,6 +305,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 self._options.leave_grace_s,
             )
         if late or self._service.has_left:
+            self._service.expect_end_of_workers()
             raise SystemExit(Preempted.exit_code)
 
     def _end(self, error: BaseException) -> NoReturn:

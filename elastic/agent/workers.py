@@ -99,7 +99,7 @@ class Workers:
                 self._left.add(worker.pid)
                 self._note_left()
             case SigtermAsk():
-                leaving = self._node.state is NodeState.LEAVING
+                leaving = self._node.state is NodeState.LEAVING and not self._at.board.stopping
                 self._server.send(SigtermAnswer(leaving=leaving), worker)
             case Bye():
                 pass  # comes back with the worker's death

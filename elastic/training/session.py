@@ -30,6 +30,7 @@ from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
 from elastic.worker.faults import causes, is_world_fault
 from elastic.worker.process_group import ProcessGroup
+from elastic.worker.sigterm import ask_agent_on_sigterm
 from elastic.worker.world import World, largest_world
 from elastic.worker.worlds import Worlds
 
@@ -76,6 +77,7 @@ class Session:
         )
         self.worlds = worlds
         worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        ask_agent_on_sigterm(worlds)
 
     # -- what the script registers ------------------------------------------------------------
 

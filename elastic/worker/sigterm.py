@@ -11,9 +11,11 @@ import signal
 import threading
 from types import FrameType
 
+from elastic.clock import SYSTEM_CLOCK
 from elastic.worker.worlds import Worlds
 
-ANSWER_S = 1.0
+# A scheduler may signal the worker before the agent knows: ask again for so long.
+ASK_FOR_S = 0.3
 EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -37,5 +39,9 @@ class _Handler:
         threading.Thread(target=self._ask, name="elastic-sigterm", daemon=True).start()
 
     def _ask(self) -> None:
-        if self._worlds.has_left or not self._worlds.is_node_leaving(ANSWER_S):
-            os._exit(EXIT_CODE)
+        until_s = SYSTEM_CLOCK.monotonic() + ASK_FOR_S
+        while not self._worlds.has_left and SYSTEM_CLOCK.monotonic() < until_s:
+            if self._worlds.is_node_leaving(ASK_FOR_S):
+                return
+            SYSTEM_CLOCK.sleep(ASK_FOR_S / 6)
+        os._exit(EXIT_CODE)

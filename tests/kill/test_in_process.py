@@ -159,6 +159,16 @@ def test_sigterm_to_a_worker_alone_ends_it(job: TrainingJob, nodes: list[LocalNo
     assert {name for name in before if after[name] != before[name]} == {nodes[1].name}
 
 
+def test_sigterm_to_the_whole_node_is_leaving(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    """Some schedulers signal every process of a node, and in any order."""
+    began, generation, leaver = time.monotonic(), job.generation(), nodes[2]
+    os.kill(leaver.workers()[0].pid, signal.SIGTERM)
+    leaver.terminate()
+    assert leaver.wait(30.0) == 75
+    job.wait_training(nodes=2, after_generation=generation)
+    assert events(job, "world-fault", began) == []
+
+
 def test_a_death_while_etcd_is_away(
     job: TrainingJob, nodes: list[LocalNode], etcd: EmbeddedEtcd
 ) -> None:
