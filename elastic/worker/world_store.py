@@ -72,8 +72,10 @@ class StoreServer:
 
     def close(self) -> None:
         """End all connections, and free the port."""
-        self._wake.close()
+        # A byte, not the end of the stream: a forked data worker holds the other end, too.
+        self._wake.send(b"x")
         self._thread.join()
+        self._wake.close()
 
     def _run(self) -> None:
         try:
