@@ -1,43 +1,57 @@
-"""The worker's end of the link: one thread that reads, beats, and watches the agent's pidfd."""
+"""The worker's end of the link: one thread that reads, beats, and watches the agent's pidfd.
+
+The agent's death is told by its pidfd. A connection that ends while the agent lives is made again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 import tenacity
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
 from elastic.link import forks
+from elastic.link.greeting import Welcomed, say_hello
+from elastic.link.outbox import Outbox
+from elastic.link.peer import has_ended
 from elastic.link.protocol import (
-    MAX_LINE,
+    FROM_AGENT,
     PROTOCOL_VERSION,
     Beat,
     Hello,
+    LineBuffer,
     Message,
-    Welcome,
     decode,
     encode,
 )
 from elastic.telemetry.log import get_logger
 
 CONNECT_WITHIN_S = 10.0
-SEND_TIMEOUT_S = 0.5
-_CREDENTIALS = struct.Struct("3i")
+LAST_WORDS_WITHIN_S = 0.5  # what close() waits for an agent that does not read
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect again
+_READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class LinkClient:
     """Made by :meth:`connect`; owned by whoever calls ``close``.
 
-    ``on_message`` and ``on_agent_death`` run on the thread ``elastic-link-client``.
+    ``on_message`` and ``on_agent_death`` run on the thread ``elastic-link-client``, and so does
+    ``beat``, which says where the worker stands. In a forked child it does nothing.
     """
+
+    # Of two clients for one agent in one process, the older one does not connect again: they
+    # would take the connection from each other for ever.
+    _latest: ClassVar[dict[str, int]] = {}
+    _serials: ClassVar[itertools.count[int]] = itertools.count(1)
 
     def __init__(
         self,
@@ -47,22 +61,33 @@ class LinkClient:
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
         beat: Callable[[], Beat],
-        beat_every_s: float = 0.2,
-        clock: Clock = SYSTEM_CLOCK,
+        beat_every_s: float,
+        clock: Clock,
     ) -> None:
         self._path = path
-        self._local_rank = local_rank
         self._on_message = on_message
         self._on_agent_death = on_agent_death
         self._beat = beat
         self._beat_every_s = beat_every_s
         self._clock = clock
+        self._serial = next(self._serials)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._hello = Hello(
+            version=PROTOCOL_VERSION,
+            pid=self._pid,
+            local_rank=local_rank,
+            library=importlib.metadata.version("torch-elastic-harness"),
+        )
+        self._outbox = Outbox()
         self._socket: socket.socket | None = None
         self._agent = -1  # pidfd
-        self._received = b""
+        self._received = LineBuffer()
+        self._unheard: list[Message] = []
+        self._next_beat_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
         self._waker, self._wakee = socket.socketpair()
+        for sock in (self._waker, self._wakee):
+            sock.setblocking(False)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elastic-link-client", daemon=True)
 
@@ -88,105 +113,97 @@ class LinkClient:
             beat_every_s=beat_every_s,
             clock=clock,
         )
-        client._say_hello()
+        try:
+            client._attach(client._first_hello())
+        except BaseException:
+            client._release()
+            raise
+        cls._latest[path] = client._serial
         client._thread.start()
         return client
 
     def sockets(self) -> tuple[int, ...]:
-        """File descriptors that a forked child must not keep."""
+        """File descriptors that a forked child must not keep. (The pidfd holds nothing up.)"""
         sock = self._socket
-        ours = [self._waker.fileno(), self._wakee.fileno(), self._agent]
-        return tuple(fd for fd in [*ours, sock.fileno() if sock else -1] if fd >= 0)
+        ours = [self._waker.fileno(), self._wakee.fileno(), sock.fileno() if sock else -1]
+        return tuple(fd for fd in ours if fd >= 0)
 
     def send(self, message: Message) -> None:
-        """Tell the agent; lost while there is no connection. From any thread, in order."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if self._socket is None:
-                return
-            try:
-                self._socket.sendall(encode(message))
-            except OSError:  # half a line may be out: this connection is of no use any more
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Stop and join. Idempotent; also from a callback."""
+        """Tell the agent, in order, from any thread; never waits. Lost if the agent is gone."""
         if os.getpid() != self._pid or self._closing:
             return
+        if not self._outbox.put(encode(message)):
+            get_logger().warning("link: the agent does not read; %s is lost", message)
+        if not self._outbox.flush():
+            self._wake()
+
+    def close(self) -> None:
+        """Send what is left, stop and join. Idempotent; also from a callback."""
+        if os.getpid() != self._pid:
+            return
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
+        self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     # -- connecting ---------------------------------------------------------------------------
 
-    @tenacity.retry(
-        retry=tenacity.retry_if_exception_type(OSError),
-        stop=tenacity.stop_after_delay(CONNECT_WITHIN_S),
-        wait=tenacity.wait_fixed(0.1),
-        reraise=True,
-    )
-    def _open(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def _first_hello(self) -> Welcomed:
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(OSError),
+            stop=tenacity.stop_after_delay(CONNECT_WITHIN_S),
+            wait=tenacity.wait_fixed(0.1),
+            sleep=self._clock.sleep,
+            reraise=True,
+        )
+        deadline_s = self._clock.monotonic() + CONNECT_WITHIN_S
         try:
-            sock.settimeout(CONNECT_WITHIN_S)
-            sock.connect(self._path)
-        except OSError:
-            sock.close()
-            raise
-        return sock
-
-    def _say_hello(self) -> None:
-        try:
-            sock = self._open()
-            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            agent = os.pidfd_open(_CREDENTIALS.unpack(raw)[0])
-            sock.sendall(
-                encode(
-                    Hello(
-                        version=PROTOCOL_VERSION,
-                        pid=self._pid,
-                        local_rank=self._local_rank,
-                        library=importlib.metadata.version("torch-elastic-harness"),
-                    )
-                )
-            )
-            self._received = b""
-            messages: list[Message] = []
-            while not any(isinstance(m, Welcome) for m in messages):
-                chunk = sock.recv(1 << 16)
-                if not chunk:
-                    raise LinkError(
-                        f"the agent at {self._path} refused this worker",
-                        hint="its log says why",
-                    )
-                messages += self._parse(chunk)
+            return attempts(self._say_hello, deadline_s)
         except OSError as error:
             raise LinkError(
                 f"the agent at {self._path} does not answer: {error}",
                 hint="ELASTIC_LINK is set by the agent; workers must run on its machine",
             ) from error
-        sock.settimeout(SEND_TIMEOUT_S)
-        with self._lock:
-            if self._agent >= 0:
-                os.close(self._agent)
-            self._socket, self._agent = sock, agent
+
+    def _say_hello(self, deadline_s: float) -> Welcomed:
+        stop = self._wakee.fileno()
+        return say_hello(
+            self._path, self._hello, deadline_s=deadline_s, stop=stop, clock=self._clock
+        )
+
+    def _attach(self, made: Welcomed) -> None:
+        if self._agent >= 0:
+            os.close(self._agent)
+        self._socket, self._agent, self._received = made.sock, made.agent, made.received
+        self._unheard = made.messages
         forks.cover(self.sockets())
-        for message in messages:
-            self._tell(message)
+        self._outbox.attach(made.sock)
 
-    def _parse(self, chunk: bytes) -> list[Message]:
-        *lines, self._received = (self._received + chunk).split(b"\n")
-        if len(self._received) > MAX_LINE:
-            raise LinkError(f"the agent sent a line of more than {MAX_LINE} bytes")
-        return [decode(line) for line in lines]
+    def _reconnect(self) -> None:
+        if self._latest.get(self._path) != self._serial:
+            self._closing = True
+            return
+        if self._agent >= 0 and has_ended(self._agent):
+            self._end_with_agent()
+            return
+        try:
+            self._attach(self._say_hello(self._clock.monotonic() + CONNECT_WITHIN_S))
+            self._pause_s = FIRST_PAUSE_S
+        except (OSError, LinkError) as error:
+            if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                self._end_with_agent()  # its death cannot be seen, but nobody listens any more
+                return
+            if self._pause_s == FIRST_PAUSE_S:
+                get_logger().warning("link: connecting to the agent again: %s", error)
+            _poll({self._agent: select.POLLIN, self._wakee.fileno(): select.POLLIN}, self._pause_s)
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
-    def _tell(self, message: Message) -> None:
-        if not isinstance(message, Welcome):
-            self._on_message(message)
+    def _disconnect(self) -> None:
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            self._outbox.detach()
+            forks.uncover([sock.fileno()])
+            sock.close()
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -194,6 +211,7 @@ class LinkClient:
         try:
             while not self._closing:
                 self._turn()
+            self._say_last_words()
         except Exception:  # noqa: BLE001  logged, and the worker ends
             get_logger().exception("the link to the agent broke; the worker ends")
             self._on_agent_death()
@@ -201,67 +219,94 @@ class LinkClient:
             self._release()
 
     def _turn(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakee.recv(4096)
+        if self._closing:
+            return
         sock = self._socket
         if sock is None:
             self._reconnect()
             return
-        readable = _readable([self._agent, self._wakee.fileno(), sock.fileno()], self._beat_every_s)
-        if self._closing:
+        unheard, self._unheard = self._unheard, []
+        self._tell(unheard)
+        events = self._wait(sock)
+        if self._agent in events:
+            self._end_with_agent()
             return
-        if self._agent in readable:
-            self._on_agent_death()
-            self._closing = True
-        elif sock.fileno() in readable:
+        happened = events.get(sock.fileno(), 0)
+        if happened & select.POLLOUT:
+            self._outbox.flush(wait_s=0.01)
+        if happened & _READABLE:
             self._read(sock)
-        elif not readable:
-            self.send(self._beat())
+
+    def _wait(self, sock: socket.socket) -> dict[int, int]:
+        """Until something happens or the next beat is due, and beat if it is."""
+        now = self._clock.monotonic()
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + self._beat_every_s
+            if self._outbox.is_empty:  # an agent that does not read needs no pile of them
+                self.send(self._beat())
+        unsent = 0 if self._outbox.is_empty else select.POLLOUT
+        wanted = {
+            self._agent: select.POLLIN,
+            self._wakee.fileno(): select.POLLIN,
+            sock.fileno(): select.POLLIN | unsent,
+        }
+        return _poll(wanted, self._next_beat_s - self._clock.monotonic())
 
     def _read(self, sock: socket.socket) -> None:
         try:
             chunk = sock.recv(1 << 16)
-        except (BlockingIOError, TimeoutError):
+        except BlockingIOError:
             return
         except OSError:
             chunk = b""
         if chunk:
-            for message in self._parse(chunk):
-                self._tell(message)
-            return
-        self._disconnect()
+            self._tell([decode(line) for line in self._received.feed(chunk)])
+        else:
+            self._disconnect()
 
-    def _disconnect(self) -> None:
-        with self._lock:
-            sock, self._socket = self._socket, None
-        if sock is not None:
-            forks.uncover([sock.fileno()])
-            sock.close()
+    def _tell(self, messages: list[Message]) -> None:
+        for message in messages:
+            if not isinstance(message, FROM_AGENT):
+                raise LinkError(f"the agent says what only workers say: {message}")
+            self._on_message(message)
 
-    def _reconnect(self) -> None:
-        """The agent lives, as its pidfd says, and the connection is gone: say hello again."""
-        if _readable([self._agent], 0.0):
-            self._on_agent_death()
-            self._closing = True
-            return
-        try:
-            self._say_hello()
-        except LinkError as error:
-            if not self._closing:
-                get_logger().warning("link: %s", error)
-                _readable([self._agent, self._wakee.fileno()], 1.0)
+    def _end_with_agent(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):  # nobody else tidies up behind a killed agent
+            os.unlink(self._path)
+            os.rmdir(os.path.dirname(self._path))
+        self._on_agent_death()
+
+    def _say_last_words(self) -> None:
+        until_s = self._clock.monotonic() + LAST_WORDS_WITHIN_S
+        while self._socket is not None and not self._outbox.flush(wait_s=0.01):
+            left_s = until_s - self._clock.monotonic()
+            events = _poll({self._socket.fileno(): select.POLLOUT}, left_s)
+            if left_s <= 0 or any(event & _READABLE for event in events.values()):
+                return  # it does not read, or it has hung up
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+            self._waker.send(b"x")
 
     def _release(self) -> None:
         forks.uncover(self.sockets())
         self._disconnect()
-        for fd in (self._waker, self._wakee):
-            fd.close()
+        self._waker.close()
+        self._wakee.close()
         if self._agent >= 0:
             os.close(self._agent)
             self._agent = -1
+        if self._latest.get(self._path) == self._serial:
+            del self._latest[self._path]
 
 
-def _readable(fds: list[int], timeout_s: float) -> list[int]:
-    """Those that can be read; by poll, since select knows no descriptor above 1023."""
+def _poll(wanted: dict[int, int], timeout_s: float) -> dict[int, int]:
+    """What happened, by descriptor; by poll, since select knows no descriptor above 1023."""
     poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(timeout_s * 1000)]
+    for fd, events in wanted.items():
+        if fd >= 0:
+            poll.register(fd, events)
+    return dict(poll.poll(max(0.0, timeout_s) * 1000))

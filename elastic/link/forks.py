@@ -16,7 +16,7 @@ import gc
 import os
 from collections.abc import Iterable
 
-_covered: dict[int, int] = {}  # fd to the inode it had
+_covered: dict[int, tuple[int, int]] = {}  # fd to the device and inode it had
 _is_installed = False
 
 
@@ -25,7 +25,7 @@ def cover(fds: Iterable[int]) -> None:
     global _is_installed
     for fd in fds:
         try:
-            _covered[fd] = os.fstat(fd).st_ino
+            _covered[fd] = _identity(fd)
         except OSError:
             continue  # closed meanwhile
     if not _is_installed:
@@ -43,12 +43,20 @@ def _lay_null() -> None:
     # In a forked child of a threaded process: no locks, no logging, nothing that may fail.
     if not _covered:
         return
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd, inode in list(_covered.items()):
+    try:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return  # no descriptor is free
+    for fd, identity in list(_covered.items()):
         try:
-            if os.fstat(fd).st_ino == inode:
+            if _identity(fd) == identity:  # else closed meanwhile, and its number used again
                 os.dup2(null, fd, inheritable=False)
         except OSError:
             continue
     os.close(null)
     _covered.clear()
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino

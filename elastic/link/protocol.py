@@ -17,6 +17,7 @@ from elastic.errors import LinkError
 
 PROTOCOL_VERSION = 1
 MAX_LINE = 256 << 10
+MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +133,35 @@ Message = (
     | WorldMessage
     | SigtermAnswer
 )
+FROM_WORKER = (Hello, Beat, Ready, Entered, Trouble, Left, Bye, SigtermAsk)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 _FIELDS = {name: typing.get_type_hints(kind) for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The message as one line."""
-    data = {"type": type(message).__name__, **asdict(message)}
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    """The message as one line; long texts lose their middle. Raises LinkError if it is too long."""
+    data = {name: _sendable(value) for name, value in asdict(message).items()}
+    data["type"] = type(message).__name__
+    line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    if len(line) > MAX_LINE:
+        raise LinkError(f"a {type(message).__name__} of {len(line)} bytes, more than {MAX_LINE}")
+    return line + b"\n"
+
+
+def _sendable(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_TEXT:
+        value = f"{value[: MAX_TEXT // 2]} [...] {value[-MAX_TEXT // 2 :]}"
+    # Errors quote file names; a lone surrogate in one is nothing that logs and stores can write.
+    return value.encode(errors="replace").decode()
 
 
 def decode(line: bytes) -> Message:
     """Parse one line. Raises LinkError, and nothing else."""
+    if len(line) > MAX_LINE:
+        raise LinkError(f"a line of {len(line)} bytes, more than {MAX_LINE}")
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -182,3 +200,21 @@ def _finite(value: float) -> bool:
         return math.isfinite(float(value))
     except OverflowError:
         return False
+
+
+class LineBuffer:
+    """What has come on a connection: whole lines go on, the beginning of the next one stays."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines that ``chunk`` ends. Raises LinkError when one is too long to be a message."""
+        self._rest += chunk
+        lines: list[bytes] = []
+        if b"\n" in chunk:
+            *whole, self._rest = self._rest.split(b"\n")
+            lines = [bytes(line) for line in whole]
+        if len(self._rest) > MAX_LINE:
+            raise LinkError(f"a line of more than {MAX_LINE} bytes")
+        return lines

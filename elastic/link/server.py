@@ -13,7 +13,6 @@ import os
 import selectors
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 from collections.abc import Callable
@@ -21,11 +20,13 @@ from dataclasses import dataclass, field
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
+from elastic.link.peer import Peer, calls_itself, has_ended, how_it_ended, peer_of
 from elastic.link.protocol import (
-    MAX_LINE,
+    FROM_WORKER,
     PROTOCOL_VERSION,
     Bye,
     Hello,
+    LineBuffer,
     Message,
     Welcome,
     decode,
@@ -36,7 +37,8 @@ from elastic.telemetry.log import get_logger
 MAX_CONNECTIONS = 256
 MAX_UNSENT_BYTES = 1 << 20
 HELLO_WITHIN_S = 5.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+LONGEST_TEMP_FOLDER = 60  # bytes: a unix socket's path has room for 107
+_READS_AT_THE_END = 64  # a dead worker's children may write for ever
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class _Connection:
     pid: int
     since_s: float
     worker: Worker | None = None
-    received: bytearray = field(default_factory=bytearray)
+    received: LineBuffer = field(default_factory=LineBuffer)
     unsent: bytearray = field(default_factory=bytearray)
 
 
@@ -97,13 +99,16 @@ class LinkServer:
         self._on_error = on_error
         self._node_id = node_id
         self._clock = clock
-        self._folder = tempfile.mkdtemp(prefix="elastic-")  # mode 0700
+        self._folder = _fresh_folder()
         self.path = os.path.join(self._folder, "link")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen(64)
+        self._is_listening = False
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakee = socket.socketpair()
+        for sock in (self._listener, self._waker, self._wakee):
+            sock.setblocking(False)  # so that send() may be called before start()
         self._lock = threading.Lock()
         self._to_send: list[tuple[bytes, Worker | None]] = []
         self._connections: set[_Connection] = set()
@@ -128,8 +133,11 @@ class LinkServer:
 
     def send(self, message: Message, worker: Worker | None = None) -> None:
         """To one worker, or to all that have said hello. From any thread; never blocks."""
+        line = encode(message)
+        if self._closing:
+            return
         with self._lock:
-            self._to_send.append((encode(message), worker))
+            self._to_send.append((line, worker))
         self._wake()
 
     def workers(self) -> tuple[Worker, ...]:
@@ -144,19 +152,19 @@ class LinkServer:
 
     def _run(self) -> None:
         try:
-            for sock in (self._listener, self._wakee):
-                sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ)
-            self._waker.setblocking(False)
+            self._selector.register(self._wakee, selectors.EVENT_READ)
             while not self._closing:
+                self._listen()
                 for key, events in self._selector.select(timeout=HELLO_WITHIN_S / 2):
-                    self._turn(key, events)
+                    if not self._closing:
+                        self._turn(key, events)
                 self._drop_silent()
         except BaseException as error:
             get_logger().exception("the link's thread died")
             self._on_error(error)
             raise
         finally:
+            self._closing = True
             self._release()
 
     def _release(self) -> None:
@@ -179,49 +187,72 @@ class LinkServer:
                 if connection in self._connections and events & selectors.EVENT_READ:
                     self._read(connection)
             case _Process() as process:
-                self._reap(process)
+                if self._processes.get(process.worker.pid) is process:
+                    self._reap(process)
             case _ if key.fileobj is self._listener:
                 self._accept()
             case _:
                 self._wakee.recv(4096)
                 self._send_queued()
 
+    # -- what comes ---------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if not self._is_listening:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._is_listening = True
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionAbortedError):
             return
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        if uid not in (os.getuid(), 0) or len(self._connections) >= MAX_CONNECTIONS:
-            get_logger().warning("link: refused a connection of pid %d, user %d", pid, uid)
+        except OSError as error:  # no descriptor is free: do not ask in a circle
+            get_logger().warning("link: cannot accept a connection: %s", error)
+            self._selector.unregister(self._listener)
+            self._is_listening = False
+            return
+        peer = peer_of(sock)
+        if why := self._refusal(peer):
+            get_logger().warning("link: refused pid %d of user %d: %s", peer.pid, peer.uid, why)
             sock.close()
             return
         sock.setblocking(False)
-        connection = _Connection(sock, pid, self._clock.monotonic())
+        connection = _Connection(sock, peer.pid, self._clock.monotonic())
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _read(self, connection: _Connection) -> None:
+    def _refusal(self, peer: Peer) -> str:
+        if peer.uid != os.geteuid():
+            return "another user"
+        if not peer.pid:
+            return "in a pid namespace that this agent does not see, so that it cannot watch it"
+        if len(self._connections) >= MAX_CONNECTIONS:
+            return f"there are {MAX_CONNECTIONS} connections already"
+        return ""
+
+    def _read(self, connection: _Connection) -> bool:
+        """Read once; whether there may be more."""
         try:
             chunk = connection.sock.recv(1 << 16)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             chunk = b""
         if not chunk:
             self._drop(connection)
-            return
-        connection.received += chunk
-        while connection in self._connections and b"\n" in connection.received:
-            line, _, rest = connection.received.partition(b"\n")
-            connection.received = bytearray(rest)
-            try:
-                self._handle(connection, decode(bytes(line)))
-            except LinkError as error:
-                self._drop(connection, str(error))
-        if len(connection.received) > MAX_LINE:
-            self._drop(connection, f"a line of more than {MAX_LINE} bytes")
+            return False
+        try:
+            for line in connection.received.feed(chunk):
+                self._handle(connection, decode(line))
+        except LinkError as error:
+            self._drop(connection, str(error))
+        return connection in self._connections
+
+    def _read_rest(self, connection: _Connection) -> None:
+        for _ in range(_READS_AT_THE_END):
+            if not self._read(connection):
+                return
 
     def _handle(self, connection: _Connection, message: Message) -> None:
         if isinstance(message, Hello):
@@ -229,6 +260,8 @@ class LinkServer:
             return
         if connection.worker is None:
             raise LinkError(f"{type(message).__name__} before Hello")
+        if not isinstance(message, FROM_WORKER):
+            raise LinkError(f"{type(message).__name__} is said by agents only")
         process = self._processes.get(connection.pid)
         if isinstance(message, Bye) and process is not None:
             process.bye = message
@@ -241,42 +274,54 @@ class LinkServer:
                 f"{hello.library}), this agent {PROTOCOL_VERSION}",
                 hint="use the same torch-elastic-harness in the worker's and the agent's Python",
             )
-        for other in list(self._connections):
-            if other is connection or other.worker is None:
-                continue
-            if other.pid == connection.pid:
-                self._drop(other)  # it has connected again
-            elif other.worker.local_rank == hello.local_rank:
-                raise LinkError(
-                    f"pid {connection.pid} says that it is local rank {hello.local_rank}, which "
-                    f"is pid {other.pid}"
-                )
+        if connection.worker is not None:
+            raise LinkError("a second Hello on one connection")
+        if not calls_itself(connection.pid, hello.pid):
+            raise LinkError(f"pid {connection.pid} says that it is pid {hello.pid}")
+        self._refuse_second(connection.pid, hello.local_rank)
+        for other in [c for c in self._connections if c.pid == connection.pid]:
+            if other is not connection:  # it has connected again
+                self._read_rest(other)
+                self._drop(other)
         connection.worker = Worker(connection.pid, hello.local_rank, next(self._tokens))
         self._watch(connection.worker)
         self._note_present()
         self._queue(connection, encode(Welcome(version=PROTOCOL_VERSION, node_id=self._node_id)))
         self._on_message(connection.worker, hello)
 
+    def _refuse_second(self, pid: int, local_rank: int) -> None:
+        for process in list(self._processes.values()):
+            other = process.worker
+            if other.local_rank != local_rank or other.pid == pid:
+                continue
+            if not has_ended(process.pidfd):
+                raise LinkError(
+                    f"pid {pid} says that it is local rank {local_rank}, which is pid {other.pid}"
+                )
+            self._reap(process)  # its successor was faster than the news of its death
+
     def _watch(self, worker: Worker) -> None:
         known = self._processes.get(worker.pid)
         if known is not None:
-            known.worker = worker
+            known.worker, known.bye = worker, None
             return
         try:
             pidfd = os.pidfd_open(worker.pid)
-        except ProcessLookupError:
-            raise LinkError(f"pid {worker.pid} ended while it said hello") from None
+        except OSError as error:
+            raise LinkError(f"pid {worker.pid} cannot be watched: {error}") from None
         process = _Process(pidfd, worker)
         self._processes[worker.pid] = process
         self._selector.register(pidfd, selectors.EVENT_READ, process)
 
+    # -- what ends, and what is sent ----------------------------------------------------------
+
     def _reap(self, process: _Process) -> None:
         self._selector.unregister(process.pidfd)
-        exit_code, ended_by = _status(process.pidfd)
+        exit_code, ended_by = how_it_ended(process.pidfd)
         pid = process.worker.pid
         # What it said last may still be unread.
         for connection in [c for c in self._connections if c.pid == pid]:
-            self._read(connection)
+            self._read_rest(connection)
             self._drop(connection)
         del self._processes[pid]
         os.close(process.pidfd)
@@ -330,14 +375,9 @@ class LinkServer:
                 self._drop(connection, f"no hello within {HELLO_WITHIN_S:g} s")
 
 
-def _status(pidfd: int) -> tuple[int | None, int | None]:
-    """Exit code or signal of a child that has ended, leaving it to its parent to reap."""
-    try:
-        info = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return None, None  # started by a shell, or reaped already
-    if info is None:
-        return None, None
-    if info.si_code == os.CLD_EXITED:
-        return info.si_status, None
-    return None, info.si_status
+def _fresh_folder() -> str:
+    """For this user alone (mode 0700)."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
+        base = "/tmp"
+    return tempfile.mkdtemp(prefix="elastic-", dir=base)

@@ -1,0 +1,68 @@
+"""Lines on their way to the agent: any thread puts, nobody waits, the order is kept.
+
+Whoever puts also sends, so that what a process says last is out before it ends. What the socket
+does not take is left for the link's thread. Whole lines outlive a connection: the next one begins
+with the first line that the last one did not take.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+
+MAX_LINES = 1024  # unsent; the agent has not read for minutes
+
+
+class Outbox:
+    """One per client; ``put`` and ``flush`` may interrupt each other, in signal handlers too."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque()
+        self._taken = 0  # bytes of the first line that this connection has taken
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._lines
+
+    def attach(self, sock: socket.socket) -> None:
+        """Send on this one, which does not block."""
+        with self._lock:
+            self._socket, self._taken = sock, 0
+
+    def detach(self) -> None:
+        """Before the socket is closed: nobody is inside it then."""
+        with self._lock:
+            self._socket = None
+
+    def put(self, line: bytes) -> bool:
+        """Whether there was room for it."""
+        if len(self._lines) >= MAX_LINES:
+            return False
+        self._lines.append(line)
+        return True
+
+    def flush(self, wait_s: float = 0.0) -> bool:
+        """Send what the socket takes; False: somebody must call again when it takes more."""
+        if not self._lock.acquire(timeout=wait_s):
+            return False  # the one who is at it may just have looked for the last time
+        try:
+            while self._lines and self._socket is not None:
+                if not self._send_first(self._socket):
+                    return False
+            return True
+        finally:
+            self._lock.release()
+
+    def _send_first(self, sock: socket.socket) -> bool:
+        line = self._lines[0]
+        try:
+            self._taken += sock.send(line[self._taken :])
+        except OSError:
+            return False  # full, or broken: its reader sees the end of that, and connects again
+        if self._taken == len(line):
+            self._lines.popleft()
+            self._taken = 0
+        return True
