@@ -129,16 +129,16 @@ class Workers:
             self._change(lambda n: replace(n, in_process=True, state=NodeState.READY))
 
     def _on_beat(self, worker: Worker, beat: Beat) -> None:
-        if worker.local_rank == 0 and beat.generation:
+        # Without a step's duration nobody can say when a step will begin.
+        if worker.local_rank == 0 and beat.generation and beat.step_time_s > 0:
             now = self._at.clock.monotonic()
             self._at.board.pace = Pace(beat.generation, beat.step, beat.step_time_s, now)
 
     def _on_entered(self, worker: Worker, generation: int, step: int) -> None:
         self._entered[worker.pid] = generation
         now = self._at.clock.monotonic()
-        if worker.local_rank == 0:
-            pace = self._at.board.pace
-            self._at.board.pace = Pace(generation, step, pace.step_time_s if pace else 0.0, now)
+        if worker.local_rank == 0 and (pace := self._at.board.pace) is not None:
+            self._at.board.pace = Pace(generation, step, pace.step_time_s, now)
         present = [w.pid for w in self._server.workers()]
         everybody = sum(self._entered.get(pid) == generation for pid in present)
         if everybody < self._node.nproc:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # How long an announcement takes from the leader to the last worker, with room to spare: pushed
 # over a connection it is milliseconds, through a watch of a busy etcd it can be tens of them.
-ANNOUNCE_S = 0.25
+ANNOUNCE_S = 0.5
 # Links report at least once a second. An older report means that the workers stand still (an
 # evaluation, a checkpoint): counting on would put the switch minutes away.
 EXTRAPOLATE_S = 1.5

@@ -64,6 +64,7 @@ def tell(job: TrainingJob, point: str, node: str) -> Path:
 
 
 def test_leaving_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    job.wait_progress(10)  # so that it is known how long a step takes
     began, leaver = time.monotonic(), nodes[1]
     before = pids([n for n in nodes if n is not leaver])
     generation = job.generation()

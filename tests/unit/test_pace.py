@@ -11,10 +11,10 @@ from elastic.coordination.pace import Pace, switch_step
     ("step_time_s", "since_s", "expected"),
     [
         (10.0, 0.0, 102),  # slow steps: the least that all ranks can know of in time
-        (0.02, 0.0, 113),  # fast ones: as many as fit into an announcement
-        (0.02, 0.1, 118),  # the job has stepped on since
-        (0.02, 60.0, 188),  # an evaluation: the job has not
-        (0.02, -1.0, 113),
+        (0.02, 0.0, 125),  # fast ones: as many as fit into an announcement
+        (0.02, 0.1, 130),  # the job has stepped on since
+        (0.02, 60.0, 200),  # an evaluation: the job has not
+        (0.02, -1.0, 125),
         (0.0, 5.0, 102),  # the first step: its duration is not known
     ],
 )
