@@ -113,12 +113,15 @@ class LinkClient:
             beat_every_s=beat_every_s,
             clock=clock,
         )
+        before = cls._latest.get(path)
+        cls._latest[path] = client._serial  # before the agent hangs up on the older one
         try:
             client._attach(client._first_hello())
         except BaseException:
             client._release()
+            if before is not None:
+                cls._latest[path] = before
             raise
-        cls._latest[path] = client._serial
         client._thread.start()
         return client
 

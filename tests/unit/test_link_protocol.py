@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 
 from elastic.errors import LinkError
 from elastic.link.protocol import (
+    FROM_AGENT,
+    FROM_WORKER,
+    MAX_LINE,
     Beat,
     Bye,
     Hello,
+    LineBuffer,
     Message,
     Ready,
     WorldMessage,
@@ -103,3 +108,49 @@ def test_a_field_of_another_kind_is_a_link_error_or_fits(name: str, value: Any) 
 def test_what_is_no_message(line: bytes) -> None:
     with pytest.raises(LinkError):
         decode(line)
+
+
+@given(st.lists(st.binary(max_size=20)), st.integers(1, 30))
+def test_lines_come_whole_however_they_are_cut(lines: list[bytes], size: int) -> None:
+    lines = [line.replace(b"\n", b"") for line in lines]
+    sent = b"".join(line + b"\n" for line in lines) + b"half"
+    buffer = LineBuffer()
+    heard: list[bytes] = []
+    for start in range(0, len(sent), size):
+        heard += buffer.feed(sent[start : start + size])
+    assert heard == lines
+    assert buffer.feed(b" a line\n") == [b"half a line"]
+
+
+def test_a_line_without_an_end_is_a_link_error() -> None:
+    buffer = LineBuffer()
+    buffer.feed(b"x" * MAX_LINE)
+    with pytest.raises(LinkError, match="more than"):
+        buffer.feed(b"x")
+
+
+def test_long_errors_lose_their_middle() -> None:
+    said = decode(encode(Bye(clean=False, error="first\U0001f525" + "\U0001f525" * 10**6 + "last")))
+    assert isinstance(said, Bye)
+    assert said.error.startswith("first")
+    assert said.error.endswith("last")
+
+
+def test_what_no_log_can_write_is_replaced() -> None:
+    error = os.fsdecode(b"no such file: \xff")
+    assert decode(encode(Bye(clean=False, error=error))) == Bye(
+        clean=False, error="no such file: ?"
+    )
+
+
+def test_what_the_other_end_would_not_take_is_not_sent() -> None:
+    with pytest.raises(LinkError, match="WorldMessage"):
+        encode(replace(WORLD, lineage=tuple(range(10**5))))
+    line = json.dumps({"type": "Bye", "clean": True, "error": "x" * MAX_LINE}).encode()
+    with pytest.raises(LinkError, match="bytes"):
+        decode(line)
+
+
+def test_every_message_is_of_one_side() -> None:
+    assert {*FROM_WORKER, *FROM_AGENT} == set(typing.get_args(Message))
+    assert not {*FROM_WORKER} & {*FROM_AGENT}

@@ -1,0 +1,189 @@
+"""What a link survives: connections that end, agents that do not read, forks, namespaces."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+from link_kit import DEADLINE_S, Agent, Processes, connect, eventually, hang_up
+
+from elastic.link.client import LinkClient
+from elastic.link.protocol import Beat, Entered, Hello, Message, Ready, SigtermAnswer
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    made.close()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_lost_connection_heals_and_nothing_said_meanwhile_is_lost(agent: Agent) -> None:
+    heard: queue.Queue[Message] = queue.Queue()
+    client = connect(agent.server.path, on_message=heard.put)
+    first, _ = agent.wait_for(Hello)
+    hang_up(client, agent.server.path)
+    for step in range(100):
+        client.send(Entered(generation=1, step=step))
+    second, _ = agent.wait_for(Hello)
+    assert second.token != first.token
+    assert [agent.wait_for(Entered)[1].step for _ in range(100)] == list(range(100))
+    agent.server.send(SigtermAnswer(leaving=True), first)  # as its owner knew it
+    assert heard.get(timeout=DEADLINE_S) == SigtermAnswer(leaving=True)
+    client.close()
+
+
+def test_connections_made_again_leave_no_descriptors(agent: Agent) -> None:
+    client = connect(agent.server.path)
+    agent.wait_for(Hello)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        eventually(lambda: len(client.sockets()) == 3)  # it has heard the welcome
+        hang_up(client, agent.server.path)
+        agent.wait_for(Hello)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
+    client.close()
+
+
+def test_an_agent_that_is_stopped_holds_up_no_worker(processes: Processes) -> None:
+    process, path = processes.agent()
+    client = connect(path)
+    assert line(process) == "Hello"
+    os.kill(process.pid, signal.SIGSTOP)
+    done = threading.Event()
+
+    def send() -> None:
+        for step in range(800):  # more than the socket takes
+            client.send(Entered(generation=1, step=step))
+        done.set()
+
+    threading.Thread(target=send, name="sender", daemon=True).start()
+    assert done.wait(DEADLINE_S)
+    os.kill(process.pid, signal.SIGCONT)
+    said = (line(process) for _ in iter(int, 1))
+    steps = (int(words.split()[1]) for words in said if words.startswith("Entered"))
+    assert [next(steps) for _ in range(800)] == list(range(800))
+    client.close()
+
+
+def test_a_client_is_closed_though_its_agent_is_stopped(processes: Processes) -> None:
+    process, path = processes.agent()
+    client = connect(path)
+    os.kill(process.pid, signal.SIGSTOP)
+    for step in range(800):
+        client.send(Entered(generation=1, step=step))
+    closed = threading.Thread(target=client.close, name="closer", daemon=True)
+    closed.start()
+    closed.join(DEADLINE_S)
+    assert not closed.is_alive()
+
+
+def test_an_agent_without_a_link_is_alive_until_its_process_ends(processes: Processes) -> None:
+    process, path = processes.agent()
+    died = threading.Event()
+    beats = threading.Semaphore(0)
+
+    def beat() -> Beat:
+        beats.release()
+        return Beat(generation=0, step=0, phase="other", step_time_s=0.0)
+
+    client = connect(path, on_agent_death=died.set, beat=beat, beat_every_s=0.01)
+    assert line(process) == "Hello"
+    assert process.stdin is not None
+    print(file=process.stdin, flush=True)  # it closes its server, and lives
+    while line(process) != "closed":
+        pass
+    eventually(lambda: len(client.sockets()) == 2)  # it has noticed
+    assert not died.is_set()
+    client.send(Ready())
+    process.kill()
+    assert died.wait(DEADLINE_S)
+    client.close()
+
+
+def test_closing_does_not_wait_for_a_connection(processes: Processes) -> None:
+    process, path = processes.agent()
+    client = connect(path)
+    assert process.stdin is not None
+    print(file=process.stdin, flush=True)
+    eventually(lambda: len(client.sockets()) == 2)
+    closed = threading.Thread(target=client.close, name="closer", daemon=True)
+    closed.start()
+    closed.join(5.0)  # half of what an attempt to connect may take
+    assert not closed.is_alive()
+
+
+def test_a_callback_may_close_its_client(agent: Agent) -> None:
+    clients: queue.Queue[LinkClient] = queue.Queue()
+    closed = threading.Event()
+
+    def close(message: Message) -> None:
+        clients.get(timeout=DEADLINE_S).close()
+        closed.set()
+
+    client = connect(agent.server.path, on_message=close)
+    clients.put(client)
+    agent.wait_for(Hello)
+    agent.server.send(SigtermAnswer(leaving=True))
+    assert closed.wait(DEADLINE_S)
+    client.close()
+    assert client.sockets() == ()
+
+
+def test_a_forked_child_neither_speaks_nor_holds_anything(
+    agent: Agent, processes: Processes
+) -> None:
+    process = processes.worker(agent.server.path, "forked client")
+    links = line(process).split()
+    assert links
+    assert set(links) == {"/dev/null"}
+    assert agent.wait_for(Entered)[1].step == 1  # and not the child's 999
+
+
+@pytest.fixture
+def needs_namespaces() -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    if subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        pytest.skip("no right to make a pid namespace")
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_worker_in_a_pid_namespace_of_its_own_is_watched(
+    agent: Agent, processes: Processes
+) -> None:
+    process = processes.worker(agent.server.path, under=NAMESPACE)
+    worker, _ = agent.wait_for(Ready)
+    assert worker.pid not in (1, process.pid)  # neither as it sees itself, nor unshare's
+    os.kill(worker.pid, signal.SIGKILL)
+    assert agent.deaths.get(timeout=DEADLINE_S).pid == worker.pid
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_worker_in_a_pid_namespace_of_its_own_ends_with_its_agent(processes: Processes) -> None:
+    process, path = processes.agent()
+    worker = processes.worker(path, under=NAMESPACE)
+    while line(process) != "Ready":
+        pass
+    process.kill()
+    assert worker.wait(timeout=DEADLINE_S) == 9

@@ -1,0 +1,84 @@
+"""What a forked child does not keep."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from elastic.link import forks
+
+
+def in_a_child(check: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = check()
+        finally:
+            os._exit(0 if ok else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def is_null(fd: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{fd}") == os.devnull
+
+
+def test_a_covered_socket_ends_with_its_process_though_a_child_lives() -> None:
+    ours, peers = socket.socketpair()
+    forks.cover([ours.fileno()])
+    held, lets_go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(lets_go)
+        os.read(held, 1)  # lives until the parent lets go
+        os._exit(0)
+    try:
+        forks.uncover([ours.fileno()])
+        ours.close()
+        peers.settimeout(20)
+        assert peers.recv(1) == b""
+    finally:
+        os.close(lets_go)
+        os.waitpid(pid, 0)
+        os.close(held)
+        peers.close()
+
+
+def test_the_parent_keeps_it() -> None:
+    ours, peers = socket.socketpair()
+    with ours, peers:
+        forks.cover([ours.fileno()])
+        assert in_a_child(lambda: is_null(ours.fileno()) and not is_null(peers.fileno()))
+        ours.sendall(b"x")
+        assert peers.recv(1) == b"x"
+        forks.uncover([ours.fileno()])
+        assert in_a_child(lambda: not is_null(ours.fileno()))
+
+
+def test_a_number_that_is_used_again_is_the_childs() -> None:
+    ours, peers = socket.socketpair()
+    fd = ours.fileno()
+    forks.cover([fd])
+    ours.close()
+    peers.close()
+    successor, other = socket.socketpair()
+    with successor, other:
+        os.dup2(successor.fileno(), fd)
+        assert in_a_child(lambda: not is_null(fd))
+        if fd not in (successor.fileno(), other.fileno()):
+            os.close(fd)
+    forks.uncover([fd])
+
+
+def test_a_closed_one_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, kept = socket.socketpair()
+    forks.cover([gone.fileno(), kept.fileno()])
+    numbers = [gone.fileno(), kept.fileno()]
+    gone.close()
+    with kept:
+        assert in_a_child(lambda: is_null(kept.fileno()))
+    forks.uncover(numbers)
+    forks.cover([numbers[0]])  # closed already: nothing to cover
