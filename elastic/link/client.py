@@ -196,7 +196,7 @@ class LinkClient:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                 self._end_with_agent()  # its death cannot be seen, but nobody listens any more
                 return
-            if self._pause_s == FIRST_PAUSE_S:
+            if self._pause_s == 2 * FIRST_PAUSE_S:  # a dying agent's socket ends before its process
                 get_logger().warning("link: connecting to the agent again: %s", error)
             _poll({self._agent: select.POLLIN, self._wakee.fileno(): select.POLLIN}, self._pause_s)
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
