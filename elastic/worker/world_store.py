@@ -73,7 +73,8 @@ class StoreServer:
     def close(self) -> None:
         """End all connections, and free the port."""
         # A byte, not the end of the stream: a forked data worker holds the other end, too.
-        self._wake.send(b"x")
+        with contextlib.suppress(OSError):  # closed before
+            self._wake.send(b"x")
         self._thread.join()
         self._wake.close()
 
