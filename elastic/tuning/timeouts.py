@@ -1,0 +1,171 @@
+"""Every interval of a job in one place, derived from a few numbers and checked against each other.
+
+Intervals that are set one by one contradict each other sooner or later: a lease that outlives the
+takeover, a last checkpoint that the kubelet cuts off. :class:`Timeouts` refuses such sets, with
+both values and the remedy.
+
+How a node that is told to leave spends its time, from SIGTERM to SIGKILL::
+
+    0           boundary_s                        shutdown_timeout_s          termination_grace_s
+    │ SIGTERM      │ the step is done, the others know   │ whoever still works      │ SIGKILL
+    ├──────────────┼─────────────────────────────────────┼──────────────────────────┤
+    │ finish step  │ checkpoint_budget_s: the last save  │ farewell_s: agent's end  │
+
+A job with ``elastic.join()`` spends the first two parts in order (``leave_grace_s``); torchrun
+gives any other script ``--shutdown-timeout`` from its SIGTERM on. No job does both, so both get
+the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from elastic.errors import ConfigError
+
+# The agent's own end: the others go on without it (2 s), one call to a silent etcd (5 s), the
+# guard's end and the interpreter's (3 s).
+FAREWELL_S = 10.0
+# A planned change waits at most so long for the duration of a step (agent/leadership.py), and is
+# then announced two steps ahead, in the middle of a third.
+ANNOUNCE_S = 1.0
+STEPS_TO_BOUNDARY = 3
+# A shorter checkpoint budget is none: an fsync on shared storage takes that long.
+LEAST_CHECKPOINT_S = 1.0
+# Torch gives stopped workers 30 s and their SIGKILL as long again (elastic/multiprocessing/api.py,
+# 2.11 to 2.13); its main thread does nothing else meanwhile, and is not hung.
+TORCH_STOPS_WORKERS_S = 60.0
+_LEASES_TO_TAKEOVER = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """A set of intervals, in seconds, that fit each other.
+
+    Raises:
+        ConfigError: two of them do not; the message names both, the hint what to change.
+    """
+
+    # Noticing: a probe, then the lease, then nobody is asked any more.
+    probe_s: float = 0.3
+    lease_s: float = 4.0
+    takeover_s: float = 300.0
+
+    # Forming a world.
+    last_call_s: float = 3.0
+    join_window_s: float = 1.0
+    join_timeout_s: float = 600.0
+
+    # Leaving (see the module).
+    step_time_s: float = 1.0  # the slowest step to reckon with
+    checkpoint_budget_s: float = 16.0
+    leave_grace_s: float = 20.0
+    shutdown_timeout_s: float = 20.0
+    termination_grace_s: float = 30.0
+
+    # An agent's thread that has not turned for so long is hung, not busy.
+    hung_after_s: float = 90.0
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            require_positive(name, getattr(self, name))
+        require_below("probe_s", self.probe_s, "lease_s", self.lease_s)
+        require_below(
+            "lease_s", self.lease_s, "takeover_s", self.takeover_s, factor=_LEASES_TO_TAKEOVER
+        )
+        _require_order_of_leaving(self)
+
+    @property
+    def boundary_s(self) -> float:
+        """From SIGTERM until the workers have left their last step."""
+        return boundary_s(self.step_time_s)
+
+
+def for_pod(termination_grace_s: float, *, step_time_s: float = 1.0) -> Timeouts:
+    """The intervals of a pod with this ``terminationGracePeriodSeconds``.
+
+    Raises:
+        ConfigError: there is no time left for a checkpoint.
+
+    >>> times = for_pod(60)
+    >>> times.checkpoint_budget_s, times.shutdown_timeout_s, times.termination_grace_s
+    (46.0, 50.0, 60.0)
+    """
+    require_positive("termination_grace_s", termination_grace_s)
+    require_positive("step_time_s", step_time_s)
+    shutdown_s = float(math.floor(termination_grace_s - FAREWELL_S))  # torchrun takes whole ones
+    checkpoint_s = shutdown_s - boundary_s(step_time_s)
+    if checkpoint_s < LEAST_CHECKPOINT_S:
+        least = grace_for(LEAST_CHECKPOINT_S, step_time_s=step_time_s)
+        raise ConfigError(
+            f"termination_grace_s={termination_grace_s:g} leaves no time for a checkpoint: with "
+            f"step_time_s={step_time_s:g} the workers need {boundary_s(step_time_s):g} s to leave "
+            f"a step, and the agent {FAREWELL_S:g} s to end",
+            hint=f"set terminationGracePeriodSeconds to {least} or more",
+        )
+    return Timeouts(
+        step_time_s=step_time_s,
+        checkpoint_budget_s=checkpoint_s,
+        leave_grace_s=shutdown_s,
+        shutdown_timeout_s=shutdown_s,
+        termination_grace_s=float(termination_grace_s),
+    )
+
+
+def grace_for(checkpoint_budget_s: float, *, step_time_s: float = 1.0) -> int:
+    """The least ``terminationGracePeriodSeconds`` that leaves a checkpoint this much time.
+
+    >>> grace_for(46)
+    60
+    """
+    require_positive("checkpoint_budget_s", checkpoint_budget_s)
+    return math.ceil(checkpoint_budget_s + boundary_s(step_time_s)) + math.ceil(FAREWELL_S)
+
+
+def boundary_s(step_time_s: float) -> float:
+    """From SIGTERM until the workers have left their last step."""
+    return ANNOUNCE_S + STEPS_TO_BOUNDARY * step_time_s
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise ConfigError unless ``value`` is a finite number above zero."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value} must be a number above zero", hint=where_to_set(name))
+
+
+def require_below(low: str, low_s: float, high: str, high_s: float, *, factor: float = 1.0) -> None:
+    """Raise ConfigError unless ``factor`` times ``low`` is below ``high``."""
+    if low_s * factor >= high_s:
+        times = f"{factor:g} times " if factor != 1 else ""
+        raise ConfigError(
+            f"{low}={low_s:g} and {high}={high_s:g} do not fit: {high} must be above {times}{low}",
+            hint=f"raise {high} or lower {low} in --rdzv-conf or the environment",
+        )
+
+
+def where_to_set(name: str) -> str:
+    """Where a person changes an option."""
+    return f"set it with --rdzv-conf={name}=... or ELASTIC_{name.upper()}"
+
+
+def _require_order_of_leaving(times: Timeouts) -> None:
+    """The save ends before its process is killed, and that one before the pod is."""
+    for limit, limit_s in (
+        ("leave_grace_s", times.leave_grace_s),
+        ("shutdown_timeout_s", times.shutdown_timeout_s),
+    ):
+        if times.checkpoint_budget_s + times.boundary_s > limit_s:
+            raise ConfigError(
+                f"checkpoint_budget_s={times.checkpoint_budget_s:g} and {limit}={limit_s:g} do "
+                f"not fit: after SIGTERM the workers need {times.boundary_s:g} s to leave their "
+                "step before they save",
+                hint=f"raise {limit} to {times.checkpoint_budget_s + times.boundary_s:g}, or save "
+                "faster",
+            )
+        if limit_s + FAREWELL_S > times.termination_grace_s:
+            raise ConfigError(
+                f"{limit}={limit_s:g} and termination_grace_s={times.termination_grace_s:g} do "
+                f"not fit: the agent needs {FAREWELL_S:g} s more after its workers have ended",
+                hint=f"set terminationGracePeriodSeconds to {math.ceil(limit_s + FAREWELL_S)} or "
+                f"more, or lower {limit}",
+            )

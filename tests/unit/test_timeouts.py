@@ -1,0 +1,82 @@
+"""Every interval in one place: sets that fit are made, sets that do not are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import ConfigError
+from elastic.tuning.timeouts import FAREWELL_S, Timeouts, for_pod, grace_for
+
+
+def test_the_defaults_are_those_of_a_pod_with_kubernetes_own_default() -> None:
+    assert Timeouts() == for_pod(30)
+
+
+@given(
+    grace_s=st.integers(min_value=16, max_value=7200),
+    step_time_s=st.floats(min_value=0.001, max_value=600),
+)
+def test_a_pods_intervals_come_one_after_the_other_or_are_refused(
+    grace_s: int, step_time_s: float
+) -> None:
+    try:
+        times = for_pod(grace_s, step_time_s=step_time_s)
+    except ConfigError as error:
+        assert grace_s < grace_for(1.0, step_time_s=step_time_s)
+        assert f"termination_grace_s={grace_s}" in error.message
+        return
+    assert 0 < times.checkpoint_budget_s < times.leave_grace_s <= times.shutdown_timeout_s
+    assert times.shutdown_timeout_s + FAREWELL_S <= grace_s
+    assert times.shutdown_timeout_s == int(times.shutdown_timeout_s)  # torchrun takes no other
+
+
+@given(
+    budget_s=st.floats(min_value=1, max_value=3600),
+    step_time_s=st.floats(min_value=0.1, max_value=60),
+)
+def test_the_grace_for_a_checkpoint_leaves_time_for_that_checkpoint(
+    budget_s: float, step_time_s: float
+) -> None:
+    grace_s = grace_for(budget_s, step_time_s=step_time_s)
+    assert for_pod(grace_s, step_time_s=step_time_s).checkpoint_budget_s >= budget_s - 1e-6
+    with pytest.raises(ConfigError):
+        replace(for_pod(grace_s, step_time_s=step_time_s), checkpoint_budget_s=budget_s + 2)
+
+
+def test_a_grace_without_time_for_a_checkpoint_is_refused_with_the_least_that_has() -> None:
+    with pytest.raises(ConfigError) as refused:
+        for_pod(10)
+    assert "termination_grace_s=10" in refused.value.message
+    assert "15" in refused.value.hint
+    for_pod(15)
+
+
+@pytest.mark.parametrize(
+    ("change", "both"),
+    [
+        ({"probe_s": 5.0}, ("probe_s=5", "lease_s=4")),
+        ({"lease_s": 100.0}, ("lease_s=100", "takeover_s=300")),
+        ({"checkpoint_budget_s": 18.0}, ("checkpoint_budget_s=18", "leave_grace_s=20")),
+        ({"leave_grace_s": 25.0}, ("leave_grace_s=25", "termination_grace_s=30")),
+        ({"shutdown_timeout_s": 30.0}, ("shutdown_timeout_s=30", "termination_grace_s=30")),
+        ({"shutdown_timeout_s": 18.0}, ("checkpoint_budget_s=16", "shutdown_timeout_s=18")),
+        ({"step_time_s": 30.0}, ("checkpoint_budget_s=16", "leave_grace_s=20")),
+    ],
+)
+def test_a_set_that_does_not_fit_is_refused_with_both_values_and_a_remedy(
+    change: dict[str, float], both: tuple[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        replace(Timeouts(), **change)
+    assert all(value in refused.value.message for value in both)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_interval_that_is_no_number_above_zero_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="lease_s"):
+        replace(Timeouts(), lease_s=value)
