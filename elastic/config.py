@@ -9,15 +9,18 @@ command line written for them goes on working.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic.errors import ConfigError
+from elastic.tuning import timeouts
+from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
+_SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+_TIMES = Timeouts()
 
 # What torch's c10d, etcd and etcd-v2 backends accept (torch 2.11 to 2.13:
 # rendezvous/{dynamic,etcd,c10d}_rendezvous*.py), and what it means here.
@@ -70,12 +73,12 @@ OTHER_VARIABLES = frozenset(
 class AgentOptions:
     """Everything an agent can be told. Times in seconds."""
 
-    lease_s: float = 4.0
-    last_call_s: float = 3.0
-    join_window_s: float = 1.0
-    join_timeout_s: float = 600.0
-    takeover_s: float = 300.0
-    probe_s: float = 0.3
+    lease_s: float = _TIMES.lease_s
+    last_call_s: float = _TIMES.last_call_s
+    join_window_s: float = _TIMES.join_window_s
+    join_timeout_s: float = _TIMES.join_timeout_s
+    takeover_s: float = _TIMES.takeover_s
+    probe_s: float = _TIMES.probe_s
     connect_timeout_s: float = 10.0
     failure_budget: int = 10
     failure_window_s: float = 600.0
@@ -88,44 +91,58 @@ class AgentOptions:
     password_file: str | None = None
     prefix: str = "/elastic"
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
-    leave_grace_s: float = 20.0  # a node told to leave ends by then, at a step's boundary or not
+    # A node told to leave ends by then, at a step's boundary or not.
+    leave_grace_s: float = _TIMES.leave_grace_s
+
+    # What a pod is told by its manifest (deploy/base).
+    termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
+    health_port: int | None = None  # /livez and /readyz; 0: the kernel chooses, None: no server
+    hung_after_s: float = _TIMES.hung_after_s  # an agent's thread that does not turn is hung
+    park: bool = False  # stay when the job is done, for whoever would start this node again
+    pod_ip: str | None = None  # what the other nodes reach this one at, without --local-addr
+    memory_limit_bytes: int | None = None  # of this node, workers and shared memory included
 
     def __post_init__(self) -> None:
         for name in _positive_options():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(
-                    f"{name}={value} must be a number above zero", hint=_where_to_set(name)
-                )
-        _require_ordered(self, "probe_s", "lease_s")
-        _require_ordered(self, "lease_s", "takeover_s", factor=4)
+            if (value := getattr(self, name)) is not None:
+                timeouts.require_positive(name, value)
+        Timeouts(
+            probe_s=self.probe_s,
+            lease_s=self.lease_s,
+            takeover_s=self.takeover_s,
+            last_call_s=self.last_call_s,
+            join_window_s=self.join_window_s,
+            join_timeout_s=self.join_timeout_s,
+            hung_after_s=self.hung_after_s,
+        )
+        if self.termination_grace_s is not None:
+            timeouts.require_end_before_kill(
+                "leave_grace_s", self.leave_grace_s, self.termination_grace_s
+            )
+        if self.health_port is not None and not 0 <= self.health_port <= 65535:
+            raise ConfigError(
+                f"health_port={self.health_port} is no port",
+                hint=timeouts.where_to_set("health_port"),
+            )
         if self.mode not in MODES:
             raise ConfigError(
-                f"mode={self.mode} is none of {', '.join(MODES)}", hint=_where_to_set("mode")
+                f"mode={self.mode} is none of {', '.join(MODES)}",
+                hint=timeouts.where_to_set("mode"),
             )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):
-                raise ConfigError(f"{one} is set and {other} is not", hint=_where_to_set(other))
+                raise ConfigError(
+                    f"{one} is set and {other} is not", hint=timeouts.where_to_set(other)
+                )
         if self.password_file and not self.user:
-            raise ConfigError("password_file is set and user is not", hint=_where_to_set("user"))
+            raise ConfigError(
+                "password_file is set and user is not", hint=timeouts.where_to_set("user")
+            )
 
 
 def _positive_options() -> list[str]:
-    return [f.name for f in fields(AgentOptions) if f.name.endswith("_s")] + ["failure_budget"]
-
-
-def _require_ordered(options: AgentOptions, low: str, high: str, factor: float = 1.0) -> None:
-    a, b = getattr(options, low), getattr(options, high)
-    if a * factor >= b:
-        times = f"{factor:g} times " if factor != 1 else ""
-        raise ConfigError(
-            f"{low}={a:g} and {high}={b:g} do not fit: {high} must be above {times}{low}",
-            hint=f"raise {high} or lower {low} in --rdzv-conf or the environment",
-        )
-
-
-def _where_to_set(name: str) -> str:
-    return f"set it with --rdzv-conf={name}=... or {ENVIRONMENT_PREFIX}{name.upper()}"
+    in_seconds = [f.name for f in fields(AgentOptions) if f.name.endswith("_s")]
+    return [*in_seconds, "failure_budget", "memory_limit_bytes"]
 
 
 def read_options(conf: Mapping[str, Any], environ: Mapping[str, str]) -> AgentOptions:
@@ -144,6 +161,8 @@ def read_options(conf: Mapping[str, Any], environ: Mapping[str, str]) -> AgentOp
         conf_name = _option_of_conf(given, value, known)
         if conf_name is not None:
             values[conf_name] = _parse(conf_name, known[conf_name], value, "--rdzv-conf")
+    if "termination_grace_s" in values and "leave_grace_s" not in values:
+        values["leave_grace_s"] = timeouts.for_pod(values["termination_grace_s"]).leave_grace_s
     return AgentOptions(**values)
 
 
@@ -190,11 +209,21 @@ def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | N
 def _parse(name: str, kind: str, value: Any, place: str) -> Any:
     if kind.startswith("str"):
         return str(value)
+    if kind == "bool":
+        return _parse_switch(name, str(value), place)
+    is_whole = kind.startswith("int")
     try:
-        return int(value) if kind == "int" else float(value)
+        return int(value) if is_whole else float(value)
     except (TypeError, ValueError):
         raise ConfigError(
             f"{name}={value!r} in {place} is not a number",
-            hint=f"give a {'whole ' if kind == 'int' else ''}number"
+            hint=f"give a {'whole ' if is_whole else ''}number"
             + (" of seconds" if name.endswith("_s") else ""),
         ) from None
+
+
+def _parse_switch(name: str, text: str, place: str) -> bool:
+    switch = _SWITCH.get(text.lower())
+    if switch is None:
+        raise ConfigError(f"{name}={text!r} in {place} is neither 1 nor 0", hint="give 1 or 0")
+    return switch

@@ -162,10 +162,15 @@ def _require_order_of_leaving(times: Timeouts) -> None:
                 hint=f"raise {limit} to {times.checkpoint_budget_s + times.boundary_s:g}, or save "
                 "faster",
             )
-        if limit_s + FAREWELL_S > times.termination_grace_s:
-            raise ConfigError(
-                f"{limit}={limit_s:g} and termination_grace_s={times.termination_grace_s:g} do "
-                f"not fit: the agent needs {FAREWELL_S:g} s more after its workers have ended",
-                hint=f"set terminationGracePeriodSeconds to {math.ceil(limit_s + FAREWELL_S)} or "
-                f"more, or lower {limit}",
-            )
+        require_end_before_kill(limit, limit_s, times.termination_grace_s)
+
+
+def require_end_before_kill(limit: str, limit_s: float, termination_grace_s: float) -> None:
+    """Raise ConfigError unless an agent whose workers end after ``limit_s`` ends by itself."""
+    if limit_s + FAREWELL_S > termination_grace_s:
+        raise ConfigError(
+            f"{limit}={limit_s:g} and termination_grace_s={termination_grace_s:g} do not fit: the "
+            f"agent needs {FAREWELL_S:g} s more after its workers have ended",
+            hint=f"set terminationGracePeriodSeconds to {math.ceil(limit_s + FAREWELL_S)} or more, "
+            f"or lower {limit}",
+        )

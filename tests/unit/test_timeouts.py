@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.config import read_options
 from elastic.errors import ConfigError
 from elastic.tuning.timeouts import FAREWELL_S, Timeouts, for_pod, grace_for
 
@@ -80,3 +81,52 @@ def test_a_set_that_does_not_fit_is_refused_with_both_values_and_a_remedy(
 def test_an_interval_that_is_no_number_above_zero_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="lease_s"):
         replace(Timeouts(), lease_s=value)
+
+
+def test_a_pods_environment_gives_the_agent_its_intervals() -> None:
+    options = read_options({}, {"ELASTIC_TERMINATION_GRACE_S": "120"})
+    assert options.leave_grace_s == for_pod(120).leave_grace_s == 110
+
+
+def test_a_grace_to_leave_that_is_set_wins_and_must_fit_the_pods() -> None:
+    environ = {"ELASTIC_TERMINATION_GRACE_S": "60", "ELASTIC_LEAVE_GRACE_S": "30"}
+    assert read_options({}, environ).leave_grace_s == 30
+    with pytest.raises(ConfigError) as refused:
+        read_options({"leave_grace_s": "55"}, environ)
+    assert "leave_grace_s=55" in refused.value.message
+    assert "termination_grace_s=60" in refused.value.message
+    assert "65" in refused.value.hint
+
+
+def test_everything_that_a_pod_is_told_is_known() -> None:
+    options = read_options(
+        {},
+        {
+            "ELASTIC_HEALTH_PORT": "8471",
+            "ELASTIC_PARK": "1",
+            "ELASTIC_NODE_NAME": "trainer-0",
+            "ELASTIC_POD_IP": "10.0.0.7",
+            "ELASTIC_TERMINATION_GRACE_S": "60",
+            "ELASTIC_MEMORY_LIMIT_BYTES": "68719476736",
+            "ELASTIC_HUNG_AFTER_S": "30",
+        },
+    )
+    assert (options.health_port, options.park, options.pod_ip) == (8471, True, "10.0.0.7")
+    assert (options.memory_limit_bytes, options.hung_after_s) == (64 << 30, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ELASTIC_PARK": "perhaps"}, "park='perhaps'"),
+        ({"ELASTIC_HEALTH_PORT": "84710"}, "health_port=84710"),
+        ({"ELASTIC_HEALTH_PORT": "http"}, "health_port='http'"),
+        ({"ELASTIC_TERMINATION_GRACE_S": "5"}, "termination_grace_s=5"),
+        ({"ELASTIC_MEMORY_LIMIT_BYTES": "64Gi"}, "memory_limit_bytes='64Gi'"),
+        ({"ELASTIC_PARKED": "1"}, "ELASTIC_PARKED"),
+    ],
+)
+def test_what_a_pod_is_told_wrongly_is_named(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_options({}, environ)
+    assert said in refused.value.message
