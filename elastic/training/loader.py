@@ -18,7 +18,7 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.training.plan import Position
 from elastic.training.randomness import derive_seed
 from elastic.training.sampler import ElasticSampler, RankStep
-from elastic.training.seeding import SeededBatch, preserved_generators
+from elastic.training.seeding import SeededBatch, draws_nothing, preserved_generators
 from elastic.training.source import ReplacedBatches, Source, describe, over_batches
 
 
@@ -128,9 +128,12 @@ class ElasticLoader:
         self.plan = self.sampler.plan
         self.micro_batch = micro_batch
         self._seed = seed
-        self._batches = _MicroBatches(source, self.sampler, micro_batch, seed)
         inner = loader if dataloader is None else dataloader
         assert isinstance(inner, DataLoader)
+        self._draws = dataloader is not None or not draws_nothing(inner)
+        self._batches = _MicroBatches(
+            source, self.sampler, micro_batch, seed if self._draws else None
+        )
         self._inner = over_batches(
             inner, self._batches, self.sampler, in_place=dataloader is not None
         )
@@ -218,7 +221,8 @@ class ElasticLoader:
 
     def _read_here(self) -> AbstractContextManager[None]:
         """Reading without workers seeds the generators of this process; they are the user's."""
-        return nullcontext() if self._inner.num_workers else preserved_generators()
+        seeds_here = self._draws and not self._inner.num_workers
+        return preserved_generators() if seeds_here else nullcontext()
 
     def _mismatch(self, what: str) -> TrainingError:
         return TrainingError(
@@ -247,10 +251,13 @@ class _DrivenSampler(ElasticSampler):
 
 
 class _MicroBatches(ReplacedBatches):
-    """The batch sampler in the user's DataLoader: this rank's micro-batches, with their seeds."""
+    """The batch sampler in the user's DataLoader: this rank's micro-batches.
+
+    With a ``seed`` each sample is read with generators of its own.
+    """
 
     def __init__(
-        self, source: Source, sampler: ElasticSampler, micro_batch: int | None, seed: int
+        self, source: Source, sampler: ElasticSampler, micro_batch: int | None, seed: int | None
     ) -> None:
         super().__init__(source)
         self.sampler = sampler
@@ -262,10 +269,13 @@ class _MicroBatches(ReplacedBatches):
         self.times_read += 1
         steps = self.sampler.steps(self._micro_batch)  # taken now; the rest is read ahead
         return (
-            SeededBatch(micro.indices or (micro.filler,), self._seed, part.epoch)
+            self._batch(micro.indices or (micro.filler,), part.epoch)
             for part in steps
             for micro in part.micro_batches
         )
+
+    def _batch(self, indices: tuple[int, ...], epoch: int) -> list[int]:
+        return list(indices) if self._seed is None else SeededBatch(indices, self._seed, epoch)
 
     def __len__(self) -> int:
         """Batches of a whole epoch in the present world."""

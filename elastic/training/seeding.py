@@ -6,7 +6,8 @@ travels with the indices, because data workers that persist never hear of a new 
 the user's dataset, collate_fn and worker_init_fn stay as they are.
 
 Seeded are ``random``, ``numpy.random`` and torch's CPU generator: 8 µs a sample [measured].
-Generators that a dataset owns (``np.random.default_rng()``) are its own affair.
+Generators that a dataset owns (``np.random.default_rng()``) are its own affair. Data that torch's
+own classes only index is not seeded for: nothing draws there.
 """
 
 from __future__ import annotations
@@ -14,11 +15,41 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from elastic.training.randomness import derive_seed
+
+
+def draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Whether reading this loader's data surely asks no generator.
+
+    Subclasses, and whatever else a user may have written, count as drawing.
+    """
+    is_torchs = type(loader) is DataLoader and loader.collate_fn is default_collate
+    return is_torchs and _only_indexes(loader.dataset)
+
+
+def _only_indexes(dataset: Dataset[Any]) -> bool:
+    if isinstance(dataset, Subset) and type(dataset) is Subset:
+        return _only_indexes(dataset.dataset)
+    if isinstance(dataset, ConcatDataset) and type(dataset) is ConcatDataset:
+        return all(map(_only_indexes, dataset.datasets))
+    if isinstance(dataset, StackDataset) and type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return all(map(_only_indexes, parts.values() if isinstance(parts, dict) else parts))
+    return type(dataset) is TensorDataset
 
 
 class SeededBatch(list[int]):

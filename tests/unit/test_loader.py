@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -29,6 +31,7 @@ from elastic.training.evaluation import shard, shard_by
 from elastic.training.loader import BatchInfo, ElasticLoader
 from elastic.training.plan import Position
 from elastic.training.sampler import ElasticSampler
+from elastic.training.seeding import draws_nothing
 
 N = 53
 
@@ -438,6 +441,50 @@ def test_reading_leaves_the_processes_generators_alone(workers: int) -> None:
         drawn.append(draw())
     list(batches)
     assert [*drawn, draw()] == undisturbed
+
+
+def test_data_that_torch_only_indexes_draws_nothing() -> None:
+    data = numbers()
+    plain: Dataset[Any]
+    for plain in (data, Subset(data, range(9)), ConcatDataset([data, data]), StackDataset(data)):
+        assert draws_nothing(DataLoader(plain, 5))
+    assert draws_nothing(DataLoader(StackDataset(x=Subset(data, range(9))), 5))
+
+
+def test_whatever_somebody_wrote_may_draw() -> None:
+    class Mine(TensorDataset):
+        pass
+
+    class MyLoader(DataLoader[Any]):
+        pass
+
+    data = numbers()
+    for drawing in (Noisy(), Mine(*data.tensors), Subset(Noisy(), range(9))):
+        assert not draws_nothing(DataLoader(drawing, 5))
+    assert not draws_nothing(DataLoader(ConcatDataset([data, Noisy()]), 5))
+    assert not draws_nothing(DataLoader(data, 5, collate_fn=lambda samples: samples))
+    assert not draws_nothing(MyLoader(data, 5))
+
+
+def test_a_wrapper_that_draws_draws_the_same_again() -> None:
+    class Jitter:
+        """Adds noise to batches of data that draws nothing itself."""
+
+        def __init__(self, loader: DataLoader[Any]) -> None:
+            self.loader = loader
+
+        def __iter__(self) -> Iterator[Any]:
+            for (batch,) in self.loader:
+                yield batch, float(torch.rand(()))
+
+    def noise(skip: int) -> list[float]:
+        inner = DataLoader(numbers(), 5)
+        one = ElasticLoader(Jitter(inner), dataloader=inner)
+        one.seek(Position(0, skip))
+        torch.manual_seed(skip)
+        return [drawn for _, (_, drawn) in one.batches(0, 1)]
+
+    assert noise(3) == noise(0)[3:]
 
 
 def test_a_sample_that_cannot_be_read_leaves_the_generators_alone() -> None:
