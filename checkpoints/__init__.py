@@ -14,7 +14,7 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 """
 
 from checkpoints.attempt import Saved
-from checkpoints.engine import Ending, Engine, Handle, Outcome, World
+from checkpoints.engine import Engine
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -36,6 +36,7 @@ from checkpoints.lineage import descend
 from checkpoints.loading import Loaded, load, verify
 from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
 from checkpoints.naming import CheckpointName, new_nonce
+from checkpoints.outcome import Ending, Handle, Outcome, World
 from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
 from checkpoints.retention import prune
 from checkpoints.saving import save

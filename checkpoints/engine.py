@@ -12,6 +12,7 @@ wakes up, it does not commit; saves meanwhile are skipped, since its buffer is n
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -20,16 +21,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from checkpoints.attempt import Attempt, complete, run
 from checkpoints.commit import is_committed
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.keep import Keep, LatestN
-from checkpoints.manifest import Lineage
 from checkpoints.naming import CheckpointName
+from checkpoints.outcome import Ending, Handle, Outcome, World
 from checkpoints.plan import share
 from checkpoints.saving import check_json, check_world, lineage_of
 from checkpoints.staging import Buffer
@@ -41,62 +41,13 @@ _NICENESS = 10
 _LOOK_AGAIN_S = 0.1  # for the other writers' parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """Who saves together: the same nonce and generation on every rank."""
-
-    nonce: str
-    generation: int = 0
-    rank: int = 0
-    size: int = 1
-    lineage: Lineage = ()
-
-
-class Ending(Enum):
-    """How a save ended."""
-
-    COMMITTED = "committed"  # by whichever writer
-    FAILED = "failed"  # the storage refused; see ``reason``
-    ABANDONED = "abandoned"  # not committed within the deadline
-    STALE = "stale"  # the fence says that a newer world exists
-    SKIPPED = "skipped"  # all buffers were busy; nothing was staged
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a save ended. ``stall_s`` is what training paid, ``write_s`` what the writer took."""
-
-    step: int
-    name: str
-    ending: Ending
-    reason: str = ""
-    error: Exception | None = None
-    bytes_written: int = 0
-    stall_s: float = 0.0
-    write_s: float = 0.0
-    notes: tuple[str, ...] = ()
-
-
-@dataclass
-class Handle:
-    """A save under way."""
-
-    name: str
-    step: int
-    outcome: Outcome | None = None
-    _ended: threading.Event = field(default_factory=threading.Event, repr=False)
-
-    def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """The outcome, or None if there is none after ``timeout_s``."""
-        self._ended.wait(timeout_s)
-        return self.outcome
-
-
 @dataclass(eq=False)
 class _Job:
     attempt: Attempt
     handle: Handle
     buffer: Buffer
+    fence: Callable[[], bool] | None
+    began_s: float
     stall_s: float
     deadline_s: float  # on the monotonic clock
     write_s: float = 0.0
@@ -107,9 +58,10 @@ class Engine:
     """Saves in the background, for the life of a process; one owner, which closes it.
 
     ``keep`` runs after a commit; ``fence`` is asked before one, in the background: False means
-    that the caller's world is stale. ``deadline_s`` is how long a save may take until it is
-    committed by any writer. With ``busy="skip"`` a save is skipped and counted while both
-    buffers are in use, with ``"wait"`` it waits for one, at most until the deadline.
+    that the caller's world is stale (a world may have a fence of its own). ``deadline_s`` is how
+    long a save may take until it is committed by any writer. With ``busy="skip"`` a save is
+    skipped and counted while both buffers are in use, with ``"wait"`` it waits for one, at most
+    until the deadline.
     """
 
     def __init__(
@@ -134,7 +86,7 @@ class Engine:
         self._free: queue.Queue[Buffer] = queue.Queue()
         for _ in range(2):
             self._free.put(Buffer())
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._jobs: queue.Queue[_Job | Callable[[], object] | None] = queue.Queue()
         self._open: list[_Job] = []  # neither committed nor given up
         self._ended: deque[Outcome] = deque()
         self._died: BaseException | None = None
@@ -146,27 +98,53 @@ class Engine:
 
     # -- the caller's thread ------------------------------------------------------------------
 
-    def reserve(self, state: object, *, rank: int = 0, world_size: int = 1) -> None:
-        """Make both buffers as large as ``state`` needs: the first save then only copies."""
+    def reserve(
+        self, state: object, *, rank: int = 0, world_size: int = 1, background: bool = False
+    ) -> None:
+        """Make both buffers as large as ``state`` needs: the first save then only copies.
+
+        With ``background`` the writer's thread does it, between two saves.
+        """
         _, tensors = pack(state)
         pieces = share([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
         size = sum(span.count * spec.element_bytes for spec, span in pieces)
-        buffers = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                buffers.append(self._free.get_nowait())
-        for buffer in buffers:
-            buffer.reserve(size, pinned=any(t.is_cuda for t in tensors.values()))
-            self._free.put(buffer)
+        pinned = any(t.is_cuda for t in tensors.values())
+        if background:
+            self.later(lambda: self._grow(size, pinned=pinned))
+        else:
+            self._grow(size, pinned=pinned)
+
+    def _grow(self, size_bytes: int, *, pinned: bool) -> None:
+        """One after the other: a save meanwhile finds the second one."""
+        for _ in range(2):
+            with contextlib.suppress(queue.Empty):
+                buffer = self._free.get_nowait()
+                # Without memory now, the save itself will say so.
+                with contextlib.suppress(MemoryError, RuntimeError):
+                    buffer.reserve(size_bytes, pinned=pinned)
+                self._free.put(buffer)
+
+    def later(self, task: Callable[[], object]) -> None:
+        """Run something on the writer's thread, in order with the saves. What it raises ends the
+        thread."""
+        self._check_alive()
+        self._jobs.put(task)
 
     def save_async(
-        self, state: object, *, step: int, world: World, data_position: Any = None
+        self,
+        state: object,
+        *,
+        step: int,
+        world: World,
+        data_position: Any = None,
+        wait_s: float | None = None,
     ) -> Handle:
         """Copy this rank's share of ``state`` and return; the rest happens in the background.
 
         Every rank of ``world`` calls it for the same steps. When it returns the tensors may
-        change. Raises :class:`ArgumentError` and :class:`StateError`, the caller's mistakes;
-        everything else is in the handle's outcome.
+        change. ``wait_s`` is how long to wait for a free buffer, instead of what ``busy`` says.
+        Raises :class:`ArgumentError` and :class:`StateError`, the caller's mistakes; everything
+        else is in the handle's outcome.
         """
         self._check_alive()
         check_world(world.rank, world.size)
@@ -175,10 +153,11 @@ class Engine:
         lineage = lineage_of(name, world.lineage)
         handle = Handle(str(name), step)
         began_s = self._monotonic()
-        buffer = self._buffer()
+        buffer = self._buffer(wait_s)
         if buffer is None:
             self.skipped += 1
-            self._end(handle, Ending.SKIPPED, reason="the writer is busy with earlier saves")
+            stall_s, reason = self._monotonic() - began_s, "the writer is busy with earlier saves"
+            self._end(handle, Ending.SKIPPED, reason=reason, stall_s=stall_s)
             return handle
         try:
             tree, tensors = pack(state)
@@ -204,11 +183,17 @@ class Engine:
             data=data,
         )
         now_s = self._monotonic()
-        job = _Job(attempt, handle, buffer, now_s - began_s, now_s + self._deadline_s)
+        deadline_s = now_s + self._deadline_s
+        job = _Job(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
         with self._lock:
             self._open.append(job)
         self._jobs.put(job)
         return handle
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a save now would find a free buffer."""
+        return not self._free.empty()
 
     @property
     def in_flight(self) -> int:
@@ -261,12 +246,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _buffer(self) -> Buffer | None:
+    def _buffer(self, wait_s: float | None) -> Buffer | None:
         self._give_up_overdue()
+        if wait_s is None:
+            wait_s = self._deadline_s if self._busy == "wait" else 0.0
         with contextlib.suppress(queue.Empty):
-            if self._busy == "wait":
-                return self._free.get(timeout=self._deadline_s)
-            return self._free.get_nowait()
+            return self._free.get(block=wait_s > 0, timeout=wait_s)
         return None
 
     def _check_alive(self) -> None:
@@ -279,11 +264,8 @@ class Engine:
             raise RuntimeError("the checkpoint writer's thread died") from self._died
 
     def _give_up_overdue(self) -> None:
-        now_s = self._monotonic()
-        self._give_up(
-            lambda job: now_s > job.deadline_s,
-            f"not committed within {self._deadline_s:g} s",
-        )
+        now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
+        self._give_up(lambda job: now_s > job.deadline_s, reason)
 
     def _give_up(self, which: Callable[[_Job], bool], reason: str) -> None:
         with self._lock:
@@ -304,6 +286,7 @@ class Engine:
             ending,
             stall_s=job.stall_s,
             write_s=job.write_s,
+            took_s=self._monotonic() - job.began_s,
             bytes_written=job.bytes_written or 0,
             **more,
         )
@@ -312,7 +295,7 @@ class Engine:
         handle.outcome = Outcome(step=handle.step, name=handle.name, ending=ending, **more)
         with self._lock:
             self._ended.append(handle.outcome)
-        handle._ended.set()
+        handle.ended.set()
 
     # -- the writer's thread ------------------------------------------------------------------
 
@@ -337,6 +320,9 @@ class Engine:
             return True
         if job is None:
             return False
+        if not isinstance(job, _Job):
+            job()
+            return True
         try:
             self._write(job)
         finally:
@@ -353,7 +339,7 @@ class Engine:
                 self._storage,
                 job.attempt,
                 keep=self._keep,
-                fence=lambda: self._is_open(job) and self._may_commit(),
+                fence=lambda: self._is_open(job) and self._may_commit(job),
                 clock=self._clock,
             )
         except Exception as error:  # noqa: BLE001  reported as the outcome
@@ -364,7 +350,7 @@ class Engine:
         job.bytes_written = saved.bytes_written
         if saved.committed:
             self._finish(job, Ending.COMMITTED, notes=saved.notes)
-        elif not self._may_commit():
+        elif not self._may_commit(job):
             self._finish(job, Ending.STALE, reason=saved.notes[0])
 
     def _look_again(self) -> None:
@@ -391,12 +377,11 @@ class Engine:
             if str(name) not in folders:
                 self._finish(job, Ending.ABANDONED, reason="its folder was removed by another")
             return
-        saved = complete(
-            storage, job.attempt, job.bytes_written or 0, keep=self._keep, fence=self._may_commit
-        )
+        written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
+        saved = complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
         if saved.committed:
             self._finish(job, Ending.COMMITTED, notes=saved.notes)
-        elif not self._may_commit():
+        elif not self._may_commit(job):
             self._finish(job, Ending.STALE, reason=saved.notes[0])
 
     def _fail(self, job: _Job, error: Exception) -> None:
@@ -410,5 +395,5 @@ class Engine:
         with self._lock:
             return job in self._open
 
-    def _may_commit(self) -> bool:
-        return self._fence is None or self._fence()
+    def _may_commit(self, job: _Job) -> bool:
+        return all(fence is None or fence() for fence in (self._fence, job.fence))

@@ -11,9 +11,10 @@ import torch
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.engine import THREAD_NAME, Ending, Engine, World
+from checkpoints.engine import THREAD_NAME, Engine
 from checkpoints.faulty import Died, Fault, FaultyStorage
 from checkpoints.memory import MemoryStorage
+from checkpoints.outcome import Ending, World
 
 LONG_S = 30.0
 ALONE = World(nonce="aa")
@@ -146,6 +147,45 @@ def test_a_stale_world_does_not_commit() -> None:
     with Engine(storage, fence=lambda: False) as engine:
         assert save(engine, small_state(1), 1).ending is Ending.STALE
     assert checkpoints.list_checkpoints(storage) == ()
+
+
+def test_a_world_that_is_over_does_not_commit_and_the_next_one_does() -> None:
+    storage = MemoryStorage()
+    over = World(nonce="aa", fence=lambda: False)
+    with Engine(storage) as engine:
+        assert save(engine, small_state(1), 1, over).ending is Ending.STALE
+        assert save(engine, small_state(1), 1, World(nonce="bb")).ending is Ending.COMMITTED
+
+
+def test_a_save_waits_for_a_buffer_for_as_long_as_it_is_told() -> None:
+    gate = threading.Event()
+
+    def hold(label: str) -> None:
+        if label.startswith("create"):
+            assert gate.wait(LONG_S)
+
+    with Engine(FaultyStorage(MemoryStorage(), before=hold)) as engine:
+        for step in (1, 2):
+            engine.save_async(small_state(step), step=step, world=ALONE)
+        assert not engine.has_room
+        late = engine.save_async(small_state(3), step=3, world=ALONE, wait_s=0.05)
+        assert late.outcome is not None and late.outcome.ending is Ending.SKIPPED
+        assert late.outcome.stall_s >= 0.05
+        threading.Timer(0.05, gate.set).start()
+        patient = engine.save_async(small_state(4), step=4, world=ALONE, wait_s=LONG_S)
+        outcome = patient.wait(LONG_S)
+        assert outcome is not None and outcome.ending is Ending.COMMITTED
+        assert outcome.took_s >= outcome.stall_s
+
+
+def test_buffers_can_be_made_in_the_background() -> None:
+    with Engine(MemoryStorage()) as engine:
+        engine.reserve(small_state(0), background=True)
+        reserved = threading.Event()
+        engine.later(reserved.set)
+        assert reserved.wait(LONG_S)
+        sizes = [buffer._bytes.numel() for buffer in engine._free.queue]
+        assert len(sizes) == 2 and min(sizes) > 0
 
 
 def test_the_writers_death_reaches_its_owner() -> None:
