@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from elastic.agent.pulse import Pulse
 from elastic.coordination.pace import Pace
 from elastic.coordination.records import Done, Keys, Node, World
 from elastic.errors import (
@@ -44,6 +45,8 @@ class Board:
         self.workers_left = False  # they have left the job at a step's boundary, as told
         self.fatal: BaseException | None = None
         self.store_trouble = ""  # what the store fails with at present
+        self.pulse = Pulse()
+        self.parked = False  # the job is over; this agent stays for its launcher's sake
 
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:

@@ -151,6 +151,7 @@ class NodeLoop:
             raise
         finally:
             self._end()
+            self._at.board.pulse.rest()
 
     def _may_end(self) -> bool:
         """Closing, and if this node leaves: the world goes on without it, or time is up. So
@@ -196,6 +197,7 @@ class NodeLoop:
 
     def _take(self) -> list[object]:
         """Everything in the inbox; blocks until there is something or a deadline has come."""
+        self._at.board.pulse.beat()
         messages: list[object] = []
         timeout = max(0.0, self._next_wake_s - self._at.clock.monotonic())
         try:
@@ -298,8 +300,6 @@ class NodeLoop:
                 self._say_trouble(StoreUnreachable(error), "training goes on; reconnecting")
             case Reconnected():
                 self._at.journal.emit(StoreTrouble(error="", consequence="the store is back"))
-            case _:
-                pass
 
     def _on_reset(self, entries: dict[str, Entry], reason: str) -> None:
         if reason == "wiped":

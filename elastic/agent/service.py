@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elastic.agent.board import Board
+from elastic.agent.health import Routes, routes_of
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
 from elastic.agent.workers import IN_PROCESS
@@ -161,6 +162,7 @@ class NodeService:
         deadline = self._clock.monotonic() + self._options.join_timeout_s
         ask_at_s = 0.0
         while True:
+            board.pulse.beat()
             with board.changed:
                 board.raise_if_over()
                 if not self._loop.alive:
@@ -327,6 +329,7 @@ class NodeService:
         board, trouble_since_s = self._board, None
         with board.changed:
             while board.done is None:
+                board.pulse.beat()
                 if board.fatal is not None or not self._loop.alive:
                     return None
                 now = self._clock.monotonic()
@@ -335,6 +338,15 @@ class NodeService:
                     return None
                 board.changed.wait(SLICE_S)
             return board.done
+
+    def beat(self) -> None:
+        """torchrun's main thread turns."""
+        self._board.pulse.beat()
+
+    @property
+    def probes(self) -> Routes:
+        """What ``/livez`` and ``/readyz`` answer."""
+        return routes_of(self._board, self._options.hung_after_s)
 
     def fail(self, error: BaseException) -> None:
         """End this node with ``error``: a thread that it needs has died."""
