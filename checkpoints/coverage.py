@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from checkpoints.manifest import Box, Chunk
-from checkpoints.plan import Span, TensorSpec
+from checkpoints.boxes import Box, Span
+from checkpoints.manifest import Chunk
+from checkpoints.plan import TensorSpec
+
+# Tilings that no cut divides (a pinwheel) are compared pair by pair; no layout makes large ones.
+_MAX_TANGLE = 2000
 
 
 def coverage_problem(spec: TensorSpec, chunks: Sequence[Chunk]) -> str | None:
@@ -43,21 +47,36 @@ def _boxes_problem(spec: TensorSpec, boxes: list[Box]) -> str | None:
             return "a box reaches out of its tensor"
     if sum(math.prod(box.shape) for box in boxes) != spec.count:
         return "its boxes have more or fewer elements than it"
-    # As many elements as the tensor and none twice: each once. Sorted along the first dimension,
-    # a box is compared only with those that reach into it.
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offset):
-        open_boxes = [
-            b for b in open_boxes if not b.offset or b.offset[0] + b.shape[0] > box.offset[0]
-        ]
-        if any(_overlap(box, other) for other in open_boxes):
-            return "two of its boxes overlap"
-        open_boxes.append(box)
+    # As many elements as the tensor and none twice: each once.
+    return _overlap_problem(boxes, len(spec.shape))
+
+
+def _overlap_problem(boxes: list[Box], dims: int) -> str | None:
+    """Divide by cuts that no box crosses, as all grids can be; what is left, pair by pair."""
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        for dim in range(dims):
+            parts = list(_parts(group, dim))
+            if len(parts) > 1:
+                groups += [part for part in parts if len(part) > 1]
+                break
+        else:
+            if len(group) > _MAX_TANGLE:
+                return f"{len(group)} of its boxes cannot be told apart"
+            for index, box in enumerate(group):
+                if any(box & other for other in group[:index]):
+                    return "two of its boxes overlap"
     return None
 
 
-def _overlap(a: Box, b: Box) -> bool:
-    return all(
-        max(ao, bo) < min(ao + an, bo + bn)
-        for ao, an, bo, bn in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    )
+def _parts(boxes: list[Box], dim: int) -> Iterator[list[Box]]:
+    part: list[Box] = []
+    reached = 0
+    for box in sorted(boxes, key=lambda b: b.offset[dim]):
+        if part and box.offset[dim] >= reached:
+            yield part
+            part = []
+        part.append(box)
+        reached = max(reached, box.offset[dim] + box.shape[dim])
+    yield part

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpoints.boxes import Place, Span
 from checkpoints.naming import CheckpointName
-from checkpoints.plan import Span, TensorSpec
+from checkpoints.plan import TensorSpec
 from checkpoints.sealed import seal
 from checkpoints.tree import Node
 
@@ -30,21 +31,13 @@ Lineage = tuple[Ancestor, ...]
 
 
 @dataclass(frozen=True)
-class Box:
-    """A block of a tensor: what a rank holds of a sharded one."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Chunk:
     """Bytes ``[begin, end)`` of a writer's file, where they belong in the tensor, their hash."""
 
     file: str
     begin: int
     end: int
-    place: Span | Box
+    place: Place
     xxh3_128: str
 
     def as_json(self) -> dict[str, Any]:

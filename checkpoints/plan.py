@@ -1,17 +1,21 @@
 """Who writes what: a pure function of (tensors, world size, rank). Nobody talks to anybody.
 
-All tensors are laid end to end, widest elements first (which keeps every one aligned in its
-file), and the line is cut into W pieces of equal bytes, at the next whole element. A rank's
-share of a tensor is a *span*: a run of elements in row-major order.
+Replicated tensors are laid end to end, widest elements first, and the line is cut into W pieces of
+equal bytes, at the next whole element. A rank's share of a tensor is a *span*: a run of elements
+in row-major order. Of sharded tensors a rank writes *boxes* that it holds
+(:mod:`checkpoints.layout`). In a file, wide elements come first: it keeps every piece aligned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from checkpoints.boxes import Place, Span, rows
 from checkpoints.dtypes import BY_NAME
+from checkpoints.errors import ArgumentError
+from checkpoints.layout import Layout, written
 
 # One hash for this many bytes: what a reader must read to trust any part of it.
 CHUNK_BYTES = 16 << 20
@@ -19,11 +23,12 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor, as every rank knows it."""
+    """A whole tensor, as every rank knows it. Without a layout, each rank holds all of it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    layout: Layout | None = field(default=None, compare=False)
 
     @property
     def count(self) -> int:
@@ -38,17 +43,9 @@ class TensorSpec:
         return self.count * self.element_bytes
 
 
-@dataclass(frozen=True)
-class Span:
-    """``count`` elements of a tensor from ``start`` on, in row-major order."""
-
-    start: int
-    count: int
-
-
 def share(
     specs: Sequence[TensorSpec], world_size: int, rank: int
-) -> tuple[tuple[TensorSpec, Span], ...]:
+) -> tuple[tuple[TensorSpec, Place], ...]:
     """What ``rank`` writes, in the order in which it stands in its file.
 
     >>> specs = [TensorSpec("a", "F32", (3,)), TensorSpec("b", "U8", (4,))]
@@ -58,11 +55,15 @@ def share(
     [('a', 2, 1), ('b', 0, 4)]
     """
     ordered = sorted(specs, key=lambda spec: -spec.element_bytes)
-    total = sum(spec.size_bytes for spec in ordered)
+    total = sum(spec.size_bytes for spec in ordered if spec.layout is None)
     low, high = total * rank // world_size, total * (rank + 1) // world_size
-    pieces = []
+    pieces: list[tuple[TensorSpec, Place]] = []
     begin = 0
-    for spec in ordered:
+    for turn, spec in enumerate(ordered):
+        if spec.layout is not None and spec.count:
+            _check_mesh(spec, spec.layout, world_size)
+            pieces += [(spec, box) for box in written(spec.layout, spec.shape, rank, turn)]
+            continue
         start, stop = (_element_at(cut - begin, spec) for cut in (low, high))
         # Empty tensors have no bytes, but readers of safetensors look for their names.
         if stop > start or (spec.count == 0 and rank == 0):
@@ -71,14 +72,26 @@ def share(
     return tuple(pieces)
 
 
+def _check_mesh(spec: TensorSpec, layout: Layout, world_size: int) -> None:
+    if max(layout.ranks) >= world_size:
+        raise ArgumentError(
+            f"tensor {spec.name!r} is sharded over rank {max(layout.ranks)}, "
+            f"but world_size is {world_size}",
+            hint="Save with the rank and world size of torch.distributed.",
+        )
+
+
 def _element_at(offset_bytes: int, spec: TensorSpec) -> int:
     """The first element that begins at or after an offset: both sides of a cut agree on it."""
     return min(max(-(-offset_bytes // spec.element_bytes), 0), spec.count)
 
 
-def chunks(span: Span, element_bytes: int) -> Iterator[Span]:
-    """A span in pieces of at most :data:`CHUNK_BYTES`: each is hashed by itself."""
+def chunks(place: Place, element_bytes: int) -> Iterator[Place]:
+    """A piece in parts of at most :data:`CHUNK_BYTES`, in order: each is hashed by itself."""
     per_chunk = max(1, CHUNK_BYTES // element_bytes)
-    stop = span.start + span.count
-    for start in range(span.start, stop, per_chunk):
+    if not isinstance(place, Span):
+        yield from rows(place, per_chunk)
+        return
+    stop = place.start + place.count
+    for start in range(place.start, stop, per_chunk):
         yield Span(start, min(per_chunk, stop - start))

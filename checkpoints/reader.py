@@ -6,25 +6,31 @@ import contextlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from checkpoints.dtypes import BY_NAME
 from checkpoints.errors import Corrupt, NoCheckpoint
-from checkpoints.manifest import Box, Chunk, Manifest, Tensor, Writer
+from checkpoints.manifest import Chunk, Manifest, Tensor, Writer
 from checkpoints.naming import MANIFEST, CheckpointName, parse_committed
-from checkpoints.plan import Span
-from checkpoints.sealed import digest, read_sealed
+from checkpoints.sealed import Hasher, digest, read_sealed
+from checkpoints.spare import Spare
 from checkpoints.storage import Source, Storage, reading
 from checkpoints.strict import parse_manifest
 
 _SIDE_BY_SIDE_BYTES = 64 << 20  # below, threads cost more than they save
-_READERS = min(4, os.cpu_count() or 1)
+_BATCH_BYTES = 32 << 20
+_STEP_BYTES = 1 << 20
+_READERS = min(8, os.cpu_count() or 1)
 
+Item = tuple[Tensor, Chunk]
 Target = Callable[[Tensor, Chunk], memoryview]
 """Where a chunk's bytes go."""
+Done = Callable[[Tensor, Chunk, memoryview], None]
+"""Called with a chunk's bytes once they are verified."""
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
@@ -54,37 +60,79 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     return manifest
 
 
-def read_chunks(storage: Storage, manifest: Manifest, target: Target) -> None:
-    """Read every byte of a checkpoint, each chunk into its target, and verify every hash.
-
-    Raises :class:`Corrupt` naming file and tensor, :class:`ReadFailed` if the storage fails.
-    """
-    by_file: dict[str, list[tuple[Tensor, Chunk]]] = defaultdict(list)
-    for tensor in manifest.tensors.values():
-        for chunk in tensor.chunks:
-            by_file[chunk.file].append((tensor, chunk))
-    with reading(f"{storage.place}/{manifest.name}"):
-        for writer in manifest.writers:
-            with _opened(storage, manifest.name, writer) as source:
-                _verify_header(source, manifest.name, writer)
-                in_order = sorted(by_file[writer.file], key=lambda item: item[1].begin)
-                _read_all(source, manifest.name, in_order, target)
+def all_chunks(manifest: Manifest) -> list[Item]:
+    """Every chunk of a checkpoint, in the order in which they stand in its files."""
+    every = [(tensor, chunk) for tensor in manifest.tensors.values() for chunk in tensor.chunks]
+    return sorted(every, key=lambda item: (item[1].file, item[1].begin))
 
 
-def _read_all(
-    source: Source, name: CheckpointName, in_order: list[tuple[Tensor, Chunk]], target: Target
+def read_chunks(
+    storage: Storage,
+    manifest: Manifest,
+    items: Iterable[Item],
+    target: Target,
+    *,
+    headers: Collection[int] | None = None,
+    done: Callable[[Tensor, Chunk, memoryview], object] | None = None,
 ) -> None:
-    """Read chunks side by side where there are many bytes; the first bad one in order is told."""
-    if sum(chunk.end - chunk.begin for _, chunk in in_order) < _SIDE_BY_SIDE_BYTES:
-        for tensor, chunk in in_order:
-            _read_chunk(source, name, tensor, chunk, target)
-        return
+    """Read chunks, each into its target, verify its hash, then say that it is ``done``.
+
+    ``headers``: the ranks whose files' headers are verified, too; by default all.
+    Where there are many bytes, several threads read, hash and call; they are joined before this
+    returns. Raises :class:`Corrupt` naming file and tensor, :class:`ReadFailed` if the storage
+    fails: of several failures, the first in the order of files and bytes.
+    """
+
+    def work(batch: _Batch) -> None:
+        with _opened(storage, manifest.name, batch.writer) as source:
+            if batch.with_header:
+                _verify_header(source, manifest.name, batch.writer)
+            for tensor, chunk in batch.items:
+                into = target(tensor, chunk)
+                _read_chunk(source, manifest.name, tensor, chunk, into)
+                if done is not None:
+                    done(tensor, chunk, into)
+
+    ranks = range(len(manifest.writers)) if headers is None else headers
+    batches = list(_batches(manifest, items, set(ranks)))
+    size = sum(chunk.end - chunk.begin for batch in batches for _, chunk in batch.items)
+    with reading(f"{storage.place}/{manifest.name}"):
+        if size < _SIDE_BY_SIDE_BYTES:
+            for batch in batches:
+                work(batch)
+        else:
+            _side_by_side(work, batches)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one thread reads of one file at a time."""
+
+    writer: Writer
+    with_header: bool
+    items: Sequence[Item]
+
+
+def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> Iterator[_Batch]:
+    by_file: dict[str, list[Item]] = defaultdict(list)
+    for item in items:
+        by_file[item[1].file].append(item)
+    for writer in manifest.writers:
+        with_header, batch, size = writer.rank in headers, [], 0
+        for item in sorted(by_file[writer.file], key=lambda item: item[1].begin):
+            batch.append(item)
+            size += item[1].end - item[1].begin
+            if size >= _BATCH_BYTES:
+                yield _Batch(writer, with_header, batch)
+                with_header, batch, size = False, [], 0
+        if batch or with_header:
+            yield _Batch(writer, with_header, batch)
+
+
+def _side_by_side(work: Callable[[_Batch], None], batches: Sequence[_Batch]) -> None:
     # Reading and hashing both release the GIL; the pool is joined before this returns.
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
-        reads = [
-            pool.submit(_read_chunk, source, name, tensor, chunk, target)
-            for tensor, chunk in in_order
-        ]
+        reads = [pool.submit(work, batch) for batch in batches]
         try:
             for read in reads:
                 read.result()
@@ -98,44 +146,34 @@ def scratch() -> Target:
     own = threading.local()
 
     def target(_: Tensor, chunk: Chunk) -> memoryview:
-        buffer: bytearray | None = getattr(own, "buffer", None)
-        if buffer is None:
-            buffer = own.buffer = bytearray()
-        if len(buffer) < chunk.end - chunk.begin:
-            # A new one: a bytearray that is looked at cannot be resized.
-            buffer = own.buffer = bytearray(chunk.end - chunk.begin)
-        return memoryview(buffer)[: chunk.end - chunk.begin]
+        size = chunk.end - chunk.begin
+        buffer: torch.Tensor | None = getattr(own, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = own.buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size].numpy().data
 
     return target
 
 
-def read_tensors(storage: Storage, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, on the CPU, in memory of their own, verified."""
-    spare = {
-        name: torch.empty(tensor.spec.shape, dtype=BY_NAME[tensor.spec.dtype].torch)
-        for name, tensor in manifest.tensors.items()
-    }
-    views = {name: _bytes_of(tensor) for name, tensor in spare.items() if tensor.numel()}
-    boxed: list[tuple[str, Box, torch.Tensor]] = []
+def into_spare(spares: Mapping[str, Spare]) -> tuple[Target, Done]:
+    """Where chunks go, straight into spare memory if they lie there in one piece, and by copy."""
+    beside = scratch()
 
     def target(tensor: Tensor, chunk: Chunk) -> memoryview:
-        name, size = tensor.spec.name, tensor.spec.element_bytes
-        if isinstance(chunk.place, Span):
-            begin = chunk.place.start * size
-            return views[name][begin : begin + chunk.end - chunk.begin]
-        box = torch.empty(chunk.place.shape, dtype=spare[name].dtype)
-        boxed.append((name, chunk.place, box))
-        return _bytes_of(box)
+        room = spares[tensor.spec.name].room(chunk.place)
+        return beside(tensor, chunk) if room is None else bytes_view(room)
 
-    read_chunks(storage, manifest, target)
-    for name, place, box in boxed:
-        block = tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape, strict=True))
-        spare[name][block] = box
-    return spare
+    def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
+        spare = spares[tensor.spec.name]
+        if spare.room(chunk.place) is None:
+            flat = torch.frombuffer(data, dtype=BY_NAME[tensor.spec.dtype].torch)
+            spare.put(chunk.place, flat)
+
+    return target, done
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def bytes_view(flat: torch.Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager
@@ -162,11 +200,14 @@ def _verify_header(source: Source, name: CheckpointName, writer: Writer) -> None
 
 
 def _read_chunk(
-    source: Source, name: CheckpointName, tensor: Tensor, chunk: Chunk, target: Target
+    source: Source,
+    name: CheckpointName,
+    tensor: Tensor,
+    chunk: Chunk,
+    into: memoryview,
 ) -> None:
-    into = target(tensor, chunk)
-    count = source.read_at(chunk.begin, into)
-    if count != len(into) or digest(into) != chunk.xxh3_128:
+    count, found = _read_hashed(source, chunk.begin, into)
+    if count != len(into) or found != chunk.xxh3_128:
         what = (
             "became shorter" if count != len(into) else "do not have the hash they were saved with"
         )
@@ -175,3 +216,15 @@ def _read_chunk(
             file=f"{name}/{chunk.file}",
             tensor=tensor.spec.name,
         )
+
+
+def _read_hashed(source: Source, begin: int, into: memoryview) -> tuple[int, str]:
+    """Read and hash in steps that stay in the processor's cache between the two."""
+    hashed = Hasher()
+    for low in range(0, len(into), _STEP_BYTES):
+        step = into[low : low + _STEP_BYTES]
+        count = source.read_at(begin + low, step)
+        if count != len(step):
+            return low + count, ""
+        hashed.update(step)
+    return len(into), hashed.hexdigest()

@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpoints.attempt import Attempt, Saved, run
 from checkpoints.commit import is_committed
+from checkpoints.elements import bytes_of
 from checkpoints.errors import ArgumentError, StateError
 from checkpoints.keep import Keep, LatestN
 from checkpoints.lineage import as_lineage
@@ -17,7 +18,6 @@ from checkpoints.naming import MAX_WORLD_SIZE, CheckpointName
 from checkpoints.plan import share
 from checkpoints.storage import Root, storage_for, writing
 from checkpoints.tree import pack, spec_of
-from checkpoints.writer import bytes_of
 
 Clock = Callable[[], float]
 """Seconds since 1970: for records and people, never for decisions."""
@@ -42,7 +42,9 @@ def save(
 
     Every rank of a world calls it with the same tensors, step, generation and nonce; none waits
     for another. ``state`` is a tree of dicts, lists and tuples of JSON values and tensors; values
-    that are not tensors are kept as rank 0 has them. ``nonce`` is the same for all writers of a
+    that are not tensors are kept as rank 0 has them. Of a DTensor (FSDP2, tensor parallelism)
+    each rank writes what it holds, of copies an equal slice; ``rank`` and ``world_size`` are then
+    those of torch.distributed. ``nonce`` is the same for all writers of a
     world and for no other (:func:`checkpoints.new_nonce`). ``data_position`` is JSON for the
     caller. ``keep`` runs after the commit. ``fence`` is asked before it: False means that this
     world is stale, and the attempt stays uncommitted.
@@ -71,7 +73,7 @@ def save(
         specs=specs,
         tree=tree,
         pieces=share(specs, world_size, rank),
-        data=lambda spec, span: bytes_of(tensors[spec.name], span),
+        data=lambda spec, place: bytes_of(tensors[spec.name], place),
     )
     return run(storage, attempt, keep=keep, fence=fence, clock=clock)
 

@@ -23,6 +23,10 @@ _AFTER = b'",\n'
 _PREFIX_BYTES = len(_BEFORE) + 32 + len(_AFTER)
 
 
+Hasher = xxhash.xxh3_128
+"""xxh3-128 of what comes in pieces."""
+
+
 def digest(data: bytes | bytearray | memoryview) -> str:
     """xxh3-128 as 32 hex digits."""
     return str(xxhash.xxh3_128_hexdigest(data))

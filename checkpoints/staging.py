@@ -11,9 +11,10 @@ from itertools import accumulate
 
 import torch
 
-from checkpoints.dtypes import BY_NAME
-from checkpoints.plan import Span, TensorSpec
-from checkpoints.writer import Data, Pieces, elements
+from checkpoints.boxes import Place
+from checkpoints.elements import copy_to
+from checkpoints.plan import TensorSpec, chunks
+from checkpoints.writer import Data, Pieces
 
 
 class Buffer:
@@ -31,27 +32,35 @@ class Buffer:
 
     def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
         """Copy ``pieces``; where their bytes are now. Returns when the tensors may change."""
-        sizes = [span.count * spec.element_bytes for spec, span in pieces]
+        sizes = [place.count * spec.element_bytes for spec, place in pieces]
         begins = [0, *accumulate(sizes)]
-        on_gpu = [t.device for t in tensors.values() if t.is_cuda]
+        on_gpu = {t.device for t in tensors.values() if t.is_cuda}
         self.reserve(begins[-1], pinned=bool(on_gpu))
-        for (spec, span), begin, size in zip(pieces, begins, sizes, strict=False):
+        for (spec, place), begin, size in zip(pieces, begins, sizes, strict=False):
             if size:
-                room = self._bytes[begin : begin + size].view(BY_NAME[spec.dtype].torch)
-                room.copy_(elements(tensors[spec.name], span), non_blocking=True)
-        for device in set(on_gpu):
+                copy_to(self._bytes[begin : begin + size], tensors[spec.name], place)
+        for device in on_gpu:
             torch.cuda.current_stream(device).synchronize()
         return _reader(self._bytes.numpy().data, pieces, begins)
 
 
 def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
-    starts = {
-        spec.name: begin - span.start * spec.element_bytes
-        for (spec, span), begin in zip(pieces, begins, strict=False)
-    }
+    starts: dict[tuple[str, Place], int] = {}
 
-    def data(spec: TensorSpec, span: Span) -> memoryview:
-        begin = starts[spec.name] + span.start * spec.element_bytes
-        return memory[begin : begin + span.count * spec.element_bytes]
+    def data(spec: TensorSpec, place: Place) -> memoryview:
+        if not starts:  # made by the writer's thread: training does not wait for it
+            starts.update(_starts(pieces, begins))
+        begin = starts[spec.name, place]
+        return memory[begin : begin + place.count * spec.element_bytes]
 
     return data
+
+
+def _starts(pieces: Pieces, begins: Sequence[int]) -> dict[tuple[str, Place], int]:
+    """Where each chunk begins in the buffer."""
+    starts = {}
+    for (spec, place), begin in zip(pieces, begins, strict=False):
+        for chunk in chunks(place, spec.element_bytes):
+            starts[spec.name, chunk] = begin
+            begin += chunk.count * spec.element_bytes
+    return starts

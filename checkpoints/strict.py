@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from checkpoints.boxes import Box, Span
 from checkpoints.coverage import coverage_problem
 from checkpoints.dtypes import BY_NAME
 from checkpoints.errors import ArgumentError, Corrupt, UnsupportedFormat
 from checkpoints.manifest import (
     FORMAT,
     Ancestor,
-    Box,
     Chunk,
     Lineage,
     Manifest,
@@ -29,7 +29,7 @@ from checkpoints.manifest import (
     Writer,
 )
 from checkpoints.naming import MAX_WORLD_SIZE, CheckpointName, writer_file
-from checkpoints.plan import Span, TensorSpec
+from checkpoints.plan import TensorSpec
 from checkpoints.sealed import unseal
 from checkpoints.tree import check_tree
 

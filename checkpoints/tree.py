@@ -25,6 +25,7 @@ import torch
 from checkpoints.dtypes import BY_DTYPE
 from checkpoints.errors import StateError
 from checkpoints.plan import TensorSpec
+from checkpoints.sharded import blocks_of, identity_of, is_sharded, layout_of, local_of
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 1024
@@ -43,7 +44,8 @@ def pack(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """What the plan needs to know of a tensor."""
-    return TensorSpec(name, BY_DTYPE[tensor.dtype].name, tuple(tensor.shape))
+    layout = layout_of(tensor) if is_sharded(tensor) else None
+    return TensorSpec(name, BY_DTYPE[tensor.dtype].name, tuple(tensor.shape), layout)
 
 
 def unpack(node: Node, leaf: Callable[[str, str], object]) -> Any:
@@ -126,16 +128,9 @@ class _Packing:
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         _check_tensor(tensor, path)
-        # The tensor stays in self.tensors, so its address is not used again while we pack.
-        memory = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        # The tensor stays in self.tensors, so its memory is not used again while we pack.
+        sharded = is_sharded(tensor)
+        memory = identity_of(tensor) if sharded else _memory(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
         wanted = name = path_name(path) or "tensor"
@@ -143,17 +138,27 @@ class _Packing:
         while name in self.tensors or name == "__metadata__":  # {0: a, "0": b}; a reserved word
             count += 1
             name = f"{wanted}~{count}"
-        self.tensors[name] = tensor.detach()
+        self.tensors[name] = tensor if sharded else tensor.detach()
         self._names[memory] = name
         return name
 
 
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
 def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    if hasattr(tensor, "placements"):
-        raise StateError(
-            f"{_where(path)} is a sharded tensor (DTensor)",
-            hint="This version saves replicated tensors; pass tensor.full_tensor().",
-        )
+    if is_sharded(tensor):
+        blocks_of(tensor, _where(path))
+        tensor = local_of(tensor)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise StateError(f"{_where(path)} is a sparse, quantized or meta tensor: it has no bytes")
     if tensor.dtype not in BY_DTYPE:

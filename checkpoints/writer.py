@@ -10,18 +10,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from checkpoints.boxes import Place, Span, whole
 from checkpoints.dtypes import BY_NAME
 from checkpoints.manifest import Chunk, Writer
 from checkpoints.naming import writer_file
-from checkpoints.plan import Span, TensorSpec, chunks
+from checkpoints.plan import TensorSpec, chunks
 from checkpoints.sealed import digest
 from checkpoints.storage import Storage
 
-Pieces = Sequence[tuple[TensorSpec, Span]]
-Data = Callable[[TensorSpec, Span], memoryview]
-"""The bytes of a run of elements of a tensor."""
+Pieces = Sequence[tuple[TensorSpec, Place]]
+Data = Callable[[TensorSpec, Place], memoryview]
+"""The bytes of a part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ def write_share(
     sink = storage.create(f"{folder}/{file}")
     try:
         sink.write(head)
-        for spec, span in pieces:
-            for piece in chunks(span, spec.element_bytes):
+        for spec, place in pieces:
+            for piece in chunks(place, spec.element_bytes):
                 data = data_of(spec, piece)
                 sink.write(data)
                 begin, end = end, end + len(data)
@@ -67,20 +66,20 @@ def header(pieces: Pieces) -> bytes:
     """The head of a safetensors file: 8 bytes of length, JSON, spaces up to a multiple of 64.
 
     A tensor that stands whole in the file has its own name and shape there, so that a checkpoint
-    of one writer is an ordinary safetensors file; a piece of one is named ``name[start:stop]``.
+    of one writer is an ordinary safetensors file; a piece of one is named ``name[start:stop]``,
+    with a range for each dimension if it is a block.
     """
     entries: dict[str, object] = {}
     begin = 0
-    for spec, span in pieces:
+    for spec, place in pieces:
         element = BY_NAME[spec.dtype]
-        whole = span.count == spec.count
-        name = spec.name if whole else f"{spec.name}[{span.start}:{span.start + span.count}]"
+        name, shape = _label(spec, place)
         while name in entries:  # a tensor may be called like a piece of another
             name += "~"
-        end = begin + span.count * element.size_bytes
+        end = begin + place.count * element.size_bytes
         entries[name] = {
             "dtype": element.file_name,
-            "shape": [*(spec.shape if whole else (span.count,)), *element.file_shape],
+            "shape": [*shape, *element.file_shape],
             "data_offsets": [begin, end],
         }
         begin = end
@@ -89,21 +88,10 @@ def header(pieces: Pieces) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tensor: torch.Tensor, span: Span) -> memoryview:
-    """The bytes of a run of elements; a view of the tensor's memory where that is possible."""
-    flat = elements(tensor, span).cpu()
-    if flat.stride(0) != 1:  # one element of a strided row counts as contiguous, yet has no view
-        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
-    return flat.view(torch.uint8).numpy().data
-
-
-def elements(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    """A run of elements in row-major order; a view where that is possible."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous() or tensor.dim() == 0:
-        return tensor.reshape(-1)[span.start : span.start + span.count]
-    # Copy only the rows that the span touches, not the whole tensor.
-    row = tensor[0].numel()
-    first, last = span.start // row, -(-(span.start + span.count) // row)
-    start = span.start - first * row
-    return tensor[first:last].reshape(-1)[start : start + span.count]
+def _label(spec: TensorSpec, place: Place) -> tuple[str, tuple[int, ...]]:
+    if place in (whole(spec.shape), Span(0, spec.count)):
+        return spec.name, spec.shape
+    if isinstance(place, Span):
+        return f"{spec.name}[{place.start}:{place.start + place.count}]", (place.count,)
+    ranges = (f"{o}:{o + n}" for o, n in zip(place.offset, place.shape, strict=True))
+    return f"{spec.name}[{','.join(ranges)}]", place.shape

@@ -1,0 +1,186 @@
+"""Ranks that load together: each reads a share, they exchange it, and all fail as one.
+
+Only collectives of the group that the caller gave are used, in one order on every rank: what is
+exchanged follows from the manifest, which they agree on first. Reports travel as JSON: nothing
+is unpickled. A rank that dies makes the group fail, or its timeout end, on the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from checkpoints import errors
+from checkpoints.dtypes import BY_NAME
+from checkpoints.errors import Corrupt, LoadError, Mismatch
+from checkpoints.reader import Item
+from checkpoints.spare import Spare
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_WINDOW_BYTES = 32 << 20  # what each rank gives in one collective
+_ALIGNMENT = 64
+
+
+def shares_of(items: Sequence[Item], size: int) -> tuple[tuple[Item, ...], ...]:
+    """Items in runs of about equal bytes, one for each rank."""
+    total = sum(_size(item) for item in items)
+    shares: list[list[Item]] = [[] for _ in range(size)]
+    begin = 0
+    for item in items:
+        middle = begin + _size(item) // 2
+        shares[min(middle * size // max(total, 1), size - 1)].append(item)
+        begin += _size(item)
+    return tuple(map(tuple, shares))
+
+
+class Together:
+    """What this rank tells the others at the end of a stage."""
+
+    def __init__(self) -> None:
+        self.fact = ""
+
+    def must_agree(self, fact: str) -> None:
+        """All ranks must say the same here."""
+        self.fact = fact
+
+
+class Exchange:
+    """A process group's ranks, loading one checkpoint."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        backend = str(dist.get_backend(group))
+        only_gpu = "nccl" in backend and "gloo" not in backend
+        self._device = torch.device("cuda" if only_gpu else "cpu")
+
+    @contextmanager
+    def together(self) -> Iterator[Together]:
+        """A stage that all ranks complete, or none: a failure of one is raised on all."""
+        here, failure = Together(), None
+        try:
+            yield here
+        except Exception as error:  # noqa: BLE001  told to all, and raised below
+            failure = error
+        mine = {"failure": failure and _as_json(failure), "fact": here.fact}
+        reports = self._tell(mine)
+        for rank, report in enumerate(reports):
+            if report["failure"] is None:
+                continue
+            if rank == self.rank and failure is not None:
+                raise failure
+            raise _from_json(report["failure"], rank) from failure
+        for rank, report in enumerate(reports):
+            if report["fact"] != reports[0]["fact"]:
+                raise LoadError(
+                    f"rank {rank} loads another checkpoint, or into another form of state, "
+                    "than rank 0",
+                    hint="Tell all ranks one name; give all of them the same sharding.",
+                )
+
+    def all_gather(self, shares: Sequence[Sequence[Item]], spares: Mapping[str, Spare]) -> None:
+        """Give what this rank has read to all others, and take what they have."""
+        windows = [list(_windows(share)) for share in shares]
+        for number in range(max(map(len, windows))):
+            now = [of[number] if number < len(of) else [] for of in windows]
+            room = max(sum(_room(item) for item in window) for window in now)
+            given = torch.zeros(room, dtype=torch.uint8)
+            for (tensor, chunk), place in _placed(now[self.rank]):
+                data = spares[tensor.spec.name].get(chunk.place).view(torch.uint8)
+                given[place : place + data.numel()] = data
+            taken = self._gathered(given)
+            for rank, window in enumerate(now):
+                for (tensor, chunk), place in _placed(window) if rank != self.rank else ():
+                    data = taken[rank][place : place + chunk.end - chunk.begin]
+                    spares[tensor.spec.name].put(
+                        chunk.place, data.view(BY_NAME[tensor.spec.dtype].torch)
+                    )
+        with self.together():  # nobody touches a live tensor before everybody has all
+            pass
+
+    def _tell(self, report: Mapping[str, object]) -> list[dict[str, Any]]:
+        """Every rank's report."""
+        text = json.dumps(report).encode()
+        sizes = self._gathered(torch.tensor([len(text)], dtype=torch.int64))
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        return [json.loads(bytes(data.tolist())) for data in self._gathered(padded)]
+
+    def _gathered(self, given: torch.Tensor) -> list[torch.Tensor]:
+        """Equally many elements of every rank, on the CPU."""
+        here = given.to(self._device)
+        taken = torch.empty((self.size, *given.shape), dtype=given.dtype, device=self._device)
+        try:
+            self._dist.all_gather_into_tensor(taken.view(-1), here, group=self._group)
+            return list(taken.cpu())
+        except RuntimeError as error:
+            raise LoadError(
+                f"the process group failed while loading: {error}",
+                hint="The tensors are as they were. Make a new group, and load again.",
+            ) from error
+
+
+def _windows(share: Sequence[Item]) -> Iterator[list[Item]]:
+    window: list[Item] = []
+    size = 0
+    for item in share:
+        if window and size + _room(item) > _WINDOW_BYTES:
+            yield window
+            window, size = [], 0
+        window.append(item)
+        size += _room(item)
+    if window:
+        yield window
+
+
+def _placed(window: Sequence[Item]) -> Iterator[tuple[Item, int]]:
+    place = 0
+    for item in window:
+        yield item, place
+        place += _room(item)
+
+
+def _size(item: Item) -> int:
+    return item[1].end - item[1].begin
+
+
+def _room(item: Item) -> int:
+    """Aligned: the bytes are looked at as elements where they lie."""
+    return -(-_size(item) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_json(error: Exception) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": type(error).__name__, "message": repr(error), "hint": ""}
+    if isinstance(error, LoadError):
+        found.update(message=error.message, hint=error.hint)
+    if isinstance(error, Corrupt):
+        found.update(reason=error.reason, file=error.file, tensor=error.tensor)
+    if isinstance(error, Mismatch):
+        found.update(missing=error.missing, extra=error.extra, mis_shaped=error.mis_shaped)
+    return found
+
+
+def _from_json(found: Mapping[str, Any], rank: int) -> LoadError:
+    """The same error as on the other rank, and which rank that was."""
+    kind = getattr(errors, found["type"], LoadError)
+    error: LoadError
+    if kind is Corrupt:
+        error = Corrupt(found["reason"], file=found["file"], tensor=found["tensor"])
+    elif kind is Mismatch:
+        lists = {key: tuple(found[key]) for key in ("missing", "extra", "mis_shaped")}
+        error = Mismatch("the checkpoint", **lists)
+    else:
+        known = isinstance(kind, type) and issubclass(kind, LoadError)
+        error = (kind if known else LoadError)(found["message"], hint=found["hint"])
+    error.message = f"on rank {rank}: {found['message']}"
+    return error
