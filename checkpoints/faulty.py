@@ -1,16 +1,19 @@
 """A storage that fails at a chosen call: dies before or after it, tears it, refuses or delays it.
 
 For tests, of this package and of programs that use it. Run once with no fault to count the
-calls, then once for every call and every fault.
+calls, then once for every call and every fault. :class:`FaultyObjects` does the same to the
+requests to an object store, of which one call of a storage makes several.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from checkpoints.fsspec_objects import Entry, Objects, Upload
 from checkpoints.storage import Sink, Source, Storage
 
 
@@ -189,3 +192,70 @@ class _FaultySource:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class FaultyObjects:
+    """Wraps an object store, as :class:`FaultyStorage` does a storage.
+
+    Nothing tears here: a put is whole or never was.
+    """
+
+    def __init__(
+        self,
+        inner: Objects,
+        *,
+        at: int | None = None,
+        fault: Fault = Fault.DIE_BEFORE,
+        before: Callable[[str], None] | None = None,
+    ) -> None:
+        self._inner = inner
+        self._plan = _Plan(at, fault, before, [])
+
+    @property
+    def calls(self) -> list[str]:
+        return self._plan.calls
+
+    @property
+    def place(self) -> str:
+        return self._inner.place
+
+    def list(self, prefix: str) -> Mapping[str, Entry]:
+        found: dict[str, Entry] = {}
+        self._plan.run(f"list {prefix}", lambda: found.update(self._inner.list(prefix)))
+        return found
+
+    def stat(self, key: str) -> Entry:
+        found: builtins.list[Entry] = []
+        self._plan.run(f"stat {key}", lambda: found.append(self._inner.stat(key)))
+        return found[0]
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        found: builtins.list[bytes] = []
+        self._plan.run(f"get {key}", lambda: found.append(self._inner.get(key, begin, end)))
+        return found[0]
+
+    def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
+        self._plan.run(f"write {key}", lambda: self._inner.put(key, data, only_new=only_new))
+
+    def upload(self, key: str) -> Upload:
+        return _FaultyUpload(self._inner.upload(key), self._plan, key)
+
+    def delete(self, key: str) -> None:
+        self._plan.run(f"delete {key}", lambda: self._inner.delete(key))
+
+    def delete_prefix(self, prefix: str) -> None:
+        self._inner.delete_prefix(prefix)
+
+
+class _FaultyUpload:
+    def __init__(self, inner: Upload, plan: _Plan, key: str) -> None:
+        self._inner, self._plan, self._key = inner, plan, key
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._plan.run(f"write {self._key}", lambda: self._inner.write(data))
+
+    def finish(self) -> None:
+        self._plan.run(f"write {self._key}", self._inner.finish)
+
+    def abandon(self) -> None:
+        self._inner.abandon()

@@ -4,7 +4,8 @@ Paths are relative to the storage's root, with ``/``; what they name is made by
 :mod:`checkpoints.naming`, never taken from a manifest unchecked. Failures are ``OSError``;
 callers turn them into errors for people (:func:`writing`, :func:`reading`).
 
-:mod:`checkpoints.faulty` wraps any storage and fails, tears or dies at a chosen call.
+:mod:`checkpoints.objects` is an object store behind the same protocol; :mod:`checkpoints.faulty`
+wraps any storage and fails, tears or dies at a chosen call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -95,12 +97,28 @@ class Storage(Protocol):
 
 
 Root = str | os.PathLike[str] | Storage
-"""Where checkpoints live: a path on this machine, or a storage."""
+"""Where checkpoints live: a path on this machine, a URL of an object store, or a storage."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 
 def storage_for(root: Root) -> Storage:
-    """The storage that ``root`` is or names."""
-    return LocalStorage(root) if isinstance(root, (str, os.PathLike)) else root
+    """The storage that ``root`` is or names.
+
+    A text that begins with a scheme is a URL: ``s3://bucket/prefix``, ``memory://jobs``;
+    ``file://`` ones are paths. Raises :class:`ArgumentError` if its driver is not installed.
+    """
+    if not isinstance(root, (str, os.PathLike)):
+        return root
+    scheme = _SCHEME.match(root) if isinstance(root, str) else None
+    if scheme is None:
+        return LocalStorage(root)
+    if scheme[1].lower() in ("file", "local"):
+        return LocalStorage(str(root)[scheme.end() :])
+    from checkpoints.fsspec_objects import open_url
+    from checkpoints.objects import ObjectStorage
+
+    return ObjectStorage(open_url(str(root)))
 
 
 class LocalStorage:

@@ -1,23 +1,64 @@
-"""What every storage for checkpoints keeps: the local one and the one in memory alike."""
+"""What every storage for checkpoints keeps: disk, memory and object stores alike."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
+from s3_server import S3Server, s3_server
 
 from checkpoints.faulty import FaultyStorage
+from checkpoints.fsspec_objects import PART_BYTES, FsspecObjects, open_url
 from checkpoints.memory import MemoryStorage
+from checkpoints.objects import ObjectStorage
 from checkpoints.storage import LocalStorage, Storage
 
+NAME = "step-000000001.g2.ab"
+ATTEMPT = f".tmp-{NAME}"
+REMOVED = f".tmp-removed-{NAME}"
+DISKS = ["local", "memory", "faulty without a fault"]
+OBJECTS = ["objects in memory", "objects on disk", "objects in s3"]
 
-@pytest.fixture(params=["local", "memory", "faulty without a fault"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "local":
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+def make(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Storage:
+    if kind == "local":
         return LocalStorage(tmp_path / "a" / "root")
+    if kind == "objects in memory":
+        fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
+        return ObjectStorage(FsspecObjects(fs, "/a/root"))
+    if kind == "objects on disk":
+        fs = fsspec.filesystem("file", auto_mkdir=True)
+        return ObjectStorage(FsspecObjects(fs, str(tmp_path / "root")))
+    if kind == "objects in s3":
+        s3: S3Server = request.getfixturevalue("s3")
+        bucket = s3.bucket(f"bucket-{len(s3.requests)}")
+        return ObjectStorage(open_url(f"s3://{bucket}/a/root", **s3.options))
     inner = MemoryStorage()
-    return inner if request.param == "memory" else FaultyStorage(inner)
+    return inner if kind == "memory" else FaultyStorage(inner)
+
+
+@pytest.fixture(params=DISKS + OBJECTS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return make(request.param, tmp_path, request)
+
+
+@pytest.fixture(params=DISKS)
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return make(request.param, tmp_path, request)
+
+
+@pytest.fixture(params=OBJECTS)
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return make(request.param, tmp_path, request)
 
 
 def _put(storage: Storage, path: str, data: bytes) -> None:
@@ -35,54 +76,117 @@ def _get(storage: Storage, path: str, offset: int = 0, count: int = 100) -> byte
     return bytes(buffer[:done])
 
 
+def _attempt(storage: Storage) -> None:
+    storage.make_folder("")
+    storage.make_folder(ATTEMPT)
+    _put(storage, f"{ATTEMPT}/file", b"data")
+    _put(storage, f"{ATTEMPT}/.manifest-1.json", b"manifest")
+    storage.rename(f"{ATTEMPT}/.manifest-1.json", f"{ATTEMPT}/manifest.json")
+
+
 def test_files_are_written_read_and_replaced(storage: Storage) -> None:
     storage.make_folder("")
-    storage.make_folder("folder")
-    storage.make_folder("folder")
-    _put(storage, "folder/file", b"long content")
-    _put(storage, "folder/file", b"content")
-    assert _get(storage, "folder/file") == b"content"
-    assert _get(storage, "folder/file", 3, 2) == b"te"
-    assert storage.size("folder/file") == 7
-    source = storage.open("folder/file")
+    storage.make_folder(ATTEMPT)
+    storage.make_folder(ATTEMPT)
+    _put(storage, f"{ATTEMPT}/file", b"long content")
+    _put(storage, f"{ATTEMPT}/file", b"content")
+    assert _get(storage, f"{ATTEMPT}/file") == b"content"
+    assert _get(storage, f"{ATTEMPT}/file", 3, 2) == b"te"
+    assert _get(storage, f"{ATTEMPT}/file", 5) == b"nt"
+    assert _get(storage, f"{ATTEMPT}/file", 9) == b""
+    assert storage.size(f"{ATTEMPT}/file") == 7
+    source = storage.open(f"{ATTEMPT}/file")
     assert source.size() == 7
     source.close()
-    assert storage.list("folder") == ["file"]
-    assert storage.list("") == ["folder"]
-    storage.sync_folder("folder")
+    assert storage.list(ATTEMPT) == ["file"]
+    assert storage.list("") == [ATTEMPT]
+    storage.sync_folder(ATTEMPT)
     storage.sync_folder("")
-    assert isinstance(storage.modified_s("folder/file"), float)
+    assert storage.modified_s(ATTEMPT) >= 0
+    assert isinstance(storage.modified_s(f"{ATTEMPT}/file"), float)
 
 
 def test_what_is_missing_is_file_not_found(storage: Storage) -> None:
     storage.make_folder("")
-    for call in (storage.list, storage.size, storage.open, storage.sync_folder):
+    for missing in ("missing", ATTEMPT, NAME, f"{NAME}/manifest.json"):
+        for call in (storage.list, storage.size, storage.open, storage.remove):
+            with pytest.raises((FileNotFoundError, NotADirectoryError)):
+                call(missing)
+        storage.remove_folder(missing)
+    for old, new in (("missing", "other"), (ATTEMPT, NAME), (NAME, REMOVED)):
         with pytest.raises(FileNotFoundError):
-            call("missing")
-    with pytest.raises(FileNotFoundError):
-        storage.create("missing/file")
-    with pytest.raises(FileNotFoundError):
-        storage.remove("missing")
-    with pytest.raises(FileNotFoundError):
-        storage.rename("missing", "other")
-    storage.remove_folder("missing")
+            storage.rename(old, new)
+    assert storage.list("") == []
 
 
-def test_a_folder_is_renamed_whole_and_never_onto_another(storage: Storage) -> None:
-    storage.make_folder("")
+def test_disks_have_folders_that_can_be_missing(disk: Storage) -> None:
+    disk.make_folder("")
+    for call in (disk.create, disk.sync_folder):
+        with pytest.raises(FileNotFoundError):
+            call("missing/file")
+
+
+def test_an_attempt_becomes_a_checkpoint_that_becomes_rubbish(storage: Storage) -> None:
+    _attempt(storage)
+    assert sorted(storage.list(ATTEMPT)) == ["file", "manifest.json"]
+    assert storage.list("") == [ATTEMPT]
+    storage.rename(ATTEMPT, NAME)
+    assert storage.list("") == [NAME]
+    assert sorted(storage.list(NAME)) == ["file", "manifest.json"]
+    assert _get(storage, f"{NAME}/manifest.json") == b"manifest"
+    assert _get(storage, f"{NAME}/file") == b"data"
+    storage.remove_folder(ATTEMPT)  # there is none any more
+    assert _get(storage, f"{NAME}/file") == b"data"
+    storage.rename(NAME, REMOVED)
+    assert storage.list("") == [REMOVED]
+    with pytest.raises(FileNotFoundError):
+        storage.size(f"{NAME}/manifest.json")
+    storage.remove_folder(NAME)  # nor this
+    assert storage.list("") == [REMOVED]
+    storage.remove_folder(REMOVED)
+    assert storage.list("") == []
+
+
+def test_what_is_committed_takes_no_more_files(storage: Storage) -> None:
+    _attempt(storage)
+    storage.rename(ATTEMPT, NAME)
+    with pytest.raises(FileNotFoundError):
+        storage.create(f"{ATTEMPT}/file")
+    with pytest.raises(FileNotFoundError):
+        storage.list(ATTEMPT)
+    assert _get(storage, f"{NAME}/file") == b"data"
+
+
+def test_a_folder_is_never_renamed_onto_another(disk: Storage) -> None:
+    disk.make_folder("")
     for folder in ("one", "two"):
-        storage.make_folder(folder)
-        _put(storage, f"{folder}/file", folder.encode())
+        disk.make_folder(folder)
+        _put(disk, f"{folder}/file", folder.encode())
     with pytest.raises(OSError) as caught:
-        storage.rename("one", "two")
+        disk.rename("one", "two")
     assert caught.value.errno in (errno.EEXIST, errno.ENOTEMPTY)
-    storage.rename("one", "three")
-    assert sorted(storage.list("")) == ["three", "two"]
-    assert _get(storage, "three/file") == b"one"
-    storage.remove("three/file")
-    storage.remove_folder("two")
-    assert storage.list("") == ["three"]
-    assert storage.list("three") == []
+    disk.rename("one", "three")
+    assert sorted(disk.list("")) == ["three", "two"]
+    assert _get(disk, "three/file") == b"one"
+    disk.remove("three/file")
+    assert disk.list("three") == []
+
+
+def test_of_two_committers_to_an_object_store_one_is_told_so(objects: ObjectStorage) -> None:
+    _attempt(objects)
+    objects.rename(ATTEMPT, NAME)
+    pending = objects._objects  # a second one had put its manifest before the first committed
+    pending.put(f"{NAME}/.manifest-pending.json", b"manifest")
+    with pytest.raises(FileExistsError) as caught:
+        objects.rename(ATTEMPT, NAME)
+    assert caught.value.errno == errno.EEXIST
+    assert "manifest.json" in objects.list(NAME)
+
+
+def test_an_object_store_does_not_rename_other_folders(objects: Storage) -> None:
+    _attempt(objects)
+    with pytest.raises(OSError, match="cannot rename"):
+        objects.rename(ATTEMPT, "step-000000009.g2.ab")
 
 
 def test_a_file_is_renamed_onto_another(storage: Storage) -> None:
@@ -92,3 +196,33 @@ def test_a_file_is_renamed_onto_another(storage: Storage) -> None:
     storage.rename("new", "old")
     assert _get(storage, "old") == b"new"
     assert storage.list("") == ["old"]
+    storage.remove("old")
+    assert storage.list("") == []
+
+
+@pytest.mark.parametrize("size", [3, PART_BYTES + 5])
+def test_an_object_is_seen_when_it_is_synced_and_not_before(objects: Storage, size: int) -> None:
+    """Else a reader could take the beginning of a file for all of it."""
+    half = bytes(size // 2)
+    lost = objects.create(f"{ATTEMPT}/lost")
+    kept = objects.create(f"{ATTEMPT}/kept")
+    for sink in (lost, kept):
+        sink.write(half)
+        sink.write(memoryview(b"x" * (size - len(half))))
+    with pytest.raises(FileNotFoundError):
+        objects.list(ATTEMPT)
+    lost.close()
+    kept.sync()
+    kept.close()
+    assert objects.list(ATTEMPT) == ["kept"]
+    assert objects.size(f"{ATTEMPT}/kept") == size
+    assert _get(objects, f"{ATTEMPT}/kept", size - 2) == b"xx"
+
+
+def test_an_empty_file(storage: Storage) -> None:
+    storage.make_folder("")
+    _put(storage, "empty", b"")
+    assert storage.size("empty") == 0
+    assert _get(storage, "empty") == b""
+    storage.rename("empty", "other")
+    assert storage.list("") == ["other"]

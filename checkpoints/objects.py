@@ -1,0 +1,246 @@
+"""Checkpoints in an object store, where nothing can be renamed: the manifest, put last, commits.
+
+An attempt and the checkpoint it becomes are one prefix::
+
+    step-000001200.g7.3f9c/
+      00000-of-00004.safetensors     in their place from the start
+      part-00000-of-00004.json
+      .manifest-pending.json         an attempt's manifest.json, before the commit
+      manifest.json                  there: committed. One put, which only the first one wins.
+      .removed                       there, and no manifest: on its way out
+
+So the three folders of :mod:`checkpoints.naming` (attempt, committed, removed) are three states
+of a prefix, told by which of the two last objects is there. Renaming between them puts and
+deletes these, and never moves data. An object store has no folders: an empty one is missing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from collections.abc import Mapping
+from enum import Enum
+
+from checkpoints.fsspec_objects import Entry, Objects, Upload
+from checkpoints.naming import (
+    MANIFEST,
+    REMOVED_PREFIX,
+    CheckpointName,
+    parse_attempt,
+    parse_committed,
+    parse_part_file,
+)
+from checkpoints.storage import Sink, Source
+
+_PENDING = ".manifest-pending.json"
+_REMOVED = ".removed"
+
+
+class _State(Enum):
+    MISSING = "missing"
+    ATTEMPT = "attempt"
+    COMMITTED = "committed"
+    REMOVED = "removed"
+
+
+class ObjectStorage:
+    """A storage over an object store."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    @property
+    def place(self) -> str:
+        return self._objects.place
+
+    def make_folder(self, path: str) -> None:
+        """Nothing: the first object makes its prefix."""
+
+    def list(self, path: str) -> builtins.list[str]:
+        if not path:
+            return self._roots()
+        name, state = _asked(path)
+        entries = self._objects.list(_key(path))
+        if not entries or (name is not None and _state(entries) is not state):
+            raise _missing(path)
+        if name is None:
+            return [*entries]
+        hidden = {_REMOVED} if state is _State.ATTEMPT else {_REMOVED, _PENDING}
+        names = [entry for entry in entries if entry not in hidden]
+        return [MANIFEST if entry == _PENDING else entry for entry in names]
+
+    def size(self, path: str) -> int:
+        return self._objects.stat(_key(path)).size
+
+    def modified_s(self, path: str) -> float:
+        """Of a folder: of what changed last in it."""
+        if "/" in path or _asked(path)[0] is None:
+            return self._objects.stat(_key(path)).modified_s
+        files = [entry.modified_s for entry in self._objects.list(_key(path)).values()]
+        if not files:
+            raise _missing(path)
+        return max(files)
+
+    def create(self, path: str) -> Sink:
+        name, state = _asked(path)
+        if name is not None and state is _State.ATTEMPT and self._exists(name, MANIFEST):
+            raise _missing(path)  # it is committed: nothing is written into it any more
+        return _ObjectSink(self._objects.upload(_key(path)))
+
+    def open(self, path: str) -> Source:
+        return _ObjectSource(self._objects, _key(path))
+
+    def rename(self, old: str, new: str) -> None:
+        """A file, or a checkpoint from attempt to committed to removed."""
+        name, before = _asked(old)
+        same, after = _asked(new)
+        if "/" in old or name is None:
+            self._move(_key(old), _key(new))
+        elif name == same and (before, after) == (_State.ATTEMPT, _State.COMMITTED):
+            self._commit(name)
+        elif name == same and (before, after) == (_State.COMMITTED, _State.REMOVED):
+            self._uncommit(name)
+        else:
+            raise OSError(errno.EOPNOTSUPP, "an object store cannot rename folders", old)
+
+    def sync_folder(self, path: str) -> None:
+        """Nothing: a put is durable when it returns."""
+
+    def remove(self, path: str) -> None:
+        self._objects.stat(_key(path))
+        self._objects.delete(_key(path))
+
+    def remove_folder(self, path: str) -> None:
+        """With all that is in it. Dying in between leaves nothing that looks whole."""
+        name, state = _asked(path)
+        entries = self._objects.list(_key(path))
+        if name is not None and _state(entries) is not state:
+            return  # it has become something else
+        for entry in sorted(entries, key=_removal_order):
+            if entries[entry].is_folder:
+                self.remove_folder(f"{_key(path)}/{entry}")
+            else:
+                self._objects.delete(f"{_key(path)}/{entry}")
+        self._objects.delete_prefix(_key(path))
+
+    def _roots(self) -> builtins.list[str]:
+        found = []
+        for entry, info in self._objects.list("").items():
+            name = parse_committed(entry)
+            if name is None or not info.is_folder:
+                found.append(entry)
+                continue
+            if self._exists(name, MANIFEST):
+                found.append(str(name))
+            elif self._exists(name, _REMOVED):
+                found.append(name.removed)
+            else:
+                found.append(name.attempt)
+        return found
+
+    def _exists(self, name: CheckpointName, file: str) -> bool:
+        try:
+            self._objects.stat(f"{name}/{file}")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _move(self, old: str, new: str) -> None:
+        size = self._objects.stat(old).size
+        self._objects.put(new, self._objects.get(old, 0, size) if size else b"")
+        self._objects.delete(old)
+
+    def _commit(self, name: CheckpointName) -> None:
+        pending = f"{name}/{_PENDING}"
+        size = self._objects.stat(pending).size
+        data = self._objects.get(pending, 0, size)
+        self._objects.put(f"{name}/{MANIFEST}", data, only_new=True)
+        self._objects.delete(f"{name}/{_REMOVED}")
+        self._objects.delete(pending)
+
+    def _uncommit(self, name: CheckpointName) -> None:
+        self._objects.stat(f"{name}/{MANIFEST}")
+        self._objects.put(f"{name}/{_REMOVED}", b"")
+        self._objects.delete(f"{name}/{MANIFEST}")
+
+
+class _ObjectSink:
+    """Written when it is synced: before, nobody sees it, and without, it never was."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._finished = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._upload.write(data)
+
+    def sync(self) -> None:
+        self._upload.finish()
+        self._finished = True
+
+    def close(self) -> None:
+        if not self._finished:
+            self._upload.abandon()
+
+
+class _ObjectSource:
+    def __init__(self, objects: Objects, key: str) -> None:
+        self._objects, self._key = objects, key
+        self._size = objects.stat(key).size
+
+    def size(self) -> int:
+        return self._size
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        end = min(offset + len(into), self._size)
+        if end <= offset:
+            return 0
+        data = self._objects.get(self._key, offset, end)
+        into[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+def _asked(path: str) -> tuple[CheckpointName | None, _State]:
+    """Which checkpoint a path is in, and in which state it has to be for that."""
+    folder = path.partition("/")[0]
+    if folder.startswith(REMOVED_PREFIX):
+        return parse_committed(folder.removeprefix(REMOVED_PREFIX)), _State.REMOVED
+    if (attempt := parse_attempt(folder)) is not None:
+        return attempt, _State.ATTEMPT
+    return parse_committed(folder), _State.COMMITTED
+
+
+def _key(path: str) -> str:
+    """The object's name."""
+    name, state = _asked(path)
+    _, slash, file = path.partition("/")
+    if name is None:
+        return path
+    if state is _State.ATTEMPT and file == MANIFEST:
+        file = _PENDING
+    return f"{name}{slash}{file}"
+
+
+def _state(entries: Mapping[str, Entry]) -> _State:
+    if MANIFEST in entries:
+        return _State.COMMITTED
+    if _REMOVED in entries:
+        return _State.REMOVED
+    return _State.ATTEMPT if entries else _State.MISSING
+
+
+def _removal_order(entry: str) -> tuple[int, str]:
+    """The manifest first: what is half removed is not listed. Then parts: nobody can commit it
+    again. The mark that it is on its way out goes last."""
+    if entry == MANIFEST:
+        return 0, entry
+    if parse_part_file(entry) is not None:
+        return 1, entry
+    return (3 if entry == _REMOVED else 2), entry
+
+
+def _missing(path: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "no such folder", path)

@@ -1,0 +1,212 @@
+"""Checkpoints in object stores: the put of the manifest commits, whatever dies around it."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from checkpoint_states import odd_state, same, save_all, small_state
+
+import checkpoints
+from checkpoints.commit import commit
+from checkpoints.faulty import Died, Fault, FaultyObjects, FaultyStorage
+from checkpoints.fsspec_objects import FsspecObjects
+from checkpoints.naming import CheckpointName
+from checkpoints.objects import ObjectStorage
+from checkpoints.storage import LocalStorage, Storage, storage_for
+
+
+def in_memory() -> FsspecObjects:
+    fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
+    return FsspecObjects(fs, "/bucket/prefix")
+
+
+def prepared() -> FsspecObjects:
+    objects = in_memory()
+    for step in (0, 1):
+        save_all(ObjectStorage(objects), small_state(step), step=step)
+    return objects
+
+
+def save_both(storage: Storage) -> checkpoints.Saved:
+    """Step 2 by both writers of a world, with retention, so that something is removed, too."""
+    keep = checkpoints.LatestN(2)
+    for rank in (0, 1):
+        saved = checkpoints.save(
+            storage, small_state(2), step=2, nonce="aa", rank=rank, world_size=2, keep=keep
+        )
+    return saved
+
+
+def assert_all_listed_are_whole(storage: Storage) -> list[int]:
+    steps = []
+    for info in checkpoints.list_checkpoints(storage):
+        assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
+        steps.append(info.step)
+    assert 1 in steps  # the one before is never harmed
+    found = checkpoints.latest(storage)
+    assert found.checkpoint is not None and found.checkpoint.step == max(steps)
+    assert found.passed_over == ()
+    return steps
+
+
+def test_every_kind_of_tensor() -> None:
+    storage = ObjectStorage(in_memory())
+    name = save_all(storage, odd_state(), step=1, world_size=3)
+    assert same(checkpoints.load(storage, name).state, odd_state())
+    assert sorted(storage.list(name)) == [
+        *(f"0000{rank}-of-00003.safetensors" for rank in range(3)),
+        "manifest.json",
+    ]
+
+
+def test_the_manifest_is_the_last_object_of_a_commit() -> None:
+    objects = FaultyObjects(in_memory())
+    save_all(ObjectStorage(objects), small_state(1), step=1, world_size=2)
+    writes = [call for call in objects.calls if call.startswith("write ") and "step-" in call]
+    assert writes[-1] == "write step-000000001.g0.aa/manifest.json"
+    assert sum(call.endswith("/manifest.json") for call in writes) == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.DIE_BEFORE, Fault.DIE_AFTER])
+@pytest.mark.parametrize("level", [FaultyObjects, FaultyStorage])
+def test_dying_at_any_request(level: Any, fault: Fault) -> None:
+    at, count, outcomes = 0, 1, builtins.set[bool]()
+    while at < count:
+        objects = prepared()
+        faulty = _wrapped(level, objects, at, fault)
+        storage = ObjectStorage(objects)
+        try:
+            save_both(faulty[0])
+            count = len(faulty[1].calls)
+            assert at == count, "the fault never struck"
+        except Died:
+            count = at + 2
+            outcomes.add(2 in assert_all_listed_are_whole(storage))
+            checkpoints.sweep(storage, generation=1, nonce="bb")
+            assert [e for e in storage.list("") if e.startswith(".tmp-")] == [], faulty[1].calls
+            assert_all_listed_are_whole(storage)
+            save_all(storage, small_state(3), step=3, generation=1, nonce="bb")
+            assert checkpoints.list_checkpoints(storage)[0].step == 3
+        at += 1
+    assert at > 40
+    assert outcomes == {True, False}  # some died before the commit, some after
+
+
+def _wrapped(level: Any, objects: FsspecObjects, at: int, fault: Fault) -> tuple[Storage, Any]:
+    if level is FaultyObjects:
+        faulty = FaultyObjects(objects, at=at, fault=fault)
+        return ObjectStorage(faulty), faulty
+    storage = FaultyStorage(ObjectStorage(objects), at=at, fault=fault)
+    return storage, storage
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault.NO_SPACE, checkpoints.DiskFull),
+        (Fault.IO_ERROR, checkpoints.WriteFailed),
+        (Fault.REFUSED, checkpoints.NotWritable),
+    ],
+)
+def test_a_refusal_at_any_request(fault: Fault, error: type[checkpoints.SaveError]) -> None:
+    counted = FaultyObjects(prepared())
+    save_both(ObjectStorage(counted))
+    failed = 0
+    for at, call in enumerate(counted.calls):
+        objects = prepared()
+        try:
+            saved = save_both(ObjectStorage(FaultyObjects(objects, at=at, fault=fault)))
+        except error as caught:
+            failed += 1
+            assert caught.hint
+        else:
+            assert saved.committed, call
+        if 2 not in assert_all_listed_are_whole(ObjectStorage(objects)):
+            save_all(ObjectStorage(objects), small_state(3), step=3, world_size=2)
+            left = [e for e in ObjectStorage(objects).list("") if e.startswith(".tmp-step")]
+            assert left == [], call
+    assert failed > 15
+
+
+def test_committers_that_race_at_any_request_both_succeed() -> None:
+    """A second committer runs to its end before the n-th request of the first, for all n."""
+    name = CheckpointName(5, 0, "aa")
+    at, calls = 0, 1
+    while at < calls:
+        objects = in_memory()
+        save = _saver(name)
+        save(ObjectStorage(objects), 0)
+        raced = FaultyObjects(objects, before=_race(objects, name, at))
+        assert save(ObjectStorage(raced), 1).committed, raced.calls[at]
+        storage = ObjectStorage(objects)
+        assert same(checkpoints.load(storage, str(name)).state, small_state(5))
+        assert [entry for entry in storage.list("") if entry != "LATEST"] == [str(name)]
+        at, calls = at + 1, len(raced.calls)
+    assert at > 40
+
+
+def _saver(name: CheckpointName) -> Callable[[Storage, int], checkpoints.Saved]:
+    def save(storage: Storage, rank: int) -> checkpoints.Saved:
+        return checkpoints.save(
+            storage, small_state(5), step=5, nonce=name.nonce, rank=rank, world_size=2
+        )
+
+    return save
+
+
+def _race(objects: FsspecObjects, name: CheckpointName, at: int) -> Callable[[str], None]:
+    seen: list[str] = []
+
+    def race(label: str) -> None:
+        seen.append(label)
+        other = ObjectStorage(objects)
+        if len(seen) - 1 != at or name.attempt not in other.list(""):
+            return
+        if "part-00001-of-00002.json" in other.list(name.attempt):
+            commit(other, name, 2)
+
+    return race
+
+
+def test_a_sweep_leaves_what_has_an_owner() -> None:
+    storage = ObjectStorage(in_memory())
+    for generation, nonce in ((1, "old"), (2, "mine"), (3, "new")):
+        checkpoints.save(
+            storage, {}, step=5, generation=generation, nonce=nonce, rank=0, world_size=2
+        )
+    swept = checkpoints.sweep(storage, generation=2, nonce="mine")
+    assert swept.removed == (".tmp-step-000000005.g1.old",)
+    assert len(swept.left_alone) == 2
+
+
+def test_an_engine_saves_to_a_url() -> None:
+    root = f"memory://engine-{checkpoints.new_nonce()}"
+    with checkpoints.Engine(root, keep=checkpoints.LatestN(2)) as engine:
+        for step in range(4):
+            handle = engine.save_async(
+                small_state(step), step=step, world=checkpoints.World(nonce="aa")
+            )
+            outcome = handle.wait(30)
+            assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+    assert [info.step for info in checkpoints.list_checkpoints(root)] == [3, 2]
+    newest = checkpoints.latest(root).checkpoint
+    assert newest is not None
+    assert same(checkpoints.load(root, newest.name).state, small_state(3))
+
+
+def test_what_is_a_url_and_what_a_path(tmp_path: Path) -> None:
+    assert isinstance(storage_for(f"file://{tmp_path}"), LocalStorage)
+    assert storage_for(f"file://{tmp_path}").place == str(tmp_path)
+    for path in (str(tmp_path), tmp_path, "a:b/c", "./s3:/x"):
+        assert isinstance(storage_for(path), LocalStorage)
+    assert storage_for("memory://jobs/one").place == "memory://jobs/one"
+
+
+def test_a_scheme_without_a_driver_is_an_error_that_says_so() -> None:
+    with pytest.raises(checkpoints.ArgumentError, match="nonsense"):
+        checkpoints.latest("nonsense://bucket/prefix")
