@@ -125,6 +125,22 @@ class NodeLeaving(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthServed(Event):
+    """This agent answers /livez and /readyz."""
+
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeParked(Event):
+    """The job is over; this agent stays, without workers, until SIGTERM."""
+
+    outcome: str
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobEnded(Event):
     """The job is over."""
 

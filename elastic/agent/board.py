@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from elastic.agent.pulse import Pulse
 from elastic.coordination.pace import Pace
-from elastic.coordination.records import Done, Keys, Node, World
+from elastic.coordination.records import Done, Keys, Node, NodeState, World
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
@@ -47,6 +47,11 @@ class Board:
         self.store_trouble = ""  # what the store fails with at present
         self.pulse = Pulse()
         self.parked = False  # the job is over; this agent stays for its launcher's sake
+
+    @property
+    def has_workers_in_a_world(self) -> bool:
+        """Whether this node may make progress of the job."""
+        return self.node.running is not None and self.node.state is not NodeState.FINISHED
 
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:

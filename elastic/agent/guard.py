@@ -61,6 +61,13 @@ def end_marked(node_id: str) -> None:
         time.sleep(0.05)
 
 
+def kill_marked(node_id: str) -> None:
+    """SIGKILL every marked process: for an agent whose workers' time is up."""
+    for pid in marked_processes(node_id):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def end_strays(node_id: str) -> int:
     """SIGKILL what dead workers left behind; returns how many processes.
 

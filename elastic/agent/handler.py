@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import os
 import secrets
-import signal
 import socket
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -30,16 +28,19 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic.agent import torch_private
 from elastic.agent.board import JobSucceeded
-from elastic.agent.guard import MARK, Guard, end_strays
+from elastic.agent.guard import MARK, Guard, end_strays, kill_marked
+from elastic.agent.health_server import HealthServer
 from elastic.agent.identity import current_process
+from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.ports import PortReserve
-from elastic.agent.service import NodeService
+from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions, read_options
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig, parse_endpoints
 from elastic.coordination.records import Keys, Node, NodeState
 from elastic.errors import ConfigError, CoordinationError, ElasticError, Preempted
+from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
 
@@ -111,10 +112,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._ports = PortReserve()
         self._log = get_logger()
         self._guard: Guard | None = None
-        self._leaving = False
-        self._leave_by_s = 0.0
         self._closed = False
-        node = _describe_node(parameters, store)
+        node = _describe_node(parameters, options, store)
         os.environ[MARK] = node.node_id
         os.environ["ELASTIC_NODE_NAME"] = node.name
         os.environ["ELASTIC_MAX_NODES"] = str(node.max_nodes)
@@ -131,8 +130,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
             last_contact_s=lambda: store.last_contact_s,
         )
         services.append(self._service)
+        self._leaving = Leaving(
+            self._service, options.leave_grace_s, lambda: kill_marked(os.environ[MARK])
+        )
+        self._health = self._serve_health()
         self._service.start()
-        self._handle_sigterm()
+        self._leaving.install()
+        self._service.beat()
 
     # ── torch's interface ────────────────────────────────────────────────────────────────
 
@@ -147,6 +151,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Arrive, wait for a world with this node in it, and hand it over."""
+        self._leaving.phase = Phase.WAITING
+        if self._leaving.told:
+            self._leaving.end_if_left()
         agent = torch_private.calling_agent()
         self._first_time(agent)
         ended = end_strays(os.environ[MARK])
@@ -165,6 +172,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             world = self._service.wait_for_world()
         except (ElasticError, JobSucceeded) as error:
             self._end(error)
+        self._leaving.phase = Phase.STARTING
         if world is None:
             return self._warm_up()
         self._tell_workers(world.generation, world.nonce, world.lineage)
@@ -196,9 +204,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """1 when the workers run a world that is no longer the newest: torch then restarts
         them through :meth:`next_rendezvous`. (Torch's own backends report newcomers only:
         survivors of a lost node wait for their collectives to fail, pytorch#111646.)"""
-        self._handle_sigterm()
-        if self._leaving:
-            self._end_if_left()
+        self._service.beat()
+        self._leaving.install()
+        self._leaving.phase = Phase.RUNNING
+        if self._leaving.told:
+            self._leaving.end_if_left()
             return 0
         try:
             if self._service.job_is_done and self._service.running is None:
@@ -222,22 +232,29 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._closed:
             return True
         self._closed = True
+        self._service.beat()
         self._service.expect_end_of_workers()
         in_flight = sys.exc_info()[1]
         try:
             if in_flight is None and self._service.running is not None:
                 self._finish()
-            elif not self._leaving:
+            elif not self._leaving.told:
                 self._service.leave(f"{type(in_flight).__name__}", failed=True)
         finally:
+            self._leaving.phase = Phase.CLOSING
             self._close()
         return True
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
-        done = self._service.finish()
-        if done is None:
+        self._leaving.phase = Phase.FINISHING
+        if self._leaving.told:  # the others' end is theirs
+            self._service.finished()
+            raise SystemExit(Preempted.exit_code)
+        # Where it would be started again for nothing, a node has all the time there is.
+        patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
+        if self._service.finish(patience_s=patience_s) is None:
             self._log.warning(
                 "the workers of this node ended well, but etcd is out of reach: "
                 "leaving without waiting for the other nodes"
@@ -249,7 +266,21 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._guard is not None:
             end_strays(os.environ[MARK])
             self._guard.release()
+        if self._options.park and not self._leaving.told:
+            self._service.park(self._leaving)
+        if self._health is not None:
+            self._health.close()
         self._journal.close()
+
+    def _serve_health(self) -> HealthServer | None:
+        if self._options.health_port is None:
+            return None
+        server = HealthServer(
+            self._options.health_port, self._service.probes, on_error=self._service.fail
+        )
+        server.start()
+        self._journal.emit(HealthServed(port=server.port))
+        return server
 
     def _first_time(self, agent: torch_private.CallingAgent) -> None:
         if self._guard is not None:
@@ -274,40 +305,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._service.link_path:
             os.environ["ELASTIC_LINK"] = self._service.link_path
 
-    def _handle_sigterm(self) -> None:
-        """Keep SIGTERM ours: torch's handler would exit with 1 even if the workers end well.
-
-        Called again with every poll, for torch versions that ignore the variable and install
-        theirs with each start of workers.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        torch_private.leave_signal_to_us("SIGTERM")
-        if signal.getsignal(signal.SIGTERM) != self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if self._leaving:
-            return
-        self._leaving = True
-        in_order = self._service.can_leave_in_order
-        self._service.leave("SIGTERM")
-        if not in_order:
-            raise SystemExit(Preempted.exit_code)
-        # The workers leave at a step's boundary; torchrun's next poll sees that they have.
-        self._leave_by_s = SYSTEM_CLOCK.monotonic() + self._options.leave_grace_s
-
-    def _end_if_left(self) -> None:
-        late = SYSTEM_CLOCK.monotonic() > self._leave_by_s
-        if late:
-            self._log.warning(
-                "the workers have not reached a step's boundary within leave_grace_s=%g",
-                self._options.leave_grace_s,
-            )
-        if late or self._service.has_left:
-            self._service.expect_end_of_workers()
-            raise SystemExit(Preempted.exit_code)
-
     def _end(self, error: BaseException) -> NoReturn:
         """End this agent with a sentence and the error's exit code, not with a traceback."""
         self._service.expect_end_of_workers()
@@ -319,13 +316,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
         raise SystemExit(code) from error
 
 
-def _describe_node(parameters: RendezvousParameters, store: EtcdStore) -> Node:
+def _describe_node(
+    parameters: RendezvousParameters, options: AgentOptions, store: EtcdStore
+) -> Node:
     return Node(
         node_id=secrets.token_hex(8),
         name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
         nproc=0,
         role="",
-        address=parameters.local_addr or _address_towards(store.endpoint),
+        address=parameters.local_addr or options.pod_ip or _address_towards(store.endpoint),
         ports=(),
         liveness_port=0,
         process=current_process(),

@@ -393,7 +393,7 @@ class NodeLoop:
 
     def _check_contact(self) -> None:
         """Cut off for takeover_s / 2: the others may soon go on without us, so stop first."""
-        if self._last_contact_s is None or self._at.board.node.running is None:
+        if self._last_contact_s is None or not self._at.board.has_workers_in_a_world:
             return
         away_s = self._at.clock.monotonic() - self._last_contact_s()
         if away_s > self._at.options.takeover_s / 2:

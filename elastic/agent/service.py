@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from elastic.agent.board import Board
 from elastic.agent.health import Routes, routes_of
+from elastic.agent.leaving import Leaving
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
+from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.config import AgentOptions
@@ -320,12 +322,21 @@ class NodeService:
         self._loop.post(ChangeNode(lambda node: replace(node, state=state)))
         self._journal.emit(NodeLeaving(reason=reason))
 
-    def finish(self) -> Done | None:
+    @property
+    def done(self) -> Done | None:
+        """How the job has ended."""
+        return self._board.done
+
+    def finished(self) -> None:
+        """This node's workers ended well."""
+        self._change(lambda node: replace(node, state=NodeState.FINISHED))
+
+    def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | None:
         """This node's workers ended well: wait until every live member's have.
 
-        None if the store was out of reach for too long to tell.
+        None if the store was out of reach for ``patience_s``: too long to tell.
         """
-        self._change(lambda node: replace(node, state=NodeState.FINISHED))
+        self.finished()
         board, trouble_since_s = self._board, None
         with board.changed:
             while board.done is None:
@@ -334,7 +345,7 @@ class NodeService:
                     return None
                 now = self._clock.monotonic()
                 trouble_since_s = (trouble_since_s or now) if board.store_trouble else None
-                if trouble_since_s is not None and now - trouble_since_s > FINISH_WITHOUT_STORE_S:
+                if trouble_since_s is not None and now - trouble_since_s > patience_s:
                     return None
                 board.changed.wait(SLICE_S)
             return board.done
@@ -356,6 +367,11 @@ class NodeService:
         """Leave the store in order: resign, delete the node's key, end the lease. Idempotent."""
         self._loop.close()
         self._store.close()
+
+    def park(self, leaving: Leaving) -> None:
+        """After :meth:`close`, if the job is over: stay until SIGTERM."""
+        if self._board.done is not None:
+            park(self._board, self._board.done, leaving, self._journal, self._clock)
 
     def _change(self, change: Callable[[Node], Node]) -> None:
         """Change the record now, for this thread's own eyes, and have it published."""

@@ -1,0 +1,111 @@
+"""SIGTERM to an agent: its node leaves the job, in order wherever there is an order to keep.
+
+Torch's own handler would raise in whatever the main thread is doing, and torchrun would exit
+with 1 even if the workers end well. What is right depends on what the main thread does; it says
+so in :attr:`Leaving.phase`, and the handler acts on it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from enum import Enum
+from types import FrameType
+from typing import NoReturn, Protocol
+
+from elastic.agent import torch_private
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import Preempted
+from elastic.telemetry.log import get_logger
+
+
+class Phase(Enum):
+    """What torchrun's main thread does."""
+
+    WAITING = "waiting"  # for a world: no workers run
+    STARTING = "starting"  # torch starts workers; who interrupts that leaves some nobody knows of
+    RUNNING = "running"  # workers run
+    FINISHING = "finishing"  # they have ended well, other nodes' have not
+    CLOSING = "closing"  # the agent ends anyway
+    PARKED = "parked"  # the job is over, the agent stays
+
+
+class LeavingNode(Protocol):
+    """What is asked of the node's service."""
+
+    @property
+    def can_leave_in_order(self) -> bool: ...
+
+    @property
+    def has_left(self) -> bool: ...
+
+    def leave(self, reason: str) -> None: ...
+
+    def expect_end_of_workers(self) -> None: ...
+
+
+class Leaving:
+    """The agent's handler of SIGTERM. Made once; the first signal counts, later ones do not."""
+
+    def __init__(
+        self,
+        node: LeavingNode,
+        grace_s: float,
+        kill_workers: Callable[[], object],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.phase = Phase.WAITING
+        self.told = False
+        self._node = node
+        self._grace_s = grace_s
+        self._kill_workers = kill_workers
+        self._clock = clock
+        self._in_order = False
+        self._by_s = 0.0
+
+    def install(self) -> None:
+        """Keep SIGTERM ours. Called with every poll, for torch versions that install their own
+        handler with each start of workers. (Signals belong to the main thread.)"""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        torch_private.leave_signal_to_us("SIGTERM")
+        if signal.getsignal(signal.SIGTERM) != self:
+            signal.signal(signal.SIGTERM, self)
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """SIGTERM. Raises SystemExit(75) where the main thread can simply stop."""
+        if self.told:
+            return
+        self.told = True
+        if self.phase in (Phase.CLOSING, Phase.PARKED):
+            return
+        if self.phase is Phase.FINISHING:  # nothing is taken back: the others count it as finished
+            raise SystemExit(Preempted.exit_code)
+        self._in_order = self.phase is Phase.RUNNING and self._node.can_leave_in_order
+        self._node.leave("SIGTERM")
+        if self._in_order:
+            # The workers leave at a step's boundary; torchrun's next poll sees that they have.
+            self._by_s = self._clock.monotonic() + self._grace_s
+        elif self.phase is not Phase.STARTING:  # else the next poll ends it
+            self._stop()
+
+    def end_if_left(self) -> None:
+        """Raise SystemExit(75) once the workers have left, or their time is up."""
+        if self._in_order and not self._node.has_left:
+            if self._clock.monotonic() <= self._by_s:
+                return
+            get_logger().warning(
+                "the workers have not reached a step's boundary within leave_grace_s=%g: they "
+                "are killed",
+                self._grace_s,
+            )
+            # Now: torchrun would wait for stuck ones as long again, and the kubelet will not.
+            self._node.expect_end_of_workers()
+            self._kill_workers()
+        self._stop()
+
+    def _stop(self) -> NoReturn:
+        # First: workers that torchrun's SIGTERM reaches ask whether to leave at a boundary.
+        self._node.expect_end_of_workers()
+        raise SystemExit(Preempted.exit_code)

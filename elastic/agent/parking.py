@@ -1,0 +1,32 @@
+"""Parking: an agent whose job is over stays, without workers, until SIGTERM.
+
+Where the launcher starts every process that ends anew, as a StatefulSet does whatever its exit
+code, a finished agent must not end: it would be started again for ever. It gives everything
+back but its process, says what became of the job (log, ``/readyz``) and waits to be scaled away
+(docs/decisions/0012).
+"""
+
+from __future__ import annotations
+
+from elastic.agent.board import Board
+from elastic.agent.leaving import Leaving, Phase
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.coordination.records import Done
+from elastic.events import NodeParked
+from elastic.telemetry.journal import EventSink
+
+SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
+
+
+def park(
+    board: Board, done: Done, leaving: Leaving, journal: EventSink, clock: Clock = SYSTEM_CLOCK
+) -> None:
+    """Block until SIGTERM. On torchrun's main thread, with the node's service closed."""
+    leaving.phase = Phase.PARKED
+    board.parked = True
+    journal.emit(
+        NodeParked(outcome=done.outcome.value, exit_code=done.exit_code, reason=done.reason)
+    )
+    while not leaving.told:
+        board.pulse.beat()
+        clock.sleep(SLICE_S)
