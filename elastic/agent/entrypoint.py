@@ -20,10 +20,25 @@ def handlers() -> Callable[[Any], Any]:
 
 
 def create_handler(parameters: Any) -> Any:
-    """Make the handler; everything heavy is imported here, in the agent alone."""
-    from elastic.agent.handler import create
+    """Make the handler; everything heavy is imported here, in the agent alone.
 
-    return create(parameters)
+    torchrun ends with 1 and a traceback for any exception: what stops a node here is said in a
+    sentence instead, and its exit code tells a launcher whether to try again.
+    """
+    from elastic.agent.handler import create
+    from elastic.agent.leaving import leave_at_once_on_sigterm
+    from elastic.errors import ElasticError
+    from elastic.telemetry.log import get_logger
+
+    leave_at_once_on_sigterm()  # until the handler has its own: reaching etcd may take a while
+    try:
+        return create(parameters)
+    except Exception as error:
+        ours = error if isinstance(error, ElasticError) else error.__cause__
+        if not isinstance(ours, ElasticError):
+            raise
+        get_logger().error("%s", ours)
+        raise SystemExit(ours.exit_code) from error
 
 
 def _take_over_etcd() -> None:

@@ -20,6 +20,16 @@ from elastic.errors import Preempted
 from elastic.telemetry.log import get_logger
 
 
+def leave_at_once_on_sigterm() -> None:
+    """For an agent that has nothing yet: no node, no workers."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _leave_at_once)
+
+
+def _leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(Preempted.exit_code)
+
+
 class Phase(Enum):
     """What torchrun's main thread does."""
 

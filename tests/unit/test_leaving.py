@@ -1,0 +1,114 @@
+"""SIGTERM to an agent: what it does depends on what the main thread does."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from elastic.agent.leaving import Leaving, Phase
+from elastic.clock import ManualClock
+
+GRACE_S = 20.0
+
+
+class Node:
+    """A node's service as far as leaving goes."""
+
+    def __init__(self, *, in_order: bool) -> None:
+        self.can_leave_in_order = in_order
+        self.has_left = False
+        self.said: list[str] = []
+
+    def leave(self, reason: str) -> None:
+        self.said.append(f"leave: {reason}")
+
+    def expect_end_of_workers(self) -> None:
+        self.said.append("workers end")
+
+
+class Told:
+    """A node, its handler and its time."""
+
+    def __init__(self, phase: Phase, *, in_order: bool = True) -> None:
+        self.node = Node(in_order=in_order)
+        self.clock = ManualClock()
+        self.leaving = Leaving(
+            self.node, GRACE_S, lambda: self.node.said.append("killed"), self.clock
+        )
+        self.leaving.phase = phase
+
+    def sigterm(self) -> int | None:
+        """The exit code that it ends with at once, if it does."""
+        try:
+            self.leaving(signal.SIGTERM, None)
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            return end.code
+        return None
+
+    def poll(self) -> int | None:
+        try:
+            self.leaving.end_if_left()
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            return end.code
+        return None
+
+
+def test_workers_that_can_leave_in_order_are_waited_for() -> None:
+    told = Told(Phase.RUNNING)
+    assert told.sigterm() is None
+    assert told.node.said == ["leave: SIGTERM"]
+    told.clock.advance(GRACE_S - 1)
+    assert told.poll() is None
+    told.node.has_left = True
+    assert told.poll() == 75
+    assert "killed" not in told.node.said
+
+
+def test_workers_whose_time_is_up_are_killed() -> None:
+    told = Told(Phase.RUNNING)
+    told.sigterm()
+    told.clock.advance(GRACE_S + 0.1)
+    assert told.poll() == 75
+    # In this order: a worker that dies while it is expected to is no failure.
+    assert told.node.said[:3] == ["leave: SIGTERM", "workers end", "killed"]
+
+
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RUNNING])
+def test_without_an_order_to_keep_the_node_ends_at_once(phase: Phase) -> None:
+    told = Told(phase, in_order=False)
+    assert told.sigterm() == 75
+    assert told.node.said == ["leave: SIGTERM", "workers end"]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_start_of_workers_is_not_interrupted(in_order: bool) -> None:
+    told = Told(Phase.STARTING, in_order=in_order)
+    assert told.sigterm() is None
+    assert told.poll() == 75
+
+
+def test_a_node_that_has_finished_takes_nothing_back() -> None:
+    told = Told(Phase.FINISHING)
+    assert told.sigterm() == 75
+    assert told.node.said == []
+
+
+@pytest.mark.parametrize("phase", [Phase.CLOSING, Phase.PARKED])
+def test_an_agent_that_ends_anyway_is_left_to_it(phase: Phase) -> None:
+    told = Told(phase)
+    assert told.sigterm() is None
+    assert told.leaving.told
+    assert told.node.said == []
+
+
+def test_a_second_signal_changes_nothing() -> None:
+    told = Told(Phase.RUNNING)
+    told.sigterm()
+    told.clock.advance(GRACE_S / 2)
+    assert told.sigterm() is None
+    assert told.node.said == ["leave: SIGTERM"]
+    told.clock.advance(GRACE_S / 2 + 0.1)  # counted from the first
+    assert told.poll() == 75
