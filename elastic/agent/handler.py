@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -37,9 +36,10 @@ from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions, read_options
 from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig, parse_endpoints
+from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig
+from elastic.coordination.etcd_options import etcd_config
 from elastic.coordination.records import Keys, Node, NodeState
-from elastic.errors import ConfigError, CoordinationError, ElasticError, Preempted
+from elastic.errors import CoordinationError, ElasticError, Preempted
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
@@ -57,36 +57,11 @@ def create(parameters: RendezvousParameters) -> EtcdRendezvousHandler:
     """
     options = read_options(parameters.config, os.environ)
     keys = Keys.of(options.prefix, parameters.run_id)
-    endpoints = parse_endpoints(parameters.endpoint)
-    config = _etcd_config(endpoints, options)
+    config = etcd_config(parameters.endpoint, options)
     try:
         return EtcdRendezvousHandler(parameters, options, keys, config)
     except CoordinationError as error:
         raise RendezvousConnectionError(str(error)) from error
-
-
-def _etcd_config(endpoints: tuple[Endpoint, ...], options: AgentOptions) -> EtcdConfig:
-    return EtcdConfig(
-        endpoints=endpoints,
-        cacert=options.cacert,
-        cert=options.cert,
-        key=options.key,
-        user=options.user,
-        password=_password(options),
-        connect_timeout_s=options.connect_timeout_s,
-    )
-
-
-def _password(options: AgentOptions) -> str | None:
-    if options.password_file is None:
-        return None
-    try:
-        return Path(options.password_file).read_text().rstrip("\r\n")
-    except OSError as error:
-        raise ConfigError(
-            f"password_file={options.password_file} cannot be read: {error.strerror}",
-            hint="name a file that holds the password and nothing else",
-        ) from None
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
