@@ -41,6 +41,10 @@ _NICENESS = 10
 _LOOK_AGAIN_S = 0.1  # for the other writers' parts
 
 
+class WriterDied(RuntimeError):
+    """The engine's thread died of the cause: a bug. Nothing is saved any more."""
+
+
 @dataclass(eq=False)
 class _Job:
     attempt: Attempt
@@ -261,7 +265,7 @@ class Engine:
 
     def _report_death(self) -> None:
         if self._died is not None:
-            raise RuntimeError("the checkpoint writer's thread died") from self._died
+            raise WriterDied("the checkpoint writer's thread died") from self._died
 
     def _give_up_overdue(self) -> None:
         now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
@@ -292,6 +296,7 @@ class Engine:
         )
 
     def _end(self, handle: Handle, ending: Ending, **more: Any) -> None:
+        handle.is_written = True
         handle.outcome = Outcome(step=handle.step, name=handle.name, ending=ending, **more)
         with self._lock:
             self._ended.append(handle.outcome)
@@ -348,6 +353,7 @@ class Engine:
         finally:
             job.write_s = self._monotonic() - began_s
         job.bytes_written = saved.bytes_written
+        job.handle.is_written = True
         if saved.committed:
             self._finish(job, Ending.COMMITTED, notes=saved.notes)
         elif not self._may_commit(job):

@@ -62,6 +62,7 @@ class Handle:
     name: str
     step: int
     outcome: Outcome | None = None
+    is_written: bool = False  # this writer has done its part, or will never
     ended: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:

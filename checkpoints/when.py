@@ -37,7 +37,30 @@ class When:
         raise NotImplementedError
 
     def __or__(self, other: When) -> When:
-        return _Any((self, other))
+        return _Any((*_parts(self), *_parts(other)))
+
+
+def split(when: When) -> tuple[When | None, When | None]:
+    """The part of a policy that every writer can ask for itself, and what one has to ask for all.
+
+    >>> split(EverySteps(5) | EverySeconds(60))
+    (EverySteps(count=5), EverySeconds(seconds=60))
+    >>> split(EverySteps(5))
+    (EverySteps(count=5), None)
+    """
+    alone = [part for part in _parts(when) if not part.needs_agreement]
+    agreed = [part for part in _parts(when) if part.needs_agreement]
+    return _joined(alone), _joined(agreed)
+
+
+def _parts(when: When) -> tuple[When, ...]:
+    return when.policies if isinstance(when, _Any) else (when,)
+
+
+def _joined(parts: list[When]) -> When | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return _Any(tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -89,7 +112,10 @@ class Continuous(When):
 
 @dataclass(frozen=True)
 class OnPreemption(When):
-    """When this job is asked to go."""
+    """When this job, or a node of it, is asked to go. Writers hear of that together: there is
+    nothing else to agree on."""
+
+    needs_agreement = False
 
     def __call__(self, moment: Moment) -> bool:
         return moment.step > moment.saved_step and moment.preempted

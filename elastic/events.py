@@ -220,7 +220,9 @@ class CheckpointSaved(Event):
 
     name: str
     step: int
-    duration_s: float
+    duration_s: float  # from the step's boundary until the checkpoint stood
+    stall_s: float  # of it: what training waited for
+    bytes: int  # that this rank wrote
 
 
 @dataclass(frozen=True, kw_only=True)

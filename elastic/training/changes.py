@@ -195,8 +195,8 @@ class Changes:
             if message.state != "paused":
                 return
             # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
-            session.saver.save(session.world, session.job)
-            self._worlds.wait_for_newer()
+            session.saver.save(session.job)
+            self._worlds.wait_for_newer(meanwhile=session.saver.poll)
             session.end_world(broken=False)
 
     def _form(self, message: WorldMessage) -> None:
@@ -221,8 +221,8 @@ class Changes:
     def _leave_job(self, message: WorldMessage) -> None:
         """The job goes on without this node, or ends here: wait for the agent to end it."""
         session = self._session
-        if message.nodes == 0 and session.has_world:
-            session.saver.save(session.world, session.job)
+        if session.is_restored:
+            session.between.leave(everybody=message.nodes == 0)
         self._worlds.left(session.job.progress.step)
         while True:
             SYSTEM_CLOCK.sleep(_LEAVE_SLICE_S)

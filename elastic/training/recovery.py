@@ -19,7 +19,7 @@ from elastic.errors import CheckpointRequired
 from elastic.events import StateReceived, StateSent, WorldJoined
 from elastic.telemetry.journal import EventSink
 from elastic.training.restore import restore, together
-from elastic.training.saving import Saver
+from elastic.training.saver import Saver
 from elastic.training.snapshot import SmallState, Snapshot
 from elastic.training.state import JobState
 from elastic.worker.agreement import Agreement, Standing, Tag, agree
@@ -51,6 +51,11 @@ class Recovery:
         if self._small is None:
             self._small = SmallState(self._job)
         self._snapshot = self._small.take()
+
+    def put_back(self) -> None:
+        """Undo what the step in hand has done to the small state."""
+        if self._small is not None:
+            self._small.put_back(self._snapshot)
 
     def committed(self) -> None:
         """A step has taken effect."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.training.words import Words
 from elastic.worker.pending import pending
 
 WAIT_SLICE_S = 20e-6
@@ -23,6 +24,8 @@ class Reduction:
         self.is_done = False
         self.failure: BaseException | None = None  # also if the script swallowed it
         self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
+        self.words: Words | None = None  # what ranks tell each other with the first bucket
+        self.room: torch.Tensor | None = None  # for that bucket and the words
 
     def begin(self, weight: float) -> None:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
@@ -45,14 +48,34 @@ class Reduction:
                 work.wait()  # raises what went wrong
         self.works.clear()
 
+    def weigh(self, bucket: GradBucket) -> torch.Tensor:
+        """The bucket's gradients times this rank's weight; behind them its words, if it is the
+        first one."""
+        gradients = bucket.buffer()
+        if self.words is not None and bucket.index() == 0 and dist.get_world_size() > 1:
+            room = self.words.append(gradients, self.weight, self.room)
+            if room is not None:
+                self.room = room
+                return room
+        if self.weight == 0.0:
+            gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
+        elif self.weight != 1.0:
+            gradients.mul_(self.weight)
+        return gradients
+
+    def take(self, summed: torch.Tensor, count: int) -> torch.Tensor:
+        """The gradients of what all ranks have sent, without their words: those are heard."""
+        if summed.numel() == count:
+            return summed
+        assert self.words is not None
+        self.words.hear(summed[count:])
+        return summed[:count]
+
 
 def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: scale this rank's bucket by its weight and add all ranks' up."""
-    gradients = bucket.buffer()
-    if state.weight == 0.0:
-        gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
-    elif state.weight != 1.0:
-        gradients.mul_(state.weight)
+    gradients = state.weigh(bucket)
+    count = bucket.buffer().numel()
     state.is_done = True
     if dist.get_world_size() == 1:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -62,7 +85,9 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     assert work is not None  # None only on ranks outside the group
     if gradients.device.type != "cpu":
         state.works.append(work)
-        on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: state.take(future.value()[0], count)
+        )
         return on_device
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
@@ -71,11 +96,9 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
         # where it cannot be raised. The optimizer's hook and the commit raise it.
         if error is not None:
             state.failure = error
-        reduced.set_result(gradients)
+            reduced.set_result(gradients[:count])
+            return
+        reduced.set_result(state.take(gradients, count))
 
     pending.start(work, done)
     return reduced
-
-
-def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]

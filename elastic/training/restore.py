@@ -17,7 +17,8 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, TrainingError
 from elastic.events import StateRestored
 from elastic.telemetry.journal import EventSink
-from elastic.training.saving import Saver, Source
+from elastic.training.checkpoint_folder import Source
+from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.worker.collectives import all_gather_json, broadcast_json, broadcast_tensors
 from elastic.worker.world import World
@@ -31,7 +32,7 @@ def restore(world: World, job: JobState, saver: Saver, journal: EventSink) -> in
     That is the world's, or a later one if the checkpoint folder has seen that before.
     """
     began_s = SYSTEM_CLOCK.monotonic()
-    together(world, saver.check_writable)
+    together(world, lambda: saver.check_writable(world))
     found = together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
     source = Source(**broadcast_json(vars(found) if found is not None else None))
     origin = None

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from checkpoints import Root
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.ledger import Ledger
 from elastic.training import loop
 from elastic.training.evaluation import shard_by
 from elastic.training.loader import ElasticLoader
-from elastic.training.saving import Checkpoints, Saver, checkpoints_from
+from elastic.training.saver import Saver
+from elastic.training.saving import Checkpoints, KeepGiven, WhenGiven, checkpoints_from
 from elastic.training.session import Session
 from elastic.training.step import Step
 from elastic.training.wrap import ElasticDDP
@@ -122,8 +124,23 @@ class Run:
         """The epochs that are left of ``count``; nothing when the job is complete."""
         return loop.epochs(self._session, count)
 
-    def steps(self, loader: ElasticLoader) -> Iterator[Step]:
-        """The steps that are left of the loader's epoch, for loops over micro-batches."""
+    def steps(
+        self,
+        loader: ElasticLoader,
+        *,
+        checkpoint_dir: Root | None = None,
+        when: WhenGiven = None,
+        keep: KeepGiven = None,
+    ) -> Iterator[Step]:
+        """The steps that are left of the loader's epoch, for loops over micro-batches.
+
+        ``checkpoint_dir``, ``when`` and ``keep`` are those of :func:`join`, and change it from
+        here on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A folder that join does
+        not know yet can only be named here before any state is restored, which ``run.retry`` and
+        ``run.epochs`` do. Raises ConfigError and TrainingError.
+        """
+        if (checkpoint_dir, when, keep) != (None, None, None):
+            self._session.between.save_by(checkpoint_dir, when, keep)
         return loop.steps(self._session, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -265,20 +282,26 @@ _run: Run | None = None
 
 def join(
     *,
-    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+    checkpoints: Checkpoints | Root | None = None,
+    checkpoint_dir: Root | None = None,
+    when: WhenGiven = None,
+    keep: KeepGiven = None,
     seed: int = 0,
     backend: str | None = None,
 ) -> Run:
     """Become part of the job. The same object on every call.
 
     ``checkpoints`` is a folder or :class:`Checkpoints`; by default ``ELASTIC_CHECKPOINTS``, and
-    without that nothing is saved. ``seed`` decides the order of the data and everything random
-    inside steps. ``backend`` is torch.distributed's, by default ``gloo`` on CPUs and
-    ``cpu:gloo,cuda:nccl`` on GPUs.
+    without that nothing is saved. ``checkpoint_dir`` is another name for it. ``when`` is a policy
+    of :mod:`checkpoints.when`, or the number of steps between two saves (50); ``keep`` one of
+    :mod:`checkpoints.keep`, or how many of the newest stay (3). ``seed`` decides the order of
+    the data and everything random inside steps. ``backend`` is torch.distributed's, by default
+    ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs.
     """
     global _run
     if _run is None:
-        _run = _join(checkpoints_from(checkpoints), seed, backend)
+        policy = checkpoints_from(checkpoints, checkpoint_dir=checkpoint_dir, when=when, keep=keep)
+        _run = _join(policy, seed, backend)
     return _run
 
 

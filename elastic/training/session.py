@@ -18,12 +18,14 @@ from elastic.errors import NoWorld, TrainingError, WorldChanged
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.training import loop
+from elastic.training.between_steps import BetweenSteps
 from elastic.training.changes import Changes
 from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard
 from elastic.training.randomness import derive_seed, seed_all
+from elastic.training.recovery import Recovery
 from elastic.training.restore import restore
-from elastic.training.saving import Saver
+from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.wrap import ElasticDDP
@@ -63,6 +65,7 @@ class Session:
         self._in_process = False
         self._has_committed = False
         self._changes = Changes(self)
+        self.between = BetweenSteps(self)
         self._on_world: list[Callable[[World], object]] = []
         self._on_main: list[Callable[[], object]] = []
         self._loader: ElasticLoader | None = None  # whose step is in hand
@@ -76,8 +79,17 @@ class Session:
             step_in_hand=self._changes.step_in_hand,
         )
         self.worlds = worlds
+        self.set_saver(self.saver)
         worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         ask_agent_on_sigterm(worlds)
+
+    def set_saver(self, saver: Saver) -> None:
+        """Save with this one. Before the state is restored."""
+        self.saver = saver
+        if self.worlds is not None:
+            saver.is_superseded = self.worlds.is_superseded
+        for module in self.job.modules.values():
+            module.reduction.words = self.between.words if saver.is_on else None
 
     # -- what the script registers ------------------------------------------------------------
 
@@ -85,6 +97,7 @@ class Session:
         """Make a module part of the job's state."""
         self._refuse_when_restored("wrap")
         wrapped = ElasticDDP(module, **options)
+        wrapped.reduction.words = self.between.words if self.saver.is_on else None
         count = len(self.job.modules)
         self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
         self.guard.watch(wrapped)
@@ -138,6 +151,16 @@ class Session:
         return self._has_committed
 
     @property
+    def is_restored(self) -> bool:
+        """Whether the job has its state: it can be saved."""
+        return self._is_restored
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether worlds change without a restart."""
+        return self._in_process
+
+    @property
     def has_world(self) -> bool:
         """Whether the first world has begun."""
         return self._world is not None
@@ -172,6 +195,7 @@ class Session:
         for module in self.job.modules.values():
             module.enter_world()
         self._is_restored = True
+        self.between.enter_world()
         self.ledger.start(
             generation=world.generation,
             step=self.job.progress.step,
@@ -187,6 +211,7 @@ class Session:
 
     def end_world(self, *, broken: bool) -> None:
         """Take the group down: the next one may be built."""
+        self.saver.leave(broken=broken)
         if broken:
             self.group.abort()
         for module in self.job.modules.values():
@@ -219,6 +244,11 @@ class Session:
     def recover(self, error: BaseException) -> None:
         """Go on in the next world, after a fault or a switch."""
         self._changes.recover(error)
+
+    @property
+    def recovery(self) -> Recovery:
+        """What this rank knows of its own progress."""
+        return self._changes.recovery
 
     # -- callbacks ----------------------------------------------------------------------------
 
@@ -270,9 +300,11 @@ class Session:
                 f"a second loop begins a step while step {self.step.number} is in hand",
                 hint="evaluate with run.shard(loader); finish one training loop before the next",
             )
-        self.saver.save_if_due(self.world, self.job)
+        self.between.pass_boundary()
         number = self.job.progress.step
         masked = self._changes.begin(number) if self._in_process else ()
+        if self.saver.is_on and not self._in_process:
+            self.recovery.take_snapshot()  # for a checkpoint after an exception
         step = Step(number, first, rest, self._begin_micro_batch, masked)
         for module in self.job.modules.values():
             module.reduction.begin(step.share)
@@ -309,7 +341,7 @@ class Session:
             )
         self.drop_step()
         self.job.progress.step += 1
-        self._has_committed = True
+        self._has_committed = self.between.has_stepped = True
         if loader is not None:
             loader.advance()
         if self.ledger.is_on:
@@ -361,15 +393,17 @@ class Session:
         """Training is complete so far: save what is not saved yet."""
         self.settle()
         if self._is_restored and self.step is None:
-            self.saver.save(self.world, self.job)
+            self.saver.save(self.job)
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process ends; ``error`` is what ended it, for its agent."""
         self.guard.close()
         if clean:
             self._close_in_order()
-        elif self._in_process:
-            self.group.abort()  # peers need not wait for this process to be gone
+        else:
+            self.between.end_with(error)
+            if self._in_process:
+                self.group.abort()  # peers need not wait for this process to be gone
         # After an error nothing else is touched: a step is in hand, peers may be gone.
         if self.worlds is not None:
             self.worlds.close(clean=clean, error=error)
@@ -383,6 +417,7 @@ class Session:
                 rank=self.world.rank,
                 sha256=self.job.weights_sha256(),
             )
+        self.between.end_well()
         for module in self.job.modules.values():
             module.leave_world()
         self.group.destroy()

@@ -83,6 +83,12 @@ class Worlds:
         newest = self._newest
         return newest is not None and newest.generation > self._entering
 
+    @property
+    def is_told_to_leave(self) -> bool:
+        """Whether the next world is without this worker."""
+        newest = self._newest
+        return newest is not None and newest.generation > self._entering and not newest.member
+
     def is_superseded(self) -> bool:
         """Whether the present world is over: a newer one is to be entered at once."""
         newest = self._newest
@@ -112,11 +118,14 @@ class Worlds:
                     return newest
                 self._changed.wait(SLICE_S)
 
-    def wait_for_newer(self) -> None:
-        """Until there is a world newer than the present one."""
-        with self._changed:
-            while not self.has_newer:
-                self._changed.wait(SLICE_S)
+    def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Until there is a world newer than the present one; ``meanwhile`` is called now and
+        then."""
+        while not self.has_newer:
+            meanwhile()
+            with self._changed:
+                if not self.has_newer:
+                    self._changed.wait(SLICE_S)
 
     # -- the main thread tells ----------------------------------------------------------------
 

@@ -43,9 +43,9 @@ def test_nothing_is_saved_twice(when: checkpoints.When) -> None:
 
 
 def test_or_saves_when_either_says_so_and_knows_who_has_to_agree() -> None:
-    both = EverySteps(3) | OnPreemption()
+    both = EverySteps(3) | EverySeconds(200)
     assert not both(NOW)
-    assert both(replace(NOW, preempted=True)) and both(replace(NOW, step=12))
+    assert both(replace(NOW, now_s=1100.0)) and both(replace(NOW, step=12))
     assert both.needs_agreement
     assert not (EverySteps(3) | EverySteps(5)).needs_agreement
 

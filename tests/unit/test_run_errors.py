@@ -150,9 +150,11 @@ def test_a_save_that_fails_does_not_stop_training(
         script = job(run)
         monkeypatch.setattr(run._session.saver, "_journal", Heard(heard))
         script.train(1, stop_after=4)
+        assert run._session.saver.wait(30.0)
         moved = tmp_path.rename(tmp_path.with_name("moved"))
         tmp_path.write_text("a file where the folder was")
         assert script.train(1) == 2
+        assert run._session.saver.wait(30.0)
         tmp_path.unlink()
         moved.rename(tmp_path)
     assert any("CheckpointSkipped" in text for text in heard)
