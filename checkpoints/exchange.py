@@ -121,7 +121,7 @@ class Exchange:
         here = given.to(self._device)
         taken = torch.empty((self.size, *given.shape), dtype=given.dtype, device=self._device)
         try:
-            self._dist.all_gather_into_tensor(taken.view(-1), here, group=self._group)
+            self._dist.all_gather(list(taken), here, group=self._group)
             return list(taken.cpu())
         except RuntimeError as error:
             raise LoadError(

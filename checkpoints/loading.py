@@ -232,11 +232,10 @@ def _copy(spare: Spare, live: torch.Tensor) -> None:
         live.copy_(spare.tensor)
         return
     for box, memory in blocks_of(live):
-        memory.copy_(
-            block(spare.tensor, box)
-            if spare.is_whole
-            else next(found for known, found in spare.blocks if known == box)
-        )
+        if spare.is_whole:
+            memory.copy_(block(spare.tensor, box))
+        elif box.count:
+            memory.copy_(next(found for known, found in spare.blocks if known == box))
 
 
 def _match(

@@ -1,0 +1,196 @@
+"""Sharded state saved by some ranks and loaded by others, in real gloo process groups."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_script as script
+import torch
+
+import checkpoints
+
+NAME = script.NAME
+pytestmark = pytest.mark.cluster
+Result = dict[str, Any]
+Run = Callable[..., list[Result]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """One process that has imported torch, and forks the ranks of every scenario."""
+    process = subprocess.Popen(
+        [sys.executable, script.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0
+
+
+@pytest.fixture
+def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
+    numbers = itertools.count()
+
+    def one(scenario: str, size: int, folder: Path, **arguments: object) -> list[Result]:
+        scratch = tmp_path / f"run{next(numbers)}"
+        scratch.mkdir()
+        order = {
+            "scenario": scenario,
+            "size": size,
+            "folder": str(folder),
+            "scratch": str(scratch),
+            "arguments": arguments,
+        }
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        told = json.loads(server.stdout.readline())
+        assert not any("traceback" in t for t in told), next(
+            t["traceback"] for t in told if "traceback" in t
+        )
+        return [t.get("result", t) for t in told]
+
+    return one
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def save_all(root: Path, state: object, *, step: int, nonce: str = "aa") -> None:
+    for rank in range(3):
+        checkpoints.save(root, state, step=step, nonce=nonce, rank=rank, world_size=3)
+
+
+def assert_loaded(results: list[Result]) -> None:
+    for result in results:
+        assert all(result["same"].values()), result
+        assert result["in_place"] and result["step"] == 7
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_any_sharding_is_loaded_into_any_other(run: Run, root: Path, turn: int) -> None:
+    """Two ranks save; three, a mesh of two by two and one load, each placed otherwise."""
+    run("save", 2, root, mesh=None, turn=turn)
+    assert checkpoints.verify(root, NAME).world_size == 2
+    assert_loaded(run("load", 3, root, mesh=None, turn=turn + 1, together=False))
+    assert_loaded(run("load", 4, root, mesh=[2, 2], turn=turn + 2, together=True))
+    state = checkpoints.load(root, NAME).state
+    assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
+    assert state["tied"] is state["sharded"]["even"]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_mesh_of_copies_and_shards_writes_each_element_once(
+    run: Run, root: Path, turn: int
+) -> None:
+    run("save", 4, root, mesh=[2, 2], turn=turn)
+    state = checkpoints.load(root, NAME).state
+    assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
+    assert_loaded(run("load", 3, root, mesh=None, turn=turn, together=True))
+
+
+def test_the_engine_saves_shards_that_training_changes_meanwhile(run: Run, root: Path) -> None:
+    results = run("engine", 4, root)
+    assert [result["ending"] for result in results] == ["committed"] * 4, results
+    state = checkpoints.load(root, NAME).state
+    assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
+
+
+@pytest.mark.parametrize("mesh", [None, [2, 2]], ids=["fsdp", "hsdp"])
+def test_an_fsdp_model_and_its_optimizer_go_on_at_another_size(
+    run: Run, root: Path, mesh: list[int] | None
+) -> None:
+    run("fsdp_save", 4 if mesh else 2, root, mesh=mesh)
+    for size, together in ((3, True), (1, False)):
+        for result in run("fsdp_load", size, root, mesh=None, together=together):
+            assert result["now"] == []
+            assert result["next"] == []
+    tensors = checkpoints.load(root, NAME).state["model"]
+    assert tensors["head.weight"] is tensors["embedding.weight"]
+
+
+def test_fsdp_over_tensor_parallelism(run: Run, root: Path) -> None:
+    for result in run("tensor_parallel", 4, root):
+        assert result["strided"]  # else this tests nothing
+        assert all(result["same"].values()), result
+
+
+def test_shards_that_cannot_be_kept_are_refused(run: Run, root: Path) -> None:
+    for rank, told in enumerate(run("refused", 2, root)):
+        assert "no rank has its values" in told["partial"]
+        assert "its placements say" in told["lying"]
+        assert "world_size is 1" in told["world"]
+        assert "does not hold the block" in told["rank"], rank
+    assert checkpoints.list_checkpoints(root / "rank") == ()
+    assert not (root / "partial").exists()
+
+
+@pytest.fixture
+def replicated(root: Path) -> Path:
+    state = {name: script.values(name) for name in script.SHAPES}
+    save_all(root, {**state, "large": torch.arange(200_000.0)}, step=1)
+    return root
+
+
+@pytest.mark.parametrize("window", [32 << 20, 1])
+def test_each_rank_reads_its_share_and_has_all(run: Run, replicated: Path, window: int) -> None:
+    size = checkpoints.verify(replicated, NAME).size_bytes
+    results = run("exchanged", 3, replicated, window=window)
+    for result in results:
+        assert all(result["same"].values()), result
+        assert result["read"] < size / 3 + 10_000
+    assert sum(result["read"] for result in results) >= size * 0.99
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "text"),
+    [
+        ("disk", "ReadFailed", "injected"),
+        ("model", "Mismatch", "missing in the checkpoint: new"),
+        ("name", "NoCheckpoint", "there is no checkpoint"),
+        ("memory", "LoadError", "MemoryError"),
+    ],
+)
+def test_the_trouble_of_one_rank_is_told_to_all(
+    run: Run, replicated: Path, trouble: str, error: str, text: str
+) -> None:
+    results = run("together_but", 3, replicated, trouble=trouble)
+    for rank, result in enumerate(results):
+        if rank != 1:
+            assert result["error"] == error
+            assert "on rank 1: " in result["text"]
+        assert text in result["text"] or (rank == 1 and result["error"] == "MemoryError")
+        assert not result["touched"]
+
+
+def test_ranks_that_were_told_different_names_say_so(run: Run, replicated: Path) -> None:
+    save_all(replicated, {}, step=2)
+    for result in run("together_but", 2, replicated, trouble="name"):
+        assert result["error"] in ("LoadError", "Mismatch") and not result["touched"]
+
+
+def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path) -> None:
+    damaged = replicated / NAME / "00002-of-00003.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    for result in run("together_but", 2, replicated, trouble="none"):
+        assert (result["error"], result["touched"]) == ("Corrupt", False)
+        assert result["file"] == f"{NAME}/00002-of-00003.safetensors"
+
+
+def test_a_rank_that_dies_while_loading_hangs_nobody(run: Run, replicated: Path) -> None:
+    results = run("together_but", 3, replicated, trouble="dies")
+    assert results[1] == {"dead": True}
+    for result in (results[0], results[2]):
+        assert (result["error"], result["touched"]) == ("LoadError", False)
+        assert "the process group failed" in result["text"]
