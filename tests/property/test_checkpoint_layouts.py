@@ -1,0 +1,212 @@
+"""Any sharding: written once, in equal shares, and read into any other sharding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoints.boxes import Box, Span, boxes_of, cut, rows, whole
+from checkpoints.coverage import coverage_problem
+from checkpoints.exchange import shares_of
+from checkpoints.layout import Layout, Split, held, local_shape, written
+from checkpoints.manifest import Chunk, Tensor
+from checkpoints.plan import TensorSpec, share
+from checkpoints.sharded import block
+from checkpoints.spare import Spare
+
+Shape = tuple[int, ...]
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Shape) -> Layout:
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    kinds: list[st.SearchStrategy[Split | None]] = [st.none()]
+    if shape:
+        dims = st.integers(0, len(shape) - 1)
+        kinds += [st.builds(Split, dims), st.builds(Split, dims, st.integers(1, 3))]
+    splits = tuple(draw(st.one_of(kinds)) for _ in mesh_shape)
+    count = math.prod(mesh_shape)
+    ranks = draw(st.permutations(range(count)))
+    return Layout(mesh_shape, tuple(ranks), splits)
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[Shape, Layout]:
+    shape = draw(shapes)
+    return shape, draw(layouts(shape))
+
+
+def values(shape: Shape) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+
+
+def as_torch_splits(layout: Layout, tensor: torch.Tensor, coordinate: Shape) -> torch.Tensor:
+    """What torch.chunk gives a rank, one dimension of the mesh after the other."""
+
+    def chunk(data: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+        found = list(data.chunk(count, dim)) if data.shape[dim] else []
+        return found + [data.narrow(dim, 0, 0)] * (count - len(found))
+
+    for split, size, at in zip(layout.splits, layout.mesh_shape, coordinate, strict=True):
+        if split is not None:
+            pieces = chunk(tensor, split.factor, split.dim)
+            tensor = torch.cat([chunk(p, size, split.dim)[at] for p in pieces], split.dim)
+    return tensor
+
+
+def everywhere(layout: Layout) -> list[Shape]:
+    return list(itertools.product(*(range(size) for size in layout.mesh_shape)))
+
+
+@given(case=sharded())
+def test_a_rank_holds_what_torch_gives_it(case: tuple[Shape, Layout]) -> None:
+    shape, layout = case
+    tensor = values(shape)
+    for coordinate in everywhere(layout):
+        local = as_torch_splits(layout, tensor, coordinate)
+        assert local_shape(layout, shape, coordinate) == tuple(local.shape)
+        seen = 0
+        for region in held(layout, shape, coordinate):
+            mine = block(local, Box(region.local_offset, region.box.shape))
+            assert torch.equal(mine, block(tensor, region.box))
+            seen += region.box.count
+        assert seen == local.numel()
+
+
+@given(case=sharded(), more=st.integers(0, 3))
+def test_every_element_is_written_once_by_a_rank_that_holds_it(
+    case: tuple[Shape, Layout], more: int
+) -> None:
+    shape, layout = case
+    size = len(layout.ranks) + more  # ranks without any part in the mesh write nothing
+    spec = TensorSpec("w", "I32", shape, layout)
+    times = torch.zeros(shape, dtype=torch.int32)
+    for rank in range(size):
+        coordinate = layout.coordinate(rank)
+        holds = [region.box for region in held(layout, shape, coordinate)] if coordinate else []
+        for _, place in share([spec], size, rank):
+            if isinstance(place, Box):
+                assert any(box.holds(place) for box in holds)
+                block(times, place).add_(1)
+    assert bool((times == 1).all())
+
+
+@given(
+    shape=st.lists(st.integers(8, 20), min_size=1, max_size=2).map(tuple), copies=st.integers(1, 8)
+)
+def test_copies_write_equal_slices(shape: Shape, copies: int) -> None:
+    layout = Layout((copies,), tuple(range(copies)), (None,))
+    counts = [sum(b.count for b in written(layout, shape, rank, 0)) for rank in range(copies)]
+    assert sum(counts) == math.prod(shape)
+    assert max(counts) - min(counts) <= math.prod(shape) // min(shape)
+
+
+@given(turns=st.integers(1, 40), copies=st.integers(1, 8))
+def test_tensors_too_small_to_be_cut_are_dealt_out(turns: int, copies: int) -> None:
+    layout = Layout((copies,), tuple(range(copies)), (None,))
+    owners = [
+        [rank for rank in range(copies) if written(layout, (), rank, turn)] for turn in range(turns)
+    ]
+    assert all(len(owner) == 1 for owner in owners)
+    counts = [sum(owner == [rank] for owner in owners) for rank in range(copies)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(shape=shapes, data=st.data())
+def test_a_span_is_boxes_in_order(shape: Shape, data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    span = Span(start, data.draw(st.integers(0, count - start)))
+    found: list[int] = []
+    for box, before in boxes_of(span, shape):
+        assert before == len(found)
+        found += block(values(shape), box).reshape(-1).tolist()
+    assert found == list(range(span.start, span.start + span.count))
+
+
+@given(shape=shapes, limit=st.integers(1, 40), parts=st.integers(1, 6))
+def test_rows_follow_each_other_and_slices_cover(shape: Shape, limit: int, parts: int) -> None:
+    box = whole(shape)
+    blocks = list(rows(box, limit)) if box.count else []
+    assert all(b.count <= limit for b in blocks)
+    flat = [x for b in blocks for x in block(values(shape), b).reshape(-1).tolist()]
+    assert flat == list(range(box.count))
+    slices = [b for b in cut(box, parts) if b.count]
+    seen = sorted(x for b in slices for x in block(values(shape), b).reshape(-1).tolist())
+    assert seen == list(range(box.count))
+
+
+def chunks_of(spec: TensorSpec, size: int, limit: int) -> list[Chunk]:
+    """What all ranks write of a tensor, in small chunks, one file each."""
+    found, end = [], 0
+    for rank in range(size):
+        for _, place in share([spec], size, rank):
+            pieces = rows(place, limit) if isinstance(place, Box) else [place]
+            for piece in pieces:
+                begin, end = end, end + piece.count * spec.element_bytes
+                if piece.count:
+                    found.append(Chunk("file", begin, end, piece, "0" * 32))
+    return found
+
+
+@settings(max_examples=150)
+@given(data=st.data(), shape=shapes, limit=st.integers(1, 40))
+def test_what_any_sharding_wrote_fills_any_other(
+    data: st.DataObject, shape: Shape, limit: int
+) -> None:
+    tensor = values(shape)
+    saved = data.draw(st.one_of(st.none(), layouts(shape)))
+    size = len(saved.ranks) if saved else data.draw(st.integers(1, 5))
+    chunks = chunks_of(TensorSpec("w", "I32", shape, saved), size, limit)
+    assert coverage_problem(TensorSpec("w", "I32", shape), chunks) is None
+    wanted = data.draw(layouts(shape))
+    for coordinate in everywhere(wanted):
+        mine = [region.box for region in held(wanted, shape, coordinate)]
+        spare = Spare(TensorSpec("w", "I32", shape), mine)
+        for chunk in chunks:
+            content = _content(tensor, chunk)
+            room = spare.room(chunk.place)
+            if room is not None:
+                room.copy_(content)
+            elif spare.needs(chunk.place):
+                spare.put(chunk.place, content)
+        for box, memory in spare.blocks:
+            assert torch.equal(memory, block(tensor, box))
+
+
+def _content(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    if isinstance(chunk.place, Box):
+        return block(tensor, chunk.place).reshape(-1)
+    return tensor.reshape(-1)[chunk.place.start : chunk.place.start + chunk.place.count]
+
+
+@given(data=st.data(), case=sharded())
+def test_a_wrong_box_is_noticed(data: st.DataObject, case: tuple[Shape, Layout]) -> None:
+    shape, layout = case
+    spec = TensorSpec("w", "I32", shape)
+    chunks = chunks_of(TensorSpec("w", "I32", shape, layout), len(layout.ranks), 8)
+    if not chunks:
+        return
+    index = data.draw(st.integers(0, len(chunks) - 1))
+    assert coverage_problem(spec, chunks[:index] + chunks[index + 1 :]) is not None
+    assert coverage_problem(spec, [*chunks, chunks[index]]) is not None
+    if len(chunks) > 1:  # one takes the place of another
+        other = chunks[index - 1]
+        moved = Chunk("file", other.begin, other.end, other.place, "0" * 32)
+        assert coverage_problem(spec, [*chunks[:index], moved, *chunks[index + 1 :]]) is not None
+
+
+@given(sizes=st.lists(st.integers(1, 1000), max_size=40), ranks=st.integers(1, 7))
+def test_shares_to_read_are_even_runs(sizes: list[int], ranks: int) -> None:
+    tensor = Tensor(TensorSpec("w", "U8", (1,)), ())
+    items = [(tensor, Chunk("f", 0, size, Span(0, size), "")) for size in sizes]
+    shares = shares_of(items, ranks)
+    assert [item for share in shares for item in share] == items
+    largest = max(sizes, default=0)
+    for mine in shares:
+        assert sum(c.end for _, c in mine) <= sum(sizes) / ranks + largest
