@@ -36,12 +36,14 @@ from checkpoints.lineage import descend
 from checkpoints.loading import Loaded, load, verify
 from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
 from checkpoints.naming import CheckpointName, new_nonce
+from checkpoints.node_memory import NodeMemory
 from checkpoints.outcome import Ending, Handle, Outcome, World
 from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
 from checkpoints.retention import prune
 from checkpoints.saving import save
 from checkpoints.storage import LocalStorage, Root, Storage
 from checkpoints.sweeping import LeftAlone, Swept, sweep
+from checkpoints.tiers import Tiers, Trouble
 from checkpoints.when import (
     Automatic,
     Continuous,
@@ -81,6 +83,7 @@ __all__ = [
     "Mismatch",
     "Moment",
     "NoCheckpoint",
+    "NodeMemory",
     "NotWritable",
     "OnPreemption",
     "Outcome",
@@ -93,6 +96,8 @@ __all__ = [
     "StateError",
     "Storage",
     "Swept",
+    "Tiers",
+    "Trouble",
     "UnsupportedFormat",
     "When",
     "World",

@@ -22,7 +22,7 @@ from checkpoints.keep import Keep
 from checkpoints.manifest import Lineage, Part, Shared
 from checkpoints.naming import CheckpointName, part_file, writer_file
 from checkpoints.plan import TensorSpec
-from checkpoints.retention import after_commit
+from checkpoints.retention import KeepsParts, after_commit
 from checkpoints.sealed import digest
 from checkpoints.storage import Storage, writing
 from checkpoints.tree import Node
@@ -34,7 +34,8 @@ class Saved:
     """What a save did.
 
     ``committed`` says whether the checkpoint stands now. With several writers it is True for
-    those that found all parts, so for at least the last one, unless some writer failed.
+    those that found all parts, so for at least the last one, unless some writer failed; where a
+    storage only keeps parts (:mod:`checkpoints.node_memory`), it says that this one is kept.
     ``notes`` are sentences about what did not go as wished but does not endanger the checkpoint.
     """
 
@@ -88,13 +89,18 @@ def complete(
     """Commit if all shares are there and the world is not stale. Raises :class:`SaveError`."""
     name = attempt.name
     why = "the fence says that this world is stale" if fence is not None and not fence() else ""
-    if not why:
+    if not why and not isinstance(storage, KeepsParts):
         with writing(storage.place):
             try:
                 commit(storage, name, attempt.world_size)
             except Incomplete as problem:
                 why = str(problem)
-    notes = (f"not committed: {why}",) if why else after_commit(storage, name, keep)
+    if why:
+        notes: tuple[str, ...] = (f"not committed: {why}",)
+    elif isinstance(storage, KeepsParts):
+        notes = storage.part_written(name, keep)
+    else:
+        notes = after_commit(storage, name, keep)
     return Saved(
         name=str(name), step=name.step, bytes_written=written, committed=not why, notes=notes
     )

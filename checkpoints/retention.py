@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from checkpoints.commit import put
 from checkpoints.errors import LoadError
@@ -23,6 +24,15 @@ from checkpoints.naming import (
 )
 from checkpoints.reader import read_manifest
 from checkpoints.storage import Root, Storage, storage_for, writing
+
+
+@runtime_checkable
+class KeepsParts(Protocol):
+    """A storage in which nothing is committed: whoever looks merges parts from several places."""
+
+    def part_written(self, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+        """One more part is there: remove what ``keep`` gives up; notes."""
+        ...
 
 
 def committed_names(storage: Storage) -> list[CheckpointName]:

@@ -1,0 +1,84 @@
+"""Coverage across places: complete exactly if every part is in some place that can be reached."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import checkpoints
+from checkpoints.faulty import FaultyStorage
+from checkpoints.memory import MemoryStorage
+from checkpoints.naming import CheckpointName
+from checkpoints.storage import Storage
+from checkpoints.tiers import Tiers
+
+PLACES = 4
+STEPS = (1, 2, 3)
+
+
+class Parts(MemoryStorage):
+    """Parts that nobody commits."""
+
+    def part_written(self, name: CheckpointName, keep: checkpoints.Keep | None) -> tuple[str, ...]:
+        return ()
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]]:
+    """World size, where each rank's part of each step lies, places that fail, damaged places."""
+    world_size = draw(st.integers(1, 5))
+    places = st.sets(st.integers(0, PLACES - 1), max_size=PLACES)
+    where = {
+        (step, rank): draw(places.filter(bool) if draw(st.booleans()) else places)
+        for step in STEPS
+        for rank in range(world_size)
+    }
+    few = st.sets(st.integers(0, PLACES - 1), max_size=2)
+    return world_size, where, draw(few), draw(few)
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((11,), float(step)), "bias": torch.full((3,), step)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(history=histories())
+def test_the_newest_that_is_covered_is_found_and_loaded(
+    history: tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]],
+) -> None:
+    world_size, where, failing, damaged = history
+    places = [Parts() for _ in range(PLACES)]
+    for (step, rank), at in where.items():
+        for place in at:
+            checkpoints.save(
+                places[place], state(step), step=step, nonce="aa", rank=rank, world_size=world_size
+            )
+    for place in damaged:
+        _damage_tensors(places[place])
+    tiers = Tiers([_fails(p) if index in failing else p for index, p in enumerate(places)])
+    good = set(range(PLACES)) - failing - damaged
+    whole = [step for step in STEPS if all(where[step, rank] & good for rank in range(world_size))]
+    found = checkpoints.latest(tiers)
+    if not whole:
+        assert found.checkpoint is None
+        return
+    assert found.checkpoint is not None and found.checkpoint.step == max(whole)
+    loaded = checkpoints.load(tiers, found.checkpoint.name).state
+    assert all(torch.equal(loaded[key], value) for key, value in state(max(whole)).items())
+    assert len({t.place for t in tiers.passed_over if "smokes" in t.reason}) == min(len(failing), 1)
+
+
+def _damage_tensors(storage: MemoryStorage) -> None:
+    for folder in storage.list(""):
+        for file in storage.list(folder):
+            if file.endswith(".safetensors"):
+                content = storage._file(f"{folder}/{file}").content
+                content[-1] ^= 1
+
+
+def _fails(storage: Storage) -> FaultyStorage:
+    def fail(label: str) -> None:
+        raise OSError(5, "it smokes", label)
+
+    return FaultyStorage(storage, before=fail)
