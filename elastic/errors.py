@@ -10,6 +10,9 @@
     │   ├── StoreTooOld              69  etcd before 3.4
     │   ├── LeaseGone                69  a key was to be written on a lease that has ended
     │   └── RecordError              69  a key holds what this version cannot read
+    ├── ClusterError                 69  Kubernetes' API server cannot be used
+    │   ├── ClusterUnreachable       69  it does not answer, or not sensibly
+    │   └── ClusterRefused           69  it will not do what it is asked
     ├── LinkError                    1   agent and worker do not understand each other
     ├── NodeRefused                  2   this node cannot mix with the running job
     ├── JobFailed                    1   the job has ended without success
@@ -78,6 +81,20 @@ class LeaseGone(CoordinationError):
 
 class RecordError(CoordinationError):
     """A key holds a record that this version cannot read. Names the key."""
+
+
+class ClusterError(ElasticError):
+    """Kubernetes' API server cannot be used."""
+
+    exit_code = 69
+
+
+class ClusterUnreachable(ClusterError):
+    """The API server has not done what it was asked within the time there was."""
+
+
+class ClusterRefused(ClusterError):
+    """The API server answers, and will not do what it is asked."""
 
 
 class LinkError(ElasticError):

@@ -29,6 +29,9 @@ class Command:
 COMMANDS = {
     "checkpoints": Command("elastic.cli.checkpoints", "list, check, compare and convert them"),
     "run": Command("elastic.cli.run", "start a training job: torchrun's flags, and a local etcd"),
+    "finish": Command(
+        "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
+    ),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
 }
 

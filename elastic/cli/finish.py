@@ -1,0 +1,197 @@
+"""``elastic finish``: wait for the job's end, then scale its StatefulSet to 0.
+
+A StatefulSet starts again whatever exits, so finished agents park (ELASTIC_PARK), and this ends
+them. Its own exit code is the job's: ``kubectl wait --for=condition=complete job/...`` tells the
+user that training has succeeded, and only that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import tenacity
+
+from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
+from elastic.clock import SYSTEM_CLOCK
+from elastic.config import AgentOptions, read_options
+from elastic.coordination.etcd_options import etcd_config
+from elastic.coordination.keyvalue import (
+    Disconnected,
+    KeyValue,
+    Put,
+    Reconnected,
+    Reset,
+    WatchEvent,
+)
+from elastic.coordination.records import Done, Keys, Outcome, decode
+from elastic.errors import ConfigError, StoreUnreachable
+
+BACKOFF_CAP_S = 30.0
+TERMINATED = 128 + signal.SIGTERM
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic finish ARGV``; returns the job's exit code."""
+    args = _parser().parse_args(argv)
+    options = read_options(_conf(args.conf), os.environ)
+    keys = Keys.of(options.prefix, _required(args.run_id, "--run-id", "PET_RDZV_ID"))
+    endpoint = _required(args.endpoint, "--endpoint", "PET_RDZV_ENDPOINT")
+    # All of it before the wait, which may last for weeks.
+    server = ApiServer.of_pod(os.environ, args.credentials)
+    namespace = args.namespace or server.own_namespace()
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    done = _wait(endpoint, options, keys)
+    say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
+    if done.outcome is Outcome.FAILURE and args.keep_failed:
+        say(f"statefulset/{args.statefulset} is kept as it is (--keep-failed)")
+        return _exit_code(done)
+    scale_statefulset(server, namespace=namespace, name=args.statefulset, replicas=0, say=say)
+    say(f"statefulset/{args.statefulset} in {namespace} is scaled to 0")
+    return _exit_code(done)
+
+
+def say(text: str) -> None:
+    print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+
+def _exit_code(done: Done) -> int:
+    """The job's; a failure is never 0."""
+    return done.exit_code or (0 if done.outcome is Outcome.SUCCESS else 1)
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(TERMINATED)
+
+
+# The job's end -----------------------------------------------------------------------------------
+
+
+def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
+    """Until the job has ended, however long that takes. Raises CoordinationError, but not for an
+    etcd that does not answer: it will."""
+    from elastic.coordination.etcd import EtcdStore
+
+    config = etcd_config(endpoint, options)
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(StoreUnreachable),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=BACKOFF_CAP_S),
+        before_sleep=_tell_of_retry,
+        sleep=SYSTEM_CLOCK.sleep,
+    )
+    store = retrying(EtcdStore, config)
+    try:
+        say(f"waiting for the end of the job under {keys.root}")
+        return wait_for_done(store, keys)
+    finally:
+        store.close()
+
+
+def _tell_of_retry(state: tenacity.RetryCallState) -> None:
+    assert state.outcome is not None
+    say(f"{state.outcome.exception()}\n  trying again in {state.upcoming_sleep:.1f} s")
+
+
+def wait_for_done(store: KeyValue, keys: Keys) -> Done:
+    """Block until the key ``done`` is there. Raises RecordError if it cannot be read."""
+    events: queue.SimpleQueue[WatchEvent] = queue.SimpleQueue()
+    watch = store.watch([keys.done], events.put, name="elastic-watch-done")
+    try:
+        while True:
+            match events.get():
+                case Reset(snapshot):
+                    entries = {e.key: e for e in snapshot.entries}
+                    entry = entries.get(keys.done)
+                case Put(entry):
+                    pass
+                case Disconnected(error):
+                    say(f"etcd is out of reach, reconnecting: {error}")
+                    continue
+                case Reconnected():
+                    say("etcd is back")
+                    continue
+                case _:
+                    continue
+            if entry is not None and entry.key == keys.done:
+                return decode(Done, entry.key, entry.value)
+    finally:
+        watch.close()
+
+
+# The command line --------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="`elastic finish -h` lists the flags")
+
+
+def _parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="elastic finish",
+        description="Wait for the end of a job, then scale its StatefulSet to 0. For a pod whose "
+        "service account may patch that one scale.",
+        epilog="exit codes: the job's (0 done, 1 the script failed, 65 no valid checkpoint, 70 the "
+        "failure budget is spent); 2 usage, 69 etcd or the API server cannot be used. Options of "
+        "the agents (certificates, user, prefix) are read from the same ELASTIC_* variables.",
+    )
+    parser.add_argument("--statefulset", required=True, metavar="NAME", help="the job's")
+    parser.add_argument("--namespace", help="default: this pod's")
+    parser.add_argument(
+        "--endpoint",
+        "--rdzv-endpoint",
+        default=environ.get("PET_RDZV_ENDPOINT"),
+        metavar="HOST:PORT",
+        help="etcd, as torchrun is told it (default: PET_RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--run-id",
+        "--rdzv-id",
+        default=environ.get("PET_RDZV_ID"),
+        help="the job's name (default: PET_RDZV_ID)",
+    )
+    parser.add_argument(
+        "--conf",
+        "--rdzv-conf",
+        default=environ.get("PET_RDZV_CONF", ""),
+        metavar="KEY=VALUE,...",
+        help="options, as torchrun takes them (default: PET_RDZV_CONF)",
+    )
+    parser.add_argument(
+        "--keep-failed",
+        action="store_true",
+        help="leave the pods of a failed job parked, for a look at them",
+    )
+    parser.add_argument(
+        "--credentials",
+        type=Path,
+        default=CREDENTIALS,
+        metavar="FOLDER",
+        help="of the service account: token, ca.crt, namespace (default: where pods have it)",
+    )
+    return parser
+
+
+def _required(value: str | None, flag: str, variable: str) -> str:
+    if not value:
+        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"give {flag}")
+    return value
+
+
+def _conf(text: str) -> dict[str, str]:
+    """torchrun's ``key=value,key=value``."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    for key, equals, value in pairs:
+        if not (key.strip() and equals and value.strip()):
+            raise ConfigError(
+                f"--conf={text}: {key!r} is not KEY=VALUE",
+                hint="for example --conf=prefix=/elastic",
+            )
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,179 @@
+"""The scale of one StatefulSet, through the API server, from inside a pod.
+
+The standard library and tenacity, not a Kubernetes client: it is one PATCH, and the client on PyPI
+brings thirty packages. What a pod has for it is documented at kubernetes.io ("Accessing the
+Kubernetes API from a Pod"): two variables, a token that is rotated, and the CA's certificate.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tenacity
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
+
+CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+CALL_S = 10.0
+PATIENCE_S = 600.0  # longer than an upgrade of a control plane is away
+BACKOFF_CAP_S = 30.0
+# The token was rotated; somebody else changed the object; too much at once; not there for now.
+_AGAIN = {401, 409, 429, 500, 502, 503, 504}
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiServer:
+    """Where it is, and who we are."""
+
+    host: str
+    port: int
+    credentials: Path = CREDENTIALS
+
+    @staticmethod
+    def of_pod(environ: Mapping[str, str], credentials: Path = CREDENTIALS) -> ApiServer:
+        """As every pod is told. Raises ConfigError outside of one, or without a token."""
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+        if not host or not port or not port.isdecimal():
+            raise ConfigError(
+                f"KUBERNETES_SERVICE_HOST={host or ''} and KUBERNETES_SERVICE_PORT={port or ''} "
+                "name no API server",
+                hint="run this in a pod of the cluster",
+            )
+        for name in ("token", "ca.crt"):
+            if not (credentials / name).is_file():
+                raise ConfigError(
+                    f"there is no {credentials / name}",
+                    hint="give the pod a service account, and automountServiceAccountToken: true",
+                )
+        return ApiServer(host=host, port=int(port), credentials=credentials)
+
+    def own_namespace(self) -> str:
+        """The pod's. Raises ConfigError if it is not told."""
+        file = self.credentials / "namespace"
+        try:
+            return file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be read: {error.strerror}", hint="give --namespace"
+            ) from None
+
+
+class _TryAgain(Exception):
+    """What failed may succeed later."""
+
+
+def scale_statefulset(
+    server: ApiServer,
+    *,
+    namespace: str,
+    name: str,
+    replicas: int,
+    say: Callable[[str], None],
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Set the replicas of one StatefulSet; tries again for ten minutes where that may help.
+
+    Raises:
+        ConfigError: a name that Kubernetes would not take.
+        ClusterRefused: the API server will not do it.
+        ClusterUnreachable: it has not done it within ten minutes.
+    """
+    for what, given in (("namespace", namespace), ("statefulset", name)):
+        if not _NAME.fullmatch(given):
+            raise ConfigError(
+                f"{what} {given!r} is no name of Kubernetes",
+                hint="use lower case letters, digits, '-' and '.'",
+            )
+    path = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}/scale"
+    body = json.dumps({"spec": {"replicas": replicas}}).encode()
+    began_s = clock.monotonic()
+
+    def told(state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        say(f"{state.outcome.exception()}; trying again in {state.upcoming_sleep:.1f} s")
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(_TryAgain),
+        stop=lambda state: clock.monotonic() - began_s > PATIENCE_S,
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=BACKOFF_CAP_S),
+        before_sleep=told,
+        sleep=clock.sleep,
+        reraise=True,
+    )
+    try:
+        retrying(_patch, server, path, body)
+    except _TryAgain as error:
+        raise ClusterUnreachable(
+            f"the API server did not set {path} within {PATIENCE_S:g} s: {error}",
+            hint=f"kubectl scale statefulset/{name} -n {namespace} --replicas={replicas}",
+        ) from error
+
+
+def _patch(server: ApiServer, path: str, body: bytes) -> None:
+    status, answer = _send(server, path, body)
+    where = f"https://{server.host}:{server.port}{path}"
+    said = f"{status} {_message(answer)}"
+    if status == 200:
+        return
+    if status in _AGAIN:
+        raise _TryAgain(f"{where}: {said}")
+    hints = {
+        403: "let the pod's service account `patch` statefulsets/scale of that name",
+        404: "check --statefulset and --namespace; it may also be gone already",
+    }
+    raise ClusterRefused(f"{where}: {said}", hint=hints.get(status, ""))
+
+
+def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
+    # Read anew for each attempt: the kubelet replaces both files while the pod lives.
+    try:
+        token = (server.credentials / "token").read_text().strip()
+        context = ssl.create_default_context(cafile=str(server.credentials / "ca.crt"))
+        # On from Python 3.13, and many clusters' own CAs lack an extension that it asks for
+        # (kubernetes-client/python#2394).
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    except (OSError, ssl.SSLError) as error:
+        raise _TryAgain(f"{server.credentials}: {error}") from error
+    connection = http.client.HTTPSConnection(
+        server.host, server.port, timeout=CALL_S, context=context
+    )
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Content-Type": "application/merge-patch+json",
+        "Accept": "application/json",
+        "User-Agent": "elastic-finish",
+    }
+    try:
+        connection.request("PATCH", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(65536)
+    except ssl.SSLCertVerificationError as error:
+        raise ClusterRefused(
+            f"https://{server.host}:{server.port} is not the API server that "
+            f"{server.credentials / 'ca.crt'} vouches for: {error.verify_message}",
+            hint="check KUBERNETES_SERVICE_HOST, and what is mounted as the service account",
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _TryAgain(
+            f"https://{server.host}:{server.port}: {error or type(error).__name__}"
+        ) from error
+    finally:
+        connection.close()
+
+
+def _message(answer: bytes) -> str:
+    """The sentence of a Status object, else what there is."""
+    try:
+        said = json.loads(answer)
+    except ValueError:
+        said = None
+    text = said.get("message", "") if isinstance(said, dict) else ""
+    return str(text) or answer[:200].decode(errors="replace")

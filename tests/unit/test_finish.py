@@ -1,0 +1,201 @@
+"""``elastic finish``: the job's end becomes a scale of 0 and an exit code, through whatever the API
+server does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from etcd_certificates import Authority
+from fake_api_server import DROP, NAMESPACE, FakeApiServer
+
+from elastic.cli import finish
+from elastic.cli.main import main
+from elastic.cli.scale import PATIENCE_S, ApiServer, scale_statefulset
+from elastic.clock import ManualClock
+from elastic.coordination.memory import MemoryStore
+from elastic.coordination.records import Done, Keys, Outcome, encode
+from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
+
+KEYS = Keys.of("/elastic", "job-1")
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[FakeApiServer]:
+    with FakeApiServer(tmp_path, scales={(NAMESPACE, "workers"): 3}) as server:
+        yield server
+
+
+def scale(api: FakeApiServer, name: str = "workers", clock: ManualClock | None = None) -> list[str]:
+    """Scale to 0; returns what was said on the way."""
+    said: list[str] = []
+    scale_statefulset(
+        ApiServer.of_pod(api.environ, api.credentials),
+        namespace=NAMESPACE,
+        name=name,
+        replicas=0,
+        say=said.append,
+        clock=clock or ManualClock(),
+    )
+    return said
+
+
+# The API server -------------------------------------------------------------------------------
+
+
+def test_the_scale_of_that_one_statefulset_becomes_0(api: FakeApiServer) -> None:
+    api.scales[NAMESPACE, "others"] = 5
+    assert scale(api) == []
+    assert api.scales == {(NAMESPACE, "workers"): 0, (NAMESPACE, "others"): 5}
+
+
+def test_what_may_pass_is_tried_again(api: FakeApiServer) -> None:
+    api.faults += [503, 429, 500, 409, DROP, DROP, 504]
+    clock = ManualClock()
+    said = scale(api, clock=clock)
+    assert api.scales[NAMESPACE, "workers"] == 0
+    assert len(said) == 7
+    assert "503" in said[0] and "told to answer 503" in said[0]
+    assert 0 < clock.monotonic() < PATIENCE_S
+
+
+def test_a_rotated_token_is_read_anew(api: FakeApiServer) -> None:
+    api.token = "the-next-one"
+    kept = (api.credentials / "token").read_text()
+    said: list[str] = []
+
+    def rotate(text: str) -> None:
+        said.append(text)
+        (api.credentials / "token").write_text("the-next-one")
+
+    server = ApiServer.of_pod(api.environ, api.credentials)
+    scale_statefulset(
+        server, namespace=NAMESPACE, name="workers", replicas=0, say=rotate, clock=ManualClock()
+    )
+    assert api.scales[NAMESPACE, "workers"] == 0
+    assert len(said) == 1 and "401" in said[0]
+    assert kept.strip() not in said[0]
+
+
+def test_an_api_server_that_stays_away_is_given_up_with_what_to_do(api: FakeApiServer) -> None:
+    api.faults += [503] * 10_000
+    clock = ManualClock()
+    with pytest.raises(ClusterUnreachable) as gone:
+        scale(api, clock=clock)
+    assert "503" in gone.value.message
+    assert "kubectl scale statefulset/workers" in gone.value.hint
+    assert clock.monotonic() > PATIENCE_S
+    assert api.scales[NAMESPACE, "workers"] == 3
+
+
+@pytest.mark.parametrize(("name", "said"), [("others", "403"), ("gone", "404")])
+def test_a_refusal_is_final(api: FakeApiServer, name: str, said: str) -> None:
+    api.may |= {"gone"}
+    with pytest.raises(ClusterRefused) as refused:
+        scale(api, name)
+    assert said in refused.value.message and name in refused.value.message
+    assert refused.value.hint
+    assert api.requests == 1
+
+
+def test_the_token_is_not_shown_to_a_stranger(api: FakeApiServer, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    stranger = Authority(other, "other-cluster").cacert
+    (api.credentials / "ca.crt").write_bytes(Path(stranger).read_bytes())
+    with pytest.raises(ClusterRefused) as refused:
+        scale(api)
+    assert "ca.crt" in refused.value.message
+    assert api.requests == 0
+
+
+@pytest.mark.parametrize("name", ["../pods", "Workers", "a/b", ""])
+def test_what_is_no_name_never_reaches_the_api_server(api: FakeApiServer, name: str) -> None:
+    with pytest.raises(ConfigError):
+        scale(api, name)
+    assert api.requests == 0
+
+
+def test_outside_of_a_pod_it_says_so(api: FakeApiServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
+        ApiServer.of_pod({})
+    with pytest.raises(ConfigError, match="token"):
+        ApiServer.of_pod(api.environ, tmp_path)
+
+
+# The job's end --------------------------------------------------------------------------------
+
+
+def ended(outcome: Outcome = Outcome.SUCCESS, exit_code: int = 0, reason: str = "done") -> Done:
+    return Done(
+        outcome=outcome, reason=reason, exit_code=exit_code, generation=3, final_step=9, time_s=0.0
+    )
+
+
+def test_a_job_that_has_ended_already_is_not_waited_for() -> None:
+    store = MemoryStore()
+    store.put(KEYS.done, encode(ended()))
+    assert finish.wait_for_done(store, KEYS) == ended()
+
+
+def test_the_end_is_waited_for_and_no_other_jobs_counts() -> None:
+    store, found = MemoryStore(), list[Done]()
+    thread = threading.Thread(target=lambda: found.append(finish.wait_for_done(store, KEYS)))
+    thread.start()
+    store.put(Keys.of("/elastic", "job-10").done, encode(ended(reason="another job")))
+    store.put(KEYS.done + "-but-not", b"x")
+    store.put(KEYS.done, encode(ended(reason="this one")))
+    thread.join(timeout=10)
+    assert [done.reason for done in found] == ["this one"]
+
+
+@pytest.fixture
+def in_a_pod(
+    api: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[FakeApiServer, list[str]]]:
+    """The command's environment, and its command line."""
+    for name, value in api.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "etcd:2379")
+    monkeypatch.setenv("PET_RDZV_ID", "job-1")
+    yield api, ["finish", "--statefulset=workers", f"--credentials={api.credentials}"]
+
+
+def test_without_an_endpoint_nothing_is_waited_for(
+    in_a_pod: tuple[FakeApiServer, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("PET_RDZV_ENDPOINT")
+    assert main(in_a_pod[1]) == 2
+    assert "--endpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("done", "flags", "code", "replicas"),
+    [
+        (ended(), [], 0, 0),
+        (ended(Outcome.FAILURE, 70, "the budget is spent"), [], 70, 0),
+        (ended(Outcome.FAILURE, 65, "no checkpoint"), [], 65, 0),
+        (ended(Outcome.FAILURE, 0, "it says nothing"), [], 1, 0),
+        (ended(Outcome.FAILURE, 1, "it failed"), ["--keep-failed"], 1, 3),
+        (ended(), ["--keep-failed"], 0, 0),
+    ],
+)
+def test_the_exit_code_is_the_jobs(
+    in_a_pod: tuple[FakeApiServer, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    done: Done,
+    flags: list[str],
+    code: int,
+    replicas: int,
+) -> None:
+    api, command = in_a_pod
+    monkeypatch.setattr(finish, "_wait", lambda endpoint, options, keys: done)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main([*command, *flags]) == code
+    assert api.scales[NAMESPACE, "workers"] == replicas
+    assert done.reason in capsys.readouterr().err
