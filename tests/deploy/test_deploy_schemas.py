@@ -1,0 +1,88 @@
+"""Every object is one that API servers from 1.31 to the newest known accept, to the letter."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from crd_schemas import SCHEMAS
+from jsonschema import Draft202012Validator
+from kubernetes_validate import utils
+from manifests import EVERYTHING, Object, Rendered
+
+OLDEST = (1, 31)
+VERSIONS = [
+    text
+    for text in map(utils.major_minor, utils.all_versions())
+    if tuple(map(int, text.split("."))) >= OLDEST
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_schemas_once() -> Any:
+    """The package parses its 2 MB of definitions for each object anew."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def objects(render: Callable[[str], Rendered]) -> list[tuple[str, Object]]:
+    """Everything that is rendered anywhere, each distinct object once; custom kinds' Jobs too."""
+    distinct: dict[str, tuple[str, Object]] = {}
+    for name in EVERYTHING:
+        for whole in render(name).objects:
+            for one in (whole, *jobs_inside(whole)):
+                distinct.setdefault(json.dumps(one, sort_keys=True), (name, one))
+    return list(distinct.values())
+
+
+def jobs_inside(owner: Object) -> list[Object]:
+    """The Jobs that a JobSet's or TrainingRuntime's controller will make."""
+    spec = owner.get("spec", {})
+    if owner["kind"] == "TrainingRuntime":
+        spec = spec["template"]["spec"]
+    return [
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": f"{owner['metadata']['name']}-{job['name']}"},
+            "spec": job["template"]["spec"],
+        }
+        for job in spec.get("replicatedJobs", [])
+    ]
+
+
+def test_the_newest_schemas_are_new_enough() -> None:
+    assert VERSIONS[0] == "1.31"
+    assert len(VERSIONS) >= 6, f"kubernetes-validate knows only {VERSIONS}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_valid_for(version: str, objects: list[tuple[str, Object]]) -> None:
+    wrong = []
+    for overlay, one in objects:
+        if one["kind"] in SCHEMAS:
+            continue
+        try:
+            kubernetes_validate.validate(one, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            where = ".".join(map(str, error.path))
+            wrong.append(f"{overlay}: {one['kind']}/{one['metadata']['name']} {where}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_custom_resources_use_fields_that_exist(objects: list[tuple[str, Object]]) -> None:
+    custom = [(overlay, one) for overlay, one in objects if one["kind"] in SCHEMAS]
+    assert {one["kind"] for _, one in custom} == set(SCHEMAS), "a schema that nothing uses"
+    wrong = [
+        f"{overlay}: {one['kind']}/{one['metadata']['name']} {error.json_path}: {error.message}"
+        for overlay, one in custom
+        for error in Draft202012Validator(SCHEMAS[one["kind"]]).iter_errors(one)
+    ]
+    assert not wrong, "\n".join(wrong)
