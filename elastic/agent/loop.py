@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from elastic.agent.board import Board, WorldEntry
+from elastic.agent.contact import Contact
 from elastic.agent.context import NodeContext
 from elastic.agent.leadership import NodesEvent, Probed
 from elastic.agent.liveness import LivenessServer
@@ -82,7 +83,6 @@ class NodeLoop:
             journal=journal,
             post=self.post,
         )
-        self._last_contact_s = last_contact_s
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         node = board.node
         self._liveness = LivenessServer(
@@ -95,6 +95,7 @@ class NodeLoop:
         )
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._contact = Contact(self._at, self._workers, last_contact_s)
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._watch: Watch | None = None
@@ -166,6 +167,7 @@ class NodeLoop:
             or world is None
             or node.node_id not in world.node_ids
             or board.done is not None
+            or self._contact.is_lost
             or bool(board.store_trouble)
             or self._at.clock.monotonic() >= self._close_by_s
         )
@@ -177,7 +179,7 @@ class NodeLoop:
         if self._guarded(self._duties):
             self._at.board.store_trouble = ""
         self._tell_workers()
-        self._check_contact()
+        self._contact.check()
 
     def _tell_workers(self) -> None:
         if self._workers is not None:
@@ -244,6 +246,8 @@ class NodeLoop:
     def _duties(self) -> None:
         now = self._at.clock.monotonic()
         self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
+        if self._contact.is_lost or self._contact.is_away:
+            return
         if not self._registered and self._at.board.node.nproc > 0:
             self._register()
         if self._workers is not None and self._lease is not None and not self._lease.lost:
@@ -282,6 +286,7 @@ class NodeLoop:
     # ── what the store says ──────────────────────────────────────────────────────────────
 
     def _on_base(self, event: WatchEvent) -> None:
+        self._contact.watch_is_cut = isinstance(event, Disconnected)
         match event:
             case Reset(snapshot, reason):
                 self._on_reset({e.key: e for e in snapshot.entries}, reason)
@@ -391,30 +396,19 @@ class NodeLoop:
                 StoreTrouble(error=error.message, consequence=consequence), level=logging.WARNING
             )
 
-    def _check_contact(self) -> None:
-        """Cut off for takeover_s / 2: the others may soon go on without us, so stop first."""
-        if self._last_contact_s is None or not self._at.board.has_workers_in_a_world:
-            return
-        away_s = self._at.clock.monotonic() - self._last_contact_s()
-        if away_s > self._at.options.takeover_s / 2:
-            self._at.board.fail(
-                StoreUnreachable(
-                    f"no contact with etcd for {away_s:.0f} s, half of takeover_s="
-                    f"{self._at.options.takeover_s:g}: this node stops, because the others may "
-                    "form a world without it",
-                    hint="check the network between this node and etcd, then start it again",
-                )
-            )
-
     def _end(self) -> None:
         """Leave the store in order: best effort, the lease does the rest."""
         if self._watch is not None:
             self._watch.close()
+        reaches_store = not self._contact.is_lost
         try:
-            self._succession.resign()
-            if self._registered:
-                self._at.store.delete(self._at.keys.node(self._at.board.node.node_id))
+            if not reaches_store:
+                self._succession.end_term()
+            else:
+                self._succession.resign()
+                if self._registered:
+                    self._at.store.delete(self._at.keys.node(self._at.board.node.node_id))
             if self._lease is not None:
-                self._lease.close(revoke=True)
+                self._lease.close(revoke=reaches_store)
         except CoordinationError as error:
             self._say_trouble(error, "this node's lease will end by itself")

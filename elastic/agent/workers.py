@@ -68,6 +68,7 @@ class Workers:
         self._pushed: World | None = None  # the newest world they were told
         self._trouble: Trouble | None = None  # to be written, or written
         self._trouble_written = False
+        self._has_parted = False  # told to leave: their ends are no deaths
 
     @property
     def path(self) -> str:
@@ -190,7 +191,7 @@ class Workers:
         for known in (self._ready, self._left):
             known.discard(worker.pid)
         self._entered.pop(worker.pid, None)
-        if self._node.state is NodeState.LEAVING:
+        if self._has_parted or self._node.state is NodeState.LEAVING:
             self._note_left()
             return
         if self._at.board.stopping:
@@ -244,6 +245,22 @@ class Workers:
             return  # a spare: it waits for a world with it
         self._pushed = world
         self._send(world, None)
+
+    def part(self, reason: str) -> None:
+        """Have all workers leave at their next boundary, and save, as the last ones of a job do."""
+        newest = self._pushed or self._node.running
+        assert newest is not None
+        self._pushed = replace(
+            newest,
+            generation=newest.generation + 1,
+            members=(),
+            mode=IN_PROCESS,
+            switch_at_step=None,
+            state=WorldState.ACTIVE,
+            reason=reason,
+        )
+        self._has_parted = True
+        self._send(self._pushed, None)
 
     def forget(self) -> None:
         """The workers are started anew."""

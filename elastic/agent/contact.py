@@ -1,0 +1,75 @@
+"""What a node does that has lost etcd for long: it stops before the others go on without it.
+
+Half of ``takeover_s`` after the last sign of this node a new world may not be formed without it
+yet (PROTOCOL section 2); after all of it, it may. Workers that need no restart leave at their next
+step's boundary, as the last ones of a job do, and save; a quarter of the time is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic.agent.context import NodeContext
+from elastic.agent.workers import Workers
+from elastic.errors import StoreUnreachable
+
+_AWAY_S = 2.0
+
+
+class Contact:
+    """Asked on every turn of the node's thread."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        workers: Workers | None,
+        last_contact_s: Callable[[], float] | None,
+    ) -> None:
+        self._at = context
+        self._workers = workers
+        self._last_contact_s = last_contact_s
+        self._gone_by_s: float | None = None  # the workers have been told to leave
+        self._is_lost = False
+        self.watch_is_cut = False  # it says so itself, and when it is back
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this node has stopped for want of etcd: there is nobody to say farewell to."""
+        return self._is_lost
+
+    @property
+    def is_away(self) -> bool:
+        """Whether etcd has been out of reach for a while: a call would only keep the node's thread
+        from what it has to do for its workers."""
+        if self.watch_is_cut and self._last_contact_s is not None:
+            return self._at.clock.monotonic() - self._last_contact_s() > _AWAY_S
+        return False
+
+    def check(self) -> None:
+        """Stop this node if it is cut off, once its workers have left or their time is up."""
+        board, now = self._at.board, self._at.clock.monotonic()
+        if self._gone_by_s is not None:
+            if board.workers_left or now >= self._gone_by_s:
+                self._stop(now)
+            return
+        if self._last_contact_s is None or not board.has_workers_in_a_world:
+            return
+        takeover_s = self._at.options.takeover_s
+        if now - self._last_contact_s() <= takeover_s / 2:
+            return
+        if self._workers is None or not board.node.in_process:
+            self._stop(now)
+            return
+        self._gone_by_s = now + takeover_s / 4
+        self._workers.part("this node has lost etcd")
+
+    def _stop(self, now: float) -> None:
+        assert self._last_contact_s is not None
+        self._is_lost = True
+        error = StoreUnreachable(
+            f"no contact with etcd for {now - self._last_contact_s():.0f} s, half of takeover_s="
+            f"{self._at.options.takeover_s:g}: this node stops, because the others may "
+            "form a world without it",
+            hint="check the network between this node and etcd, then start it again",
+        )
+        self._at.board.fail(error)

@@ -1,0 +1,125 @@
+"""Some nodes lose etcd and nothing else: never two worlds in progress, and nothing is lost.
+
+Each node reaches etcd through a proxy of its own, which can be cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from etcd_proxy import CuttingProxy
+from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.node import LocalNode
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SCRIPT = SCRIPTS / "phases.py"
+WORKLOAD = Workload(samples=500, epochs=25, step_s=0.1)
+LEASE_S = 2.0
+TAKEOVER_S = 14.0
+
+
+class CutOff:
+    """A job whose nodes can each be cut from etcd."""
+
+    def __init__(self, etcd: EmbeddedEtcd, job: TrainingJob, proxies: ExitStack) -> None:
+        self.job = job
+        self._etcd = etcd
+        self._exits = proxies
+        self._proxies: dict[str, CuttingProxy] = {}
+
+    def start_node(self) -> LocalNode:
+        proxy = self._exits.enter_context(CuttingProxy(self._etcd.endpoint))
+        node = self.job.start_node(endpoints=[proxy.endpoint])
+        self._proxies[node.name] = proxy
+        return node
+
+    def cut(self, *nodes: LocalNode) -> None:
+        for node in nodes:
+            self._proxies[node.name].cut()
+
+    def restore(self, *nodes: LocalNode) -> None:
+        for node in nodes:
+            self._proxies[node.name].restore()
+
+
+@pytest.fixture
+def cluster(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[CutOff]:
+    with (
+        ExitStack() as proxies,
+        TrainingJob(
+            [etcd.endpoint],
+            tmp_path,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            min_nodes=2,
+            max_nodes=4,
+            conf={"lease_s": LEASE_S, "takeover_s": TAKEOVER_S, "last_call_s": 1.0},
+        ) as job,
+    ):
+        yield CutOff(etcd, job, proxies)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("cut-off-alone"), WORKLOAD, SCRIPT)
+
+
+def test_newcomers_do_not_go_on_while_the_members_train(cluster: CutOff, reference: Path) -> None:
+    """Two members lose etcd, two newcomers arrive who reach it; then etcd is back for all.
+
+    And then one of the four loses it for good: it answers, and trains with the others, until it
+    has to stop.
+    """
+    job = cluster.job
+    members = [cluster.start_node() for _ in range(2)]
+    generation = job.wait_training(nodes=2)
+    cluster.cut(*members)
+    cut_s = time.monotonic()
+    newcomers = [cluster.start_node() for _ in range(2)]
+    # Until their leases are long gone, and the newcomers have long been there to take over.
+    while time.monotonic() - cut_s < TAKEOVER_S / 2 - 1.0:
+        job.wait_progress(1, timeout_s=10.0)
+    assert job.training_nodes() == (generation, {node.name for node in members})
+    assert job.generation() == generation
+    cluster.restore(*members)
+    job.wait_training(nodes=4, after_generation=generation)
+    assert all(node.running for node in (*members, *newcomers))
+
+    generation = job.generation()
+    lost = next(node for node in job.running if node is not job.leader())
+    cluster.cut(lost)
+    cut_s = time.monotonic()
+    while time.monotonic() - cut_s < 2 * LEASE_S:
+        job.wait_progress(1, timeout_s=10.0)
+    assert job.training_nodes()[0] == generation
+    assert lost.wait(TAKEOVER_S + 30.0) not in (0, 75)
+    job.wait_training(nodes=3, after_generation=generation)
+    job.assert_finishes_whole(reference)
+
+
+def test_members_that_stay_cut_off_stop_before_they_are_replaced(
+    cluster: CutOff, reference: Path
+) -> None:
+    """Half of the takeover time without etcd: they save and stop; the newcomers go on."""
+    job = cluster.job
+    members = [cluster.start_node() for _ in range(2)]
+    generation = job.wait_training(nodes=2)
+    cluster.cut(*members)
+    newcomers = [cluster.start_node() for _ in range(2)]
+    for node in members:
+        assert node.wait(TAKEOVER_S + 30.0) not in (0, 75)
+        assert "no contact with etcd" in node.log_text()
+    last = job.ledger().last_step
+    job.wait_training(nodes=2, after_generation=generation)
+    new, names = job.training_nodes()
+    assert names == {node.name for node in newcomers}
+    first = min(s.step for s in job.ledger().steps if s.generation == new)
+    assert first == last + 1, "steps were lost though their ranks could save"
+    job.assert_finishes_whole(reference)
