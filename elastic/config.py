@@ -54,6 +54,7 @@ _TORCHRUN_DEFAULT_TIMEOUT = 900
 OTHER_VARIABLES = frozenset(
     {
         "CHECKPOINTS",
+        "ENDING",
         "GENERATION",
         "JOURNAL",
         "LEDGER",

@@ -7,6 +7,7 @@ PROTOCOL section 7.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import math
@@ -14,6 +15,8 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -105,8 +108,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
             last_contact_s=lambda: store.last_contact_s,
         )
         services.append(self._service)
+        self._ending = Path(tempfile.gettempdir()) / f"elastic-ending-{node.node_id}"
+        os.environ["ELASTIC_ENDING"] = str(self._ending)
         self._leaving = Leaving(
-            self._service, options.leave_grace_s, lambda: kill_marked(os.environ[MARK])
+            self._service,
+            options.leave_grace_s,
+            lambda: kill_marked(os.environ[MARK]),
+            tell_workers=self._tell_workers_it_is_the_end,
         )
         self._health = self._serve_health()
         self._service.start()
@@ -238,6 +246,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _close(self) -> None:
         self._service.close()
         self._ports.close()
+        self._ending.unlink(missing_ok=True)
         if self._guard is not None:
             end_strays(os.environ[MARK])
             self._guard.release()
@@ -280,9 +289,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._service.link_path:
             os.environ["ELASTIC_LINK"] = self._service.link_path
 
+    def _tell_workers_it_is_the_end(self) -> None:
+        """The SIGTERM that torchrun is about to send them is for good: they may save first."""
+        with contextlib.suppress(OSError):  # without it they end as for a restart
+            self._ending.touch()
+
     def _end(self, error: BaseException) -> NoReturn:
         """End this agent with a sentence and the error's exit code, not with a traceback."""
         self._service.expect_end_of_workers()
+        self._tell_workers_it_is_the_end()
         if isinstance(error, JobSucceeded):
             self._log.info("%s", error)
             raise SystemExit(0) from None

@@ -64,12 +64,15 @@ class Leaving:
         grace_s: float,
         kill_workers: Callable[[], object],
         clock: Clock = SYSTEM_CLOCK,
+        *,
+        tell_workers: Callable[[], object] = lambda: None,
     ) -> None:
         self.phase = Phase.WAITING
         self.told = False
         self._node = node
         self._grace_s = grace_s
         self._kill_workers = kill_workers
+        self._tell_workers = tell_workers  # that torchrun's SIGTERM is for good
         self._clock = clock
         self._in_order = False
         self._by_s = 0.0
@@ -118,4 +121,5 @@ class Leaving:
     def _stop(self) -> NoReturn:
         # First: workers that torchrun's SIGTERM reaches ask whether to leave at a boundary.
         self._node.expect_end_of_workers()
+        self._tell_workers()
         raise SystemExit(Preempted.exit_code)

@@ -18,6 +18,7 @@ from elastic.training.saver import Saver
 from elastic.training.saving import KeepGiven, WhenGiven, checkpoints_from
 from elastic.training.words import Words, ask
 from elastic.tuning.timeouts import Timeouts
+from elastic.worker.sigterm import EXIT_CODE
 
 if TYPE_CHECKING:
     from elastic.training.session import Session
@@ -38,6 +39,7 @@ class BetweenSteps:
         self._said = Word()
         self.has_stepped = False  # in this world, since the last boundary
         self.is_preempted = False  # this process was told to go, and does so at a boundary
+        self.has_gone = False
 
     def save_by(
         self, checkpoint_dir: Root | None, when: WhenGiven = None, keep: KeepGiven = None
@@ -81,8 +83,22 @@ class BetweenSteps:
                 heard = ask(self._said)
         self.has_stepped = False
         saver.at_boundary(session.job, heard)
+        if not session.is_in_process:
+            self._go_if_preempted(heard)
         self._said = saver.word(session.job.progress.step, leaving=self.is_told_to_leave)
         self.words.say(self._said)
+
+    def _go_if_preempted(self, heard: Word | None) -> None:
+        """Some process was told to go, and nobody will start it again. All ranks hear of it at
+        the same boundary: they save, and those that were told go."""
+        session, saver = self._session, self._session.saver
+        is_heard = heard is not None and heard.leaving
+        if is_heard and not self.is_preempted:
+            saver.save(session.job)
+        if self.is_preempted and (is_heard or saver.world_size == 1):
+            LastSave(saver, session.job, LEAVING_S).together()
+            self.has_gone = True
+            raise SystemExit(EXIT_CODE)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from elastic.telemetry.ledger import Ledger
 from elastic.training import loop
 from elastic.training.evaluation import shard_by
 from elastic.training.loader import ElasticLoader
+from elastic.training.preemption import Preemption
 from elastic.training.saver import Saver
 from elastic.training.saving import Checkpoints, KeepGiven, WhenGiven, checkpoints_from
 from elastic.training.session import Session
@@ -336,4 +337,5 @@ def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = No
     )
     if link := os.environ.get("ELASTIC_LINK"):
         session.connect(link)
+    Preemption(session).install()
     return Run(session, device)

@@ -32,7 +32,6 @@ from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
 from elastic.worker.faults import causes, is_world_fault
 from elastic.worker.process_group import ProcessGroup
-from elastic.worker.sigterm import ask_agent_on_sigterm
 from elastic.worker.world import World, largest_world
 from elastic.worker.worlds import Worlds
 
@@ -81,7 +80,6 @@ class Session:
         self.worlds = worlds
         self.set_saver(self.saver)
         worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-        ask_agent_on_sigterm(worlds)
 
     def set_saver(self, saver: Saver) -> None:
         """Save with this one. Before the state is restored."""
@@ -398,7 +396,7 @@ class Session:
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process ends; ``error`` is what ended it, for its agent."""
         self.guard.close()
-        if clean:
+        if clean and not self.between.has_gone:
             self._close_in_order()
         else:
             self.between.end_with(error)

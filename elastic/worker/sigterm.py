@@ -1,7 +1,9 @@
-"""SIGTERM to a worker: its node is told to leave, or torchrun ends the siblings of a dead one.
+"""SIGTERM to a worker: its node is told to leave, its job is over, or torchrun only ends the
+siblings of a dead one.
 
-Only the agent knows which. In the first case the worker goes on to the next step's boundary,
-where it leaves in order; in the second it ends now.
+Only the agent knows which. A node that leaves in order lets its workers go on to the next step's
+boundary. Workers that nobody will start again may save first, at a boundary or where they wait.
+All others end now.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from elastic.clock import SYSTEM_CLOCK
@@ -17,31 +20,70 @@ from elastic.worker.worlds import Worlds
 # A scheduler may signal the worker before the agent knows: ask again for so long.
 ASK_FOR_S = 0.3
 EXIT_CODE = 128 + signal.SIGTERM
+# The agent makes this file when it ends its workers for good: it works without a link, too.
+ENDING_FILE = "ELASTIC_ENDING"
 
 
-def ask_agent_on_sigterm(worlds: Worlds) -> None:
-    """Take SIGTERM over, unless the script has done that, or this is not the main thread."""
+def ends_for_good() -> bool:
+    """Whether the agent has said that these workers are not to be started again."""
+    path = os.environ.get(ENDING_FILE)
+    return bool(path) and os.path.exists(str(path))
+
+
+def ask_agent_on_sigterm(worlds: Worlds, last_words: Callable[[], object] = lambda: None) -> None:
+    """Take SIGTERM over, unless the script has done that, or this is not the main thread.
+
+    ``last_words`` runs on a thread of its own before a process ends that is not started again.
+    """
+
+    def is_node_leaving() -> bool:
+        until_s = SYSTEM_CLOCK.monotonic() + ASK_FOR_S
+        while not worlds.has_left and SYSTEM_CLOCK.monotonic() < until_s:
+            if worlds.is_node_leaving(ASK_FOR_S):
+                return True
+            SYSTEM_CLOCK.sleep(ASK_FOR_S / 6)
+        return False
+
+    end_on_sigterm(last_words, ends_for_good, unless=is_node_leaving)
+
+
+def end_on_sigterm(
+    last_words: Callable[[], object],
+    is_for_good: Callable[[], bool],
+    *,
+    unless: Callable[[], bool] = lambda: False,
+) -> None:
+    """End at SIGTERM, after ``last_words`` if that is for good, ``unless`` there is a reason to
+    stay. A script's own handler is left alone."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _Handler(worlds))
+        signal.signal(signal.SIGTERM, _Handler(last_words, is_for_good, unless))
 
 
 class _Handler:
-    def __init__(self, worlds: Worlds) -> None:
-        self._worlds = worlds
+    def __init__(
+        self,
+        last_words: Callable[[], object],
+        is_for_good: Callable[[], bool],
+        unless: Callable[[], bool],
+    ) -> None:
+        self._last_words = last_words
+        self._is_for_good = is_for_good
+        self._unless = unless
         self._pid = os.getpid()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker has inherited the handler
             os._exit(EXIT_CODE)
         # Not here: the interrupted main thread may hold the link's lock.
-        threading.Thread(target=self._ask, name="elastic-sigterm", daemon=True).start()
+        threading.Thread(target=self._end, name="elastic-sigterm", daemon=True).start()
 
-    def _ask(self) -> None:
-        until_s = SYSTEM_CLOCK.monotonic() + ASK_FOR_S
-        while not self._worlds.has_left and SYSTEM_CLOCK.monotonic() < until_s:
-            if self._worlds.is_node_leaving(ASK_FOR_S):
-                return
-            SYSTEM_CLOCK.sleep(ASK_FOR_S / 6)
-        os._exit(EXIT_CODE)
+    def _end(self) -> None:
+        if self._unless():
+            return
+        try:
+            if self._is_for_good():
+                self._last_words()
+        finally:
+            os._exit(EXIT_CODE)

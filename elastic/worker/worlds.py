@@ -51,6 +51,7 @@ class Worlds:
         self._entering = 0  # the generation that the main thread is in, or is building
         self._said_ready = False
         self.has_left = False  # this worker only waits for its end
+        self.is_waiting = False  # the main thread, for a world
         self._leaving_answer: bool | None = None
         self._client: LinkClient | None = None
 
@@ -115,7 +116,9 @@ class Worlds:
                 newest = self._newest
                 if newest is not None and newest.generation > self._entering:
                     self._entering = newest.generation
+                    self.is_waiting = False
                     return newest
+                self.is_waiting = True
                 self._changed.wait(SLICE_S)
 
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
