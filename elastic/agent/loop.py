@@ -176,7 +176,7 @@ class NodeLoop:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
             self._tell_workers()
-        if self._guarded(self._duties):
+        if self._guarded(self._duties) and not self._contact.is_away:
             self._at.board.store_trouble = ""
         self._tell_workers()
         self._contact.check()
