@@ -1,0 +1,71 @@
+"""Who may talk to whom: the rendered policies are played against connections."""
+
+from __future__ import annotations
+
+from manifests import COMPONENT, NAME, Rendered
+from network_rules import End, allowed
+
+OUTSIDE = End(outside=True)
+STRANGER = End({"app": "other"})
+KUBE_DNS = End({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"})
+MONITORING = End({"app": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
+ELSEWHERE = End({NAME: "elastic", COMPONENT: "worker"}, {"kubernetes.io/metadata.name": "default"})
+
+
+def ours(component: str) -> End:
+    return End({NAME: "elastic", COMPONENT: component})
+
+
+WORKER, ETCD, FINISHER, UPKEEP = map(ours, ("worker", "etcd", "finisher", "etcd-upkeep"))
+
+
+def test_the_policies_are_about_pods_that_exist(manifests: Rendered) -> None:
+    components = {pod.component for pod in manifests.pods()}
+    for policy in manifests.of("NetworkPolicy"):
+        labels = policy["spec"]["podSelector"].get("matchLabels")
+        assert labels is None or labels[COMPONENT] in components, policy["metadata"]["name"]
+
+
+def test_nothing_is_open_that_is_not_named(manifests: Rendered) -> None:
+    policies = manifests.of("NetworkPolicy")
+    for component in ("worker", "etcd", "finisher", "etcd-upkeep", "anything-new"):
+        assert not allowed(policies, STRANGER, ours(component), 2379)
+        assert not allowed(policies, OUTSIDE, ours(component), 8471)
+        assert not allowed(policies, ELSEWHERE, ours(component), 2379)
+        assert not allowed(policies, ours(component), STRANGER, 80)
+        assert allowed(policies, ours(component), KUBE_DNS, 53, "UDP")
+        assert allowed(policies, ours(component), KUBE_DNS, 53, "TCP")
+        assert allowed(policies, ours(component), OUTSIDE, 443) == (
+            component == "finisher" and bool(manifests.pods("finisher"))
+        )
+
+
+def test_workers_reach_each_other_on_every_port(manifests: Rendered) -> None:
+    policies = manifests.of("NetworkPolicy")
+    for port in (29400, 8471, 34567, 65535):
+        assert allowed(policies, WORKER, WORKER, port)
+    assert not allowed(policies, FINISHER, WORKER, 29400)
+    assert not allowed(policies, ETCD, WORKER, 29400)
+
+
+def test_etcd_is_reached_by_its_clients_on_its_clients_port_alone(manifests: Rendered) -> None:
+    policies = manifests.of("NetworkPolicy")
+    assert allowed(policies, WORKER, ETCD, 2379)
+    assert not allowed(policies, WORKER, ETCD, 2380)
+    assert not allowed(policies, WORKER, ETCD, 2381)
+    if manifests.pods("finisher"):
+        assert allowed(policies, FINISHER, ETCD, 2379)
+    if manifests.pods("etcd-upkeep"):
+        assert allowed(policies, UPKEEP, ETCD, 2379)
+        assert not allowed(policies, UPKEEP, ETCD, 2380)
+        assert allowed(policies, ETCD, ETCD, 2380), "members"
+        assert allowed(policies, ETCD, ETCD, 2379), "kubectl exec etcd-0 -- etcdctl --cluster"
+
+
+def test_monitoring_scrapes_metrics_and_nothing_else(manifests: Rendered) -> None:
+    policies = manifests.of("NetworkPolicy")
+    assert allowed(policies, MONITORING, WORKER, 8471)
+    assert not allowed(policies, MONITORING, WORKER, 29400)
+    assert not allowed(policies, MONITORING, ETCD, 2379)
+    if manifests.pods("etcd-upkeep"):
+        assert allowed(policies, MONITORING, ETCD, 2381)

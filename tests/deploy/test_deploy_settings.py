@@ -1,0 +1,145 @@
+"""Every setting is one that torchrun or our agents read, and they fit each other."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from pathlib import PurePosixPath
+
+import pytest
+from manifests import Pod, Rendered
+
+from elastic.cli.flags import build_parser, node_range
+from elastic.config import OTHER_VARIABLES, AgentOptions, read_options
+from elastic.coordination.etcd_endpoints import Endpoint, parse_endpoints
+from elastic.tuning.timeouts import for_pod
+
+POD_IP = "10.1.2.3"
+# What the kubelet fills in.
+DOWNWARD = {"metadata.name": "workers-0", "status.podIP": POD_IP, "limits.memory": str(2**33)}
+
+
+def environment(pod: Pod, settings: dict[str, str]) -> dict[str, str]:
+    """What the kubelet gives a container of this pod: the ConfigMap, then its own variables."""
+    environ = dict(settings)
+    for variable in pod.spec["containers"][0]["env"]:
+        if "value" in variable:
+            text = variable["value"]
+            for name, value in environ.items():
+                text = text.replace(f"$({name})", value)
+            environ[variable["name"]] = text
+            continue
+        source = variable["valueFrom"]
+        field = source.get("fieldRef", {}).get("fieldPath")
+        environ[variable["name"]] = DOWNWARD[field or source["resourceFieldRef"]["resource"]]
+    return environ
+
+
+@pytest.fixture
+def environ(manifests: Rendered) -> dict[str, str]:
+    return environment(manifests.workers, manifests.settings)
+
+
+@pytest.fixture
+def flags(
+    manifests: Rendered, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Namespace:
+    """What torchrun's own parser makes of the pod's environment and arguments."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (container,) = manifests.workers.spec["containers"]
+    command, *args = container["args"]
+    assert command == "run"
+    return build_parser().parse_args(args)
+
+
+@pytest.fixture
+def options(environ: dict[str, str], flags: Namespace) -> AgentOptions:
+    """What our agent makes of it. Raises for intervals that do not fit each other."""
+    return read_options({}, environ)
+
+
+def test_torchrun_reads_every_pet_variable(environ: dict[str, str], flags: Namespace) -> None:
+    for name, value in environ.items():
+        if name.startswith("PET_"):
+            flag = name.removeprefix("PET_").lower()
+            assert hasattr(flags, flag), f"{name} is no flag of torchrun"
+            assert str(getattr(flags, flag)) == value, name
+
+
+def test_our_agent_reads_every_elastic_variable(
+    environ: dict[str, str], options: AgentOptions
+) -> None:
+    for name in environ:
+        if name.startswith("ELASTIC_"):
+            rest = name.removeprefix("ELASTIC_")
+            assert rest in OTHER_VARIABLES or hasattr(options, rest.lower()), name
+
+
+def test_nothing_else_is_set(manifests: Rendered, environ: dict[str, str]) -> None:
+    assert {n for n in environ if not n.startswith(("PET_", "ELASTIC_"))} == set()
+    for pod in manifests.pods("finisher"):
+        assert environment(pod, manifests.settings)["PET_RDZV_ID"] == environ["PET_RDZV_ID"]
+
+
+def test_the_backend_is_ours_and_failures_do_not_end_a_node(flags: Namespace) -> None:
+    assert flags.rdzv_backend == "etcd-v3"
+    assert flags.max_restarts > 1000
+    low, high = node_range(flags.nnodes)
+    assert low < high, "not elastic"
+
+
+def test_join_needs_no_flags(flags: Namespace, options: AgentOptions) -> None:
+    assert flags.local_addr == options.pod_ip == POD_IP
+    assert options.memory_limit_bytes == 2**33
+    assert options.health_port == 8471
+
+
+def test_a_last_checkpoint_fits_between_sigterm_and_sigkill(
+    manifests: Rendered, flags: Namespace, options: AgentOptions
+) -> None:
+    grace_s = manifests.workers.spec["terminationGracePeriodSeconds"]
+    assert options.termination_grace_s == grace_s, "the agent is told another grace period"
+    times = for_pod(grace_s)
+    assert flags.shutdown_timeout == math.floor(times.shutdown_timeout_s)
+    assert options.leave_grace_s == times.leave_grace_s
+    assert grace_s > times.shutdown_timeout_s > times.checkpoint_budget_s >= 10
+
+
+def test_a_run_has_its_own_folder_of_checkpoints(
+    manifests: Rendered, environ: dict[str, str]
+) -> None:
+    folder = PurePosixPath(environ["ELASTIC_CHECKPOINTS"])
+    (container,) = manifests.workers.spec["containers"]
+    mounts = [m["mountPath"] for m in container["volumeMounts"]]
+    assert str(folder.parent) in mounts
+    assert folder.name == environ["PET_RDZV_ID"]
+
+
+def test_etcd_answers_under_the_names_that_are_dialled(manifests: Rendered) -> None:
+    endpoints = parse_endpoints(manifests.settings["PET_RDZV_ENDPOINT"])
+    etcd = manifests.one("StatefulSet", "etcd")
+    service = etcd["spec"]["serviceName"]
+    certificates = manifests.of("Certificate", "etcd-server")
+    if not certificates:
+        assert endpoints == (Endpoint("etcd", 2379),)
+        assert manifests.of("Service", "etcd")
+        return
+    members = [f"etcd-{i}.{service}" for i in range(etcd["spec"]["replicas"])]
+    assert [e.host for e in endpoints] == members, "the loss of an unnamed member would be felt"
+    assert {e.scheme for e in endpoints} == {"https"}
+    assert {e.host for e in endpoints} <= set(certificates[0]["spec"]["dnsNames"])
+
+
+def test_certificates_are_where_the_settings_say(manifests: Rendered) -> None:
+    files = [manifests.settings.get(f"ELASTIC_{name}") for name in ("CACERT", "CERT", "KEY")]
+    if manifests.name.startswith("dev"):
+        assert files == [None, None, None]
+        return
+    for pod in (manifests.workers, *manifests.pods("finisher")):
+        (container,) = pod.spec["containers"]
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "etcd-client"]
+        (volume,) = [v for v in pod.spec["volumes"] if v["name"] == "etcd-client"]
+        assert volume["secret"]["secretName"] == "etcd-client-tls"
+        keys = ("ca.crt", "tls.crt", "tls.key")  # how cert-manager names them
+        assert files == [f"{mount['mountPath']}/{key}" for key in keys]
