@@ -27,6 +27,7 @@ from checkpoints.errors import (
     ReadFailed,
     SaveError,
     StateError,
+    TornLoad,
     UnsupportedFormat,
     WriteFailed,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "Storage",
     "Swept",
     "Tiers",
+    "TornLoad",
     "Trouble",
     "UnsupportedFormat",
     "When",

@@ -13,7 +13,8 @@
     │   ├── Corrupt               it is damaged; names the file, and the tensor if there is one
     │   ├── ReadFailed            the storage failed while reading
     │   ├── UnsupportedFormat     a newer version of this package wrote it
-    │   └── Mismatch              it is of another model; lists what differs
+    │   ├── Mismatch              it is of another model; lists what differs
+    │   └── TornLoad              its files changed while it was loaded; live tensors are mixed
     └── ArgumentError (ValueError)  a step, nonce, rank or lineage that cannot be
 
 The message says what happened and where; ``hint`` says what to do.
@@ -118,3 +119,19 @@ class Mismatch(LoadError):
         self.missing = missing
         self.extra = extra
         self.mis_shaped = mis_shaped
+
+
+class TornLoad(LoadError):
+    """Files of a checkpoint changed between their verification and their use.
+
+    The one LoadError after which live tensors are not as they were. It takes somebody who writes
+    into a committed checkpoint on a memory file system in the very moment of a load.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} changed while it was loaded: it was whole a moment ago; "
+            "the live tensors hold parts of it",
+            hint="Load another checkpoint before you go on. Nothing here writes into a committed "
+            "one: find out who does.",
+        )

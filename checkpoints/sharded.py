@@ -36,7 +36,7 @@ def layout_of(tensor: Any, where: str = "a tensor") -> Layout:
 def local_of(tensor: Any) -> torch.Tensor:
     """The part of a DTensor in this rank's memory: a view of it, without autograd."""
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
+        local: torch.Tensor = tensor.to_local().detach()
     return local
 
 

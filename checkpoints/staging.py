@@ -14,6 +14,7 @@ import torch
 from checkpoints.boxes import Place
 from checkpoints.elements import copy_to
 from checkpoints.plan import TensorSpec, chunks
+from checkpoints.spare import empty
 from checkpoints.writer import Data, Pieces
 
 
@@ -27,7 +28,11 @@ class Buffer:
         """Have room, and have the pages there: the first save is no slower than the next."""
         if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # never both, the old and the new
-            self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._bytes = (
+                torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else empty((size_bytes,), torch.uint8)
+            )
             self._bytes.fill_(1)  # zeros would be pages that are not there yet
 
     def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
