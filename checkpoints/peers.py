@@ -1,0 +1,222 @@
+"""The memory of another node, as a storage: parts are read from it, copies are put into it.
+
+The other end is :mod:`checkpoints.peer_server`. A peer that is slow, gone or full raises
+``OSError``; whoever asks goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import xxhash
+
+from checkpoints.peer_wire import BLOCK_BYTES, MAX_ANSWER, Wire, WireError, prove_as_client
+from checkpoints.storage import Sink, Source
+
+T = TypeVar("T")
+
+_MAX_IDLE = 8
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """Where a node's memory is served, and the token that opens it."""
+
+    node: str  # for people
+    host: str
+    port: int
+    token: str
+
+    def __repr__(self) -> str:  # a token has no business in logs
+        return f"PeerAddress(node={self.node!r}, host={self.host!r}, port={self.port})"
+
+
+class PeerStorage:
+    """For reading, by several threads at once; and :meth:`put`. Close it, or let it go."""
+
+    def __init__(
+        self,
+        address: PeerAddress,
+        *,
+        timeout_s: float = 5.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._idle: list[Wire] = []
+
+    @property
+    def place(self) -> str:
+        at = self._address
+        return f"the memory of {at.node} ({at.host}:{at.port})"
+
+    def list(self, path: str) -> list[str]:
+        names = self._ask("list", path).get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise WireError(errno.EPROTO, f"{self.place} answers nonsense")
+        return names
+
+    def size(self, path: str) -> int:
+        return int(self._number(self._ask("stat", path), "size"))
+
+    def modified_s(self, path: str) -> float:
+        return self._number(self._ask("stat", path), "modified_s")
+
+    def open(self, path: str) -> Source:
+        return _PeerSource(self, path, self.size(path))
+
+    def read(self, path: str, begin: int, into: memoryview) -> int:
+        """Fill ``into``; the number of bytes, less only at the file's end."""
+
+        def exchange(wire: Wire) -> int:
+            wire.expect(len(into))
+            answer = self._exchange(wire, "read", path, begin=begin, count=len(into))
+            count = int(self._number(answer, "count"))
+            if count > len(into):
+                raise WireError(errno.EPROTO, f"{self.place} sends more than it was asked for")
+            wire.fill(into[:count])
+            return count
+
+        return self._with_wire(exchange)
+
+    def put(self, path: str, source: Source) -> None:
+        """Copy a file there; it is seen there once all of it has arrived with the right hash."""
+        size = source.size()
+
+        def exchange(wire: Wire) -> None:
+            self._exchange(wire, "put", path, size=size)  # is there room?
+            wire.expect(size)
+            seen, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
+            for begin in range(0, size, BLOCK_BYTES):
+                piece = block[: min(size - begin, BLOCK_BYTES)]
+                if source.read_at(begin, piece) != len(piece):
+                    raise OSError(errno.EIO, "the file became shorter", path)
+                seen.update(piece)
+                wire.send_bytes(piece)
+            wire.send_bytes(seen.digest())
+            self._answer(wire)
+
+        self._with_wire(exchange)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+
+    # --- exchanges
+
+    def _ask(self, kind: str, path: str) -> dict[str, Any]:
+        return self._with_wire(lambda wire: self._exchange(wire, kind, path))
+
+    def _exchange(self, wire: Wire, kind: str, path: str, **more: int) -> dict[str, Any]:
+        wire.send({"do": kind, "path": path, **more})
+        return self._answer(wire)
+
+    def _answer(self, wire: Wire) -> dict[str, Any]:
+        answer = wire.receive(MAX_ANSWER)
+        if answer is None:
+            raise ConnectionResetError(errno.ECONNRESET, f"{self.place} closed the connection")
+        if "error" in answer:
+            number = answer.get("errno")
+            raise _Refused(number if type(number) is int else errno.EIO, str(answer["error"])[:500])
+        return answer
+
+    def _with_wire(self, exchange: Callable[[Wire], T]) -> T:
+        """Over a connection that is idle, else over a new one.
+
+        The server closes what is idle for long: only a fresh connection's failure counts.
+        """
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            with contextlib.suppress(ConnectionError):
+                return self._run(idle, exchange)
+        return self._run(self._connect(), exchange)
+
+    def _run(self, wire: Wire, exchange: Callable[[Wire], T]) -> T:
+        wire.expect(0)
+        try:
+            result = exchange(wire)
+        except _Refused as refused:
+            self._give_back(wire)
+            raise OSError(refused.errno, refused.strerror) from None
+        except BaseException:
+            wire.close()
+            raise
+        self._give_back(wire)
+        return result
+
+    def _give_back(self, wire: Wire) -> None:
+        with self._lock:
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def _connect(self) -> Wire:
+        at = self._address
+        connection = socket.create_connection((at.host, at.port), timeout=self._timeout_s)
+        wire = Wire(connection, timeout_s=self._timeout_s, monotonic=self._monotonic)
+        try:
+            prove_as_client(wire, at.token)
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    def _number(self, answer: dict[str, Any], key: str) -> float:
+        value = answer.get(key)
+        if not isinstance(value, (int, float)) or not value >= 0:
+            raise WireError(errno.EPROTO, f"{self.place} answers nonsense")
+        return value
+
+    # --- what only the node itself does to its memory
+
+    def make_folder(self, path: str) -> None:
+        self._refuse(path)
+
+    def create(self, path: str) -> Sink:
+        self._refuse(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._refuse(old)
+
+    def sync_folder(self, path: str) -> None:
+        self._refuse(path)
+
+    def remove(self, path: str) -> None:
+        self._refuse(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._refuse(path)
+
+    def _refuse(self, path: str) -> NoReturn:
+        raise OSError(errno.EROFS, "another node's memory is not ours to change", path)
+
+
+class _Refused(OSError):
+    """The peer's answer: the connection is fine."""
+
+
+class _PeerSource:
+    def __init__(self, storage: PeerStorage, path: str, size: int) -> None:
+        self._storage, self._path, self._size = storage, path, size
+
+    def size(self) -> int:
+        return self._size
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        return self._storage.read(self._path, offset, into)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,339 @@
+"""The memory of another node over TCP: what it serves, what it takes, and whom it refuses."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoint_states import odd_state, same, small_state
+
+import checkpoints
+from checkpoints.node_memory import NodeMemory
+from checkpoints.peer_server import PeerServer
+from checkpoints.peer_wire import MAX_REQUEST, Wire, WireError, prove_as_client
+from checkpoints.peers import PeerAddress, PeerStorage
+from checkpoints.storage import LocalStorage, Storage
+from checkpoints.tiers import Tiers
+
+TOKEN = "the job's"
+FOLDER = ".tmp-step-000000003.g0.aa"
+TENSORS = f"{FOLDER}/00000-of-00002.safetensors"
+PART = f"{FOLDER}/part-00000-of-00002.json"
+
+
+class Node:
+    """One node's memory and its server."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.own = NodeMemory(folder / "own")
+        self.copies = NodeMemory(folder / "copies", limit_bytes=limit_bytes)
+        for storage in (self.own, self.copies):
+            storage.make_folder("")
+        self.errors: list[BaseException] = []
+        self.server = PeerServer(
+            self.own, self.copies, token=TOKEN, host="127.0.0.1", on_error=self.errors.append
+        )
+        self.clients: list[PeerStorage] = []
+
+    def client(self, token: str = TOKEN, timeout_s: float = 10.0) -> PeerStorage:
+        at = PeerAddress("a", "127.0.0.1", self.server.port, token)
+        self.clients.append(PeerStorage(at, timeout_s=timeout_s))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+        assert self.errors == []
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "a")
+    yield made
+    made.close()
+
+
+def save(storage: Storage, rank: int, step: int = 3, world_size: int = 2) -> None:
+    checkpoints.save(
+        storage, small_state(step), step=step, nonce="aa", rank=rank, world_size=world_size
+    )
+
+
+def put(client: PeerStorage, storage: LocalStorage, path: str) -> None:
+    source = storage.open(path)
+    try:
+        client.put(path, source)
+    finally:
+        source.close()
+
+
+def content(storage: Storage, path: str) -> bytes:
+    source = storage.open(path)
+    data = bytearray(source.size())
+    source.read_at(0, memoryview(data))
+    source.close()
+    return bytes(data)
+
+
+def test_what_lies_there_is_read_as_if_it_were_here(node: Node) -> None:
+    save(node.own, 0)
+    peer = node.client()
+    assert peer.list("") == [FOLDER]
+    assert peer.list(FOLDER) == sorted(node.own.list(FOLDER))
+    for path in (TENSORS, PART):
+        assert content(peer, path) == content(node.own, path)
+        assert peer.size(path) == node.own.size(path)
+        assert peer.modified_s(path) == node.own.modified_s(path)
+    buffer = bytearray(8)
+    assert peer.open(TENSORS).read_at(peer.size(TENSORS) - 3, memoryview(buffer)) == 3
+    assert peer.open(TENSORS).read_at(peer.size(TENSORS) + 3, memoryview(buffer)) == 0
+    with pytest.raises(FileNotFoundError):
+        peer.open(f"{FOLDER}/00001-of-00002.safetensors")
+    with pytest.raises(FileNotFoundError):
+        peer.list(".tmp-step-000000004.g0.aa")
+
+
+def test_a_copy_there_replaces_a_node_that_is_gone(node: Node, tmp_path: Path) -> None:
+    gone = NodeMemory(tmp_path / "gone")
+    for rank in (0, 1):
+        checkpoints.save(
+            (node.own, gone)[rank], odd_state(), step=3, nonce="aa", rank=rank, world_size=2
+        )
+    peer = node.client()
+    put(peer, gone, f"{FOLDER}/00001-of-00002.safetensors")
+    assert checkpoints.list_checkpoints(Tiers([peer])) == ()  # no part vouches for it yet
+    put(peer, gone, f"{FOLDER}/part-00001-of-00002.json")
+    found = checkpoints.latest(Tiers([peer])).checkpoint
+    assert found is not None
+    assert same(checkpoints.load(Tiers([peer]), found.name).state, odd_state())
+    assert sorted(node.copies.list(FOLDER)) == [
+        "00001-of-00002.safetensors",
+        "part-00001-of-00002.json",
+    ]
+
+
+def test_it_keeps_the_newest_copies(node: Node, tmp_path: Path) -> None:
+    other = NodeMemory(tmp_path / "other")
+    for step in range(1, 6):
+        checkpoints.save(
+            other, small_state(step), step=step, nonce="aa", rank=1, world_size=2, keep=None
+        )
+        for file in sorted(other.list(f".tmp-step-{step:09d}.g0.aa")):
+            put(node.client(), other, f".tmp-step-{step:09d}.g0.aa/{file}")
+    assert [name.step for name in node.copies.names()] == [5, 4, 3]
+
+
+def test_what_does_not_fit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    full = Node(tmp_path / "full", limit_bytes=100)
+    other = NodeMemory(tmp_path / "other")
+    save(other, 0)
+    peer = full.client()
+    with pytest.raises(OSError, match="the limit of 100 bytes leaves 100 of") as caught:
+        put(peer, other, TENSORS)
+    assert caught.value.errno == errno.ENOSPC
+    assert peer.list("") == []  # the connection is still good
+    full.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../secret",
+        "/etc/passwd",
+        f"{FOLDER}/../../secret",
+        f"{FOLDER}/secret",
+        f"{FOLDER}/.00000-of-00002.safetensors.abcd",
+        "secret",
+        f"{FOLDER}\0",
+        ".tmp-mine",
+    ],
+)
+def test_no_other_path_is_served_or_taken(node: Node, tmp_path: Path, path: str) -> None:
+    for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "own"):
+        (folder / "secret").write_text("secret")
+    save(node.own, 0)
+    (tmp_path / "a" / "own" / FOLDER / "secret").write_text("secret")
+    peer = node.client()
+    for ask in (peer.list, peer.size, peer.open):
+        with pytest.raises(OSError, match="no such path"):
+            ask(path)
+    with pytest.raises(OSError, match=r"no such path|only parts of attempts"):
+        peer.put(path, node.own.open(TENSORS))
+    assert "secret" not in peer.list("") + peer.list(FOLDER)
+    assert node.copies.list("") == []
+
+
+def test_only_attempts_are_taken(node: Node) -> None:
+    save(node.own, 0)
+    with pytest.raises(OSError, match="only parts of attempts"):
+        node.client().put(TENSORS.removeprefix(".tmp-"), node.own.open(TENSORS))
+
+
+def test_without_the_token_nobody_gets_anything(node: Node) -> None:
+    with pytest.raises(WireError, match="token"):
+        node.client(token="a guess").list("")
+    assert node.client().list("") == []
+
+
+def test_a_server_that_does_not_know_the_token_is_told_nothing() -> None:
+    """An impostor on a reused port gets a proof that it cannot use, and no request."""
+    received = bytearray()
+    with _listening() as (port, accepted):
+
+        def impostor() -> None:
+            connection = accepted()
+            connection.sendall(b"checkpoint-peer-1\n" + bytes(32))
+            received.extend(connection.recv(1000))
+            connection.sendall(bytes(32))
+            received.extend(connection.recv(1000))
+            connection.close()
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(WireError, match="does not know"):
+            PeerStorage(PeerAddress("x", "127.0.0.1", port, TOKEN)).list("")
+        thread.join()
+    assert len(received) == 64
+
+
+@contextmanager
+def _listening() -> Iterator[tuple[int, Callable[[], socket.socket]]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1], lambda: listener.accept()[0]
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 200])
+def test_what_a_stranger_says_harms_nobody(node: Node, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", node.server.port), timeout=10) as stranger:
+        stranger.sendall(said)
+        if said:
+            while stranger.recv(1000):  # it is cut off
+                pass
+    assert node.client().list("") == []
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (MAX_REQUEST + 1).to_bytes(4, "big"),
+        b"\0\0\0\x02[]",
+        b"\0\0\0\x01{",
+        b"\0\0\x10\0" + b"[" * 4096,
+    ],
+)
+def test_a_malformed_request_ends_the_connection(node: Node, frame: bytes) -> None:
+    wire = _wire(node)
+    wire.send_bytes(frame)
+    with pytest.raises((ConnectionError, AssertionError)):
+        assert wire.receive(1000) is not None
+    wire.close()
+    assert node.client().list("") == []
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"do": "run", "path": ""},
+        {"do": "list", "path": 3},
+        {"do": "read", "path": TENSORS, "begin": -1, "count": 3},
+        {"do": "read", "path": TENSORS, "begin": 0, "count": 1 << 62},
+        {"do": "read", "path": TENSORS, "begin": 0.5, "count": True},
+        {"do": "put", "path": TENSORS, "size": "all"},
+        {"do": "put", "path": PART, "size": 1 << 40},
+    ],
+)
+def test_a_nonsensical_request_is_answered_with_an_error(
+    node: Node, request_: dict[str, object]
+) -> None:
+    save(node.own, 0)
+    wire = _wire(node)
+    wire.send(request_)
+    answer = wire.receive(1000)
+    assert answer is not None and "error" in answer
+    wire.send({"do": "list", "path": ""})
+    assert wire.receive(1000) == {"names": [FOLDER]}
+    wire.close()
+
+
+def _wire(node: Node) -> Wire:
+    wire = Wire(socket.create_connection(("127.0.0.1", node.server.port), timeout=10), timeout_s=10)
+    prove_as_client(wire, TOKEN)
+    return wire
+
+
+@pytest.mark.parametrize("trailer", [bytes(16), b""])
+def test_bytes_that_are_torn_or_changed_on_their_way_are_never_seen(
+    node: Node, trailer: bytes
+) -> None:
+    wire = _wire(node)
+    wire.send({"do": "put", "path": TENSORS, "size": 5})
+    assert wire.receive(1000) == {"go": True}
+    wire.send_bytes(b"hello" + trailer)
+    if trailer:
+        answer = wire.receive(1000)
+        assert answer is not None and "changed on their way" in answer["error"]
+    wire.close()
+    peer = node.client()
+    node.server.close()
+    assert node.copies.list(FOLDER) == []
+    del peer
+
+
+def test_a_peer_that_answers_too_slowly_counts_as_gone(tmp_path: Path) -> None:
+    """It accepts, and says nothing: the wait is bounded, and the tier is passed over."""
+    save(NodeMemory(tmp_path), 0, world_size=1)
+    with _listening() as (port, _):
+        silent = PeerStorage(PeerAddress("b", "127.0.0.1", port, TOKEN), timeout_s=0.2)
+        tiers = Tiers([silent, NodeMemory(tmp_path)])
+        assert checkpoints.latest(tiers).checkpoint is not None
+        assert [t.place for t in tiers.passed_over] == [silent.place]
+
+
+def test_a_deadline_grows_with_the_bytes_and_ends_a_drip(node: Node) -> None:
+    now_s = [0.0]
+    ours, theirs = socket.socketpair()
+    wire = Wire.__new__(Wire)
+    wire._connection, wire._timeout_s, wire._monotonic = ours, 5.0, lambda: now_s[0]
+    wire.expect(20 << 20)
+    theirs.sendall(b"x")
+    now_s[0] = 14.0
+    wire.fill(memoryview(bytearray(1)))
+    now_s[0] = 16.0
+    with pytest.raises(TimeoutError):
+        wire.fill(memoryview(bytearray(1)))
+    for end in (ours, theirs):
+        end.close()
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_made_again(node: Node) -> None:
+    peer = node.client()
+    assert peer.list("") == []
+    for wire in list(node.server._open):
+        wire.close()
+    assert peer.list("") == []
+
+
+def test_a_server_that_ends_is_gone_for_its_clients(tmp_path: Path) -> None:
+    node = Node(tmp_path / "b")
+    peer = node.client()
+    assert peer.list("") == []
+    node.close()
+    with pytest.raises(ConnectionError):
+        peer.list("")
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-peer")]
+
+
+def test_nothing_of_anothers_memory_can_be_changed_but_by_putting(node: Node) -> None:
+    with pytest.raises(checkpoints.NotWritable, match="not ours to change"):
+        checkpoints.save(node.client(), small_state(1), step=1, nonce="aa")
+
+
+def test_the_token_stands_in_no_message() -> None:
+    assert "secret" not in repr(PeerAddress("a", "h", 1, "secret"))
