@@ -22,6 +22,7 @@ from elastic.worker.sigterm import EXIT_CODE
 
 if TYPE_CHECKING:
     from elastic.training.session import Session
+    from elastic.training.step import Step
 
 # A process that ends with an exception waits so long for its last checkpoint; one that is told to
 # go has the rest of its grace period.
@@ -40,6 +41,7 @@ class BetweenSteps:
         self.has_stepped = False  # in this world, since the last boundary
         self.is_preempted = False  # this process was told to go, and does so at a boundary
         self.has_gone = False
+        self.left_with: Step | None = None  # the step that the script's last loop was left in
 
     def save_by(
         self, checkpoint_dir: Root | None, when: WhenGiven = None, keep: KeepGiven = None
@@ -76,6 +78,7 @@ class BetweenSteps:
         session, saver = self._session, self._session.saver
         if saver.due is None:
             return
+        self.left_with = None
         heard = None
         if self.has_stepped:
             heard = self.words.heard()
@@ -97,6 +100,7 @@ class BetweenSteps:
             saver.save(session.job)
         if self.is_preempted and (is_heard or saver.world_size == 1):
             LastSave(saver, session.job, LEAVING_S).together()
+            saver.release()
             self.has_gone = True
             raise SystemExit(EXIT_CODE)
 
@@ -109,6 +113,7 @@ class BetweenSteps:
             return
         if everybody:
             LastSave(saver, self._session.job, LEAVING_S).together()
+            saver.release()
         else:
             saver.finish_writing(LEAVING_S)
 
@@ -117,6 +122,7 @@ class BetweenSteps:
         session = self._session
         if session.is_restored and session.step is None and session.saver.due is not None:
             LastSave(session.saver, session.job, END_S).together()
+        session.saver.release()
         session.saver.close(0.0)
 
     def end_with(self, error: str) -> None:
@@ -137,11 +143,16 @@ class BetweenSteps:
         saver.close(SHARE_S)
 
     def _put_back(self) -> bool:
-        """Make the state that of the last commit; False if an update of the step in hand is in
-        the weights already."""
+        """Make the state that of the last commit; False if there may be more in the weights.
+
+        A loop that was left with `break` looks the same as one that an exception has ended, and
+        its step counts if an optimizer stepped. If that was an exception, what follows an update
+        in the script (a scheduler) was not done.
+        """
         session = self._session
-        if session.guard.is_torn or (session.step is not None and session.step.optimizer_stepped):
+        step = session.step or self.left_with
+        if session.guard.is_torn or (step is not None and step.optimizer_stepped):
             return False
-        if session.step is not None:
+        if step is not None:
             session.recovery.put_back()
         return True

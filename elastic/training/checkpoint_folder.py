@@ -16,6 +16,7 @@ from checkpoints.naming import parse_committed
 from checkpoints.records import read_record, write_record
 from checkpoints.storage import storage_for
 from elastic.errors import CheckpointRequired, ConfigError
+from elastic.training.ownership import Ownership
 from elastic.worker.world import World
 
 GENERATION_FILE = ".generation"
@@ -35,6 +36,7 @@ class CheckpointFolder:
     def __init__(self, root: checkpoints.Root, report: Callable[[str, str], object]) -> None:
         self.storage = storage_for(root)
         self._report = report
+        self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
 
     def check_writable(self, rank: int) -> None:
         """Raise ConfigError if this worker cannot write into the folder."""

@@ -54,6 +54,7 @@ class Saver:
         self._journal = journal
         self._clock = clock
         self._folder = CheckpointFolder(policy.folder, self._skipped) if policy else None
+        self._breaks = 0  # worlds of this process
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self._lineage: checkpoints.Lineage = ()
         self._generation = 0
@@ -93,10 +94,13 @@ class Saver:
     def resolve(self, world: World) -> Source:
         """Complete what a dead world left, and choose the checkpoint to go on from: rank 0's task.
 
-        Raises CheckpointRequired if there is none and one was required, or none is whole.
+        Raises CheckpointRequired if there is none and one was required, or none is whole, and
+        ConfigError if another job saves into the folder.
         """
-        if self._folder is None or self._policy is None:
+        if self._folder is None or self._policy is None or self.due is None:
             return Source(None, world.generation)
+        if before := self._folder.ownership.claim():
+            self.due.observed(before.running_s, before.failures)
         return self._folder.resolve(world, required=self._policy.required)
 
     def load(self, name: str) -> checkpoints.Loaded:
@@ -140,6 +144,9 @@ class Saver:
         )
         self._era, self._latest = era, None
         self.due.enter(rank=world.rank, size=world.size)
+        if world.rank == 0:
+            self._folder.ownership.failures = lambda: self._breaks
+            self._folder.ownership.hold()
         if engine is None:
             return
         engine.reserve(job.tree(), rank=world.rank, world_size=world.size, background=True)
@@ -151,8 +158,9 @@ class Saver:
         """The present world is over. Broken: a peer may be gone, and never write its shares."""
         if self._era is not None and broken and not self._era.is_over:
             self._era.is_over = True
-            assert self.due is not None
-            self.due.failures += 1
+            self._breaks += 1
+            if self.due is not None:
+                self.due.failures += 1
 
     def _may_commit(self, era: _Era) -> bool:
         """Asked by the engine's thread. False: no newer world may be harmed by this one."""
@@ -196,6 +204,8 @@ class Saver:
         """
         step = job.progress.step
         if self.due is None or self._era is None or step <= self._saved_step:
+            return None
+        if self._folder is None or self._folder.ownership.is_lost:
             return None
         self._saved_step = step
         self.due.saved()
@@ -333,9 +343,16 @@ class Saver:
         self.poll()
         return not self._in_flight
 
+    def release(self) -> None:
+        """The job has ended: another one may save into the folder."""
+        if self._folder is not None:
+            self._folder.ownership.close(release=True)
+
     def close(self, budget_s: float) -> None:
         """End the engine's thread, and say what became of its saves."""
         engine, self.due = self._engine, None
+        if self._folder is not None:
+            self._folder.ownership.close(release=False)
         if engine is None:
             return
         try:

@@ -272,6 +272,7 @@ class Session:
     def begin_pass(self, loader: ElasticLoader) -> None:
         """A loop over ``loader`` begins: in the run's epoch, or in its own next one."""
         self.settle()
+        self.between.left_with = None
         self._changes.script_runs()
         if self.owns_epochs:
             loader.begin_epoch(self.job.progress.epoch)
@@ -364,6 +365,7 @@ class Session:
         if world is self._world:  # what is left of an interrupted attempt goes away later
             self._has_left = True
             if not self._in_process:
+                self.between.left_with = self.step
                 self.settle()
 
     def settle(self) -> None:
