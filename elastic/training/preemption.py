@@ -51,6 +51,8 @@ class Preemption:
         session = self._session
         if session.saver.due is None or not session.is_restored:
             return
+        if session.worlds is not None and session.worlds.has_left:
+            return  # in order: what there was to save was saved before
         session.between.is_preempted = True
         until_s = SYSTEM_CLOCK.monotonic() + LEAVING_S
         while SYSTEM_CLOCK.monotonic() < until_s:
