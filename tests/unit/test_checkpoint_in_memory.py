@@ -1,0 +1,131 @@
+"""Loading from a memory file system: verified, then read again into the live tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import flip, odd_state, same, save_all, small_state
+
+import checkpoints
+from checkpoints import loading, reader
+from checkpoints.memory import MemoryStorage
+from checkpoints.mounts import in_memory
+from checkpoints.storage import LocalStorage
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the folder of the tests is on."""
+    monkeypatch.setattr(loading, "in_memory", lambda storage: True)
+
+
+def zeros(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: zeros(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(zeros, state))
+    if isinstance(state, torch.Tensor):
+        return torch.zeros(state.shape, dtype=state.dtype)
+    return state
+
+
+@pytest.mark.parametrize("threads_from_bytes", [64 << 20, 0], ids=["one thread", "threads"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_kind_of_tensor_is_filled(
+    tmp_path: Path, world_size: int, threads_from_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_SIDE_BY_SIDE_BYTES", threads_from_bytes)
+    name = save_all(tmp_path, odd_state(), step=1, world_size=world_size)
+    live = zeros(odd_state())
+    loaded = checkpoints.load(tmp_path, name, into=live)
+    assert same(loaded.state, odd_state())
+    assert same(live, odd_state())
+
+
+def test_views_and_parameters_are_filled_in_place(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    name = save_all(tmp_path, {"w": base, "p": base + 1}, step=1, world_size=2)
+    live = {"w": torch.zeros(4, 6).t()[::2], "p": torch.nn.Parameter(torch.zeros(3, 4))}
+    addresses = [tensor.data_ptr() for tensor in live.values()]
+    checkpoints.load(tmp_path, name, into=live)
+    assert torch.equal(live["w"], base) and torch.equal(live["p"].detach(), base + 1)
+    assert [tensor.data_ptr() for tensor in live.values()] == addresses
+
+
+@pytest.mark.parametrize("aliased", [True, False])
+def test_tied_tensors_are_filled_wherever_they_are(tmp_path: Path, aliased: bool) -> None:
+    weight = torch.arange(6.0)
+    name = save_all(tmp_path, {"a": weight, "b": weight}, step=1)
+    first = torch.zeros(6)
+    live = {"a": first, "b": first if aliased else torch.zeros(6)}
+    checkpoints.load(tmp_path, name, into=live)
+    assert torch.equal(live["a"], weight) and torch.equal(live["b"], weight)
+
+
+def test_not_strict_fills_what_fits_and_returns_the_rest(tmp_path: Path) -> None:
+    name = save_all(tmp_path, small_state(9), step=9)
+    live = {"model": {"weight": torch.zeros(7, 4), "bias": torch.zeros(5, dtype=torch.int64)}}
+    loaded = checkpoints.load(tmp_path, name, into=live, strict=False)
+    assert torch.equal(live["model"]["bias"], torch.full((5,), 9))
+    assert not live["model"]["weight"].any()
+    assert torch.equal(loaded.state["model"]["weight"], torch.full((7, 3), 9.0))
+
+
+@pytest.mark.parametrize("file", ["00000-of-00002.safetensors", "00001-of-00002.safetensors"])
+@pytest.mark.parametrize("at", [0, 100, -1])
+def test_damage_is_found_before_anything_is_touched(tmp_path: Path, file: str, at: int) -> None:
+    name = save_all(tmp_path, small_state(9), step=9, world_size=2)
+    flip(tmp_path / name / file, at)
+    live = small_state(0)
+    with pytest.raises(checkpoints.Corrupt, match=file):
+        checkpoints.load(tmp_path, name, into=live)
+    assert same(live, small_state(0))
+
+
+def later(path: Path) -> None:
+    """The clock of a file system may stand still for milliseconds."""
+    then = os.stat(path).st_mtime + 1
+    os.utime(path, (then, then))
+
+
+def overwritten(path: Path) -> None:
+    flip(path, -1)
+    later(path)
+
+
+def shortened(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("change", [overwritten, shortened, Path.unlink])
+def test_a_file_that_changes_meanwhile_is_told(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    name = save_all(tmp_path, small_state(9), step=9)
+    file = tmp_path / name / "00000-of-00001.safetensors"
+    seen: list[int] = []
+    count = len(small_state(9)["model"]) + 1
+
+    def progress(size: int) -> None:
+        seen.append(size)
+        if len(seen) == count:  # everything is verified; nothing is copied yet
+            change(file)
+
+    with pytest.raises(checkpoints.TornLoad, match=name) as caught:
+        checkpoints.load(tmp_path, name, into=small_state(0), progress=progress)
+    assert "Load another checkpoint" in caught.value.hint
+
+
+def test_what_is_a_memory_file_system(tmp_path: Path) -> None:
+    assert not in_memory(MemoryStorage())  # not files; it may fail
+    assert not in_memory(LocalStorage(tmp_path / "missing"))
+    assert not in_memory(LocalStorage("/proc"))
+    if os.path.ismount(SHM):
+        assert in_memory(LocalStorage(SHM))
