@@ -225,13 +225,14 @@ class Run:
         self._turns += 1
         return node_first(self._turns)
 
-    def close(self, *, clean: bool, error: str = "") -> None:
+    def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """The job ends for this process. ``join`` does it at exit.
 
-        A clean end saves what is not saved and takes the group down; after an error nothing is
-        touched, since peers may be gone.
+        A clean end saves what is not saved and takes the group down. So does an error of the
+        script, if no update was under way; after one ``of the world`` nothing is touched, since
+        peers are gone, and who goes on must not wait for a save.
         """
-        self._session.close(clean=clean, error=error)
+        self._session.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
 
 
 class Attempt:
@@ -310,7 +311,11 @@ def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
     run = start(policy, seed=seed, backend=backend)
     hook = FailureHook()
     hook.install()
-    atexit.register(lambda: run.close(clean=not hook.failed, error=hook.text))
+    atexit.register(
+        lambda: run.close(
+            clean=not hook.failed, error=hook.text, is_of_the_world=hook.is_of_the_world
+        )
+    )
     return run
 
 

@@ -395,13 +395,13 @@ class Session:
         if self._is_restored and self.step is None:
             self.saver.save(self.job)
 
-    def close(self, *, clean: bool, error: str = "") -> None:
+    def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """The process ends; ``error`` is what ended it, for its agent."""
         self.guard.close()
         if clean and not self.between.has_gone:
             self._close_in_order()
         else:
-            self.between.end_with(error)
+            self.between.end_with("" if is_of_the_world else error)
             if self._in_process:
                 self.group.abort()  # peers need not wait for this process to be gone
         # After an error nothing else is touched: a step is in hand, peers may be gone.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from elastic.errors import ElasticError
+from elastic.worker.faults import is_world_fault
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -23,6 +24,7 @@ class FailureHook:
     def __init__(self) -> None:
         self.failed = False
         self.text = ""  # what failed, in a line
+        self.is_of_the_world = False  # peers are gone; the script has made no mistake
         self._exit_code = 1
         self._next: _Hook = sys.excepthook
 
@@ -38,6 +40,7 @@ class FailureHook:
     ) -> None:
         self.failed = True
         self.text = f"{kind.__name__}: {error}".splitlines()[0][:500]
+        self.is_of_the_world = is_world_fault(error)
         if isinstance(error, Exception):
             record(error)
         self._next(kind, error, trace)
