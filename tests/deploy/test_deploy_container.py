@@ -1,0 +1,118 @@
+"""The image's entrypoint in a container without Docker: uid 10001, read-only root, no capabilities.
+
+The pod is the dev overlay's: its environment, its arguments, its volumes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from container import REPOSITORY, UID, Container, why_not
+from dockerfile import Dockerfile
+from etcd_fixtures import wait_until
+from manifests import DEPLOY, Rendered
+from test_deploy_settings import environment
+
+from elastic.coordination.embedded import EmbeddedEtcd
+
+REFUSED = why_not()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED)),
+]
+PREEMPTED = 75
+TERMINATED = 128 + 15  # before Python has a handler of its own
+
+
+class Start:
+    """Starts the worker of the dev overlay; ``environ`` is what the kubelet would give it."""
+
+    def __init__(self, dev: Rendered, etcd: EmbeddedEtcd, folder: Path) -> None:
+        self._pod = dev.workers
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.checkpoints.mkdir()
+        os.chown(self.checkpoints, UID, UID)  # what fsGroup does
+        self.environ = {
+            **Dockerfile(DEPLOY / "Dockerfile").environment("example"),
+            **environment(self._pod, dev.settings),
+            # This machine instead of a cluster.
+            "PET_RDZV_ENDPOINT": etcd.endpoint,
+            "PET_RDZV_ID": folder.name,
+            "ELASTIC_POD_IP": "127.0.0.1",
+            "PET_LOCAL_ADDR": "127.0.0.1",
+            "ELASTIC_HEALTH_PORT": str(free_port()),
+        }
+
+    def __call__(self) -> Container:
+        entrypoint = Dockerfile(DEPLOY / "Dockerfile").entrypoint("example")
+        (container,) = self._pod.spec["containers"]
+        command = [
+            word.replace("/opt/venv/bin", f"{sys.prefix}/bin")
+            for word in (*entrypoint, *container["args"])
+        ]
+        script = REPOSITORY / "examples" / "digits.py"
+        return Container(
+            command,
+            self.environ,
+            self.folder / "container",
+            mounts={"/checkpoints": self.checkpoints},
+            setup=f"mkdir -p $root/opt/elastic; cp {script} $root/opt/elastic/train.py",
+        )
+
+    def probe(self, path: str) -> int:
+        """The status that a kubelet would see; 0: nobody answers."""
+        url = f"http://127.0.0.1:{self.environ['ELASTIC_HEALTH_PORT']}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start(render: Callable[[str], Rendered], shared_etcd: EmbeddedEtcd, tmp_path: Path) -> Start:
+    return Start(render("dev"), shared_etcd, tmp_path)
+
+
+def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:
+    with start() as container:
+
+        def training() -> bool:
+            assert not container.ended, container.output
+            return start.probe("/readyz") == 200 and any(start.checkpoints.rglob("manifest.json"))
+
+        wait_until(training, "ready, with a checkpoint", within_s=90)
+        assert start.probe("/livez") == 200
+        assert container.status("Uid").split() == [str(UID)] * 4
+        assert container.status("NoNewPrivs") == "1"
+        assert int(container.status("CapEff"), 16) == 0
+        container.terminate()
+        assert container.wait(timeout_s=60) == PREEMPTED, container.output
+    assert "Read-only file system" not in container.output
+
+
+def test_sigterm_ends_a_pod_that_has_only_just_started(start: Start) -> None:
+    """As PID 1 itself, Python would not have a handler yet, and the kernel drops the signal."""
+    with start() as container:
+        wait_until(
+            lambda: Path(f"/proc/{container.pid}/comm").read_text().strip() == "dumb-init",
+            "dumb-init is PID 1",
+        )
+        container.terminate()
+        assert container.wait(timeout_s=60) in (PREEMPTED, TERMINATED), container.output
