@@ -1,0 +1,212 @@
+"""A job's life on Kubernetes, with real processes: drained, killed, scaled, suspended, finished.
+
+See stateful_set.py for what stands in for the cluster. One job goes through all of it, in the
+order of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_api_server import NAMESPACE, FakeApiServer
+from stateful_set import NAME, Probe, StatefulSet
+from training_job import FINAL, SESSION, Workload, assert_same_weights, train_undisturbed
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.records import WorldState
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+WORKLOAD = Workload(samples=500, epochs=35, step_s=0.15, save_every=40)
+PREEMPTED = 75
+# A drain takes a step or two, and the agent's end; the grace period is 60 s, and nothing of it
+# may be spent on waiting for something that does not come.
+LEAVES_WITHIN_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("pods-alone"), WORKLOAD, SESSION)
+
+
+@pytest.fixture(scope="module")
+def workers(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StatefulSet]:
+    folder = tmp_path_factory.mktemp("pods")
+    settings = {"PET_NNODES": "2:5", "ELASTIC_LAST_CALL_S": "1.5"}
+    with StatefulSet(
+        [etcd.endpoint], folder, script=SESSION, workload=WORKLOAD, settings=settings
+    ) as workers:
+        yield workers
+
+
+def names(count: int) -> list[str]:
+    return [f"{NAME}-{ordinal}" for ordinal in range(count)]
+
+
+def trained_by(workers: StatefulSet, count: int, after_generation: int) -> None:
+    workers.wait_training(nodes=count, after_generation=after_generation)
+    workers.wait_ready(*names(count))
+
+
+def test_three_pods_train_and_are_ready(workers: StatefulSet) -> None:
+    workers.scale(3)
+    trained_by(workers, 3, 0)
+    for name in names(3):
+        answer = workers.probe(name, "/readyz")
+        assert answer.body["node"] == name
+        assert answer.body["world"]["nodes"] == 3
+        assert workers.probe(name, "/livez").status == 200
+
+
+def test_a_drained_pod_leaves_between_two_steps_and_comes_back(workers: StatefulSet) -> None:
+    generation, before = workers.training_nodes()[0], len(workers.ended)
+    drained = workers.pod(f"{NAME}-1")
+    workers.delete(f"{NAME}-1")
+    drained.terminate()  # a second SIGTERM, as `docker stop` on top of a drain: it changes nothing
+    end = workers.wait_ended_pods(before + 1)[-1]
+    assert (end.name, end.exit_code, end.left) == (f"{NAME}-1", PREEMPTED, ())
+    assert end.took_s < LEAVES_WITHIN_S
+    assert "world-fault" not in journal(workers, generation)
+    trained_by(workers, 3, generation + 1)
+
+
+def test_scaled_up_all_train(workers: StatefulSet) -> None:
+    generation = workers.training_nodes()[0]
+    workers.scale(5)
+    workers.wait_training(nodes=5, after_generation=generation)
+
+
+def test_killed_and_hanging_pods_are_replaced_under_their_names(workers: StatefulSet) -> None:
+    generation, before = workers.training_nodes()[0], len(workers.ended)
+    workers.pod(f"{NAME}-3").pause()
+    assert workers.probe(f"{NAME}-3", "/livez").status == 0  # a kubelet would restart it, too
+    workers.delete(f"{NAME}-3", grace_s=1.0)
+    workers.pod(f"{NAME}-0").kill()
+    ends = workers.wait_ended_pods(before + 2)[before:]
+    assert {(end.name, end.exit_code) for end in ends} == {(f"{NAME}-0", -9), (f"{NAME}-3", -9)}
+    trained_by(workers, 5, generation + 1)
+
+
+def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> None:
+    generation, before = workers.training_nodes()[0], len(workers.ended)
+    workers.scale(2)
+    ends = workers.wait_ended_pods(before + 3)[before:]
+    assert sorted(end.name for end in ends) == names(5)[2:]
+    assert {(end.exit_code, end.left) for end in ends} == {(PREEMPTED, ())}
+    assert max(end.took_s for end in ends) < LEAVES_WITHIN_S
+    trained_by(workers, 2, generation)
+
+
+def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: StatefulSet) -> None:
+    """Scaled to 1, then to 0: suspended. Nothing is lost, and the job goes on when it is back."""
+    before = len(workers.ended)
+    workers.scale(1)
+    workers.wait_for(
+        lambda: (w := workers.world()) is not None and w.state is WorldState.PAUSED,
+        30.0,
+        "a paused world",
+    )
+    workers.wait_ready(f"{NAME}-0")
+    assert workers.probe(f"{NAME}-0", "/livez").status == 200
+    assert workers.probe(f"{NAME}-0", "/readyz").body["world"]["state"] == "paused"
+    step = workers.ledger().last_step
+    workers.scale(0)
+    ends = workers.wait_ended_pods(before + 2)[before:]
+    assert {(end.exit_code, end.left) for end in ends} == {(PREEMPTED, ())}
+    assert max(end.took_s for end in ends) < LEAVES_WITHIN_S
+    generation = workers.ledger().last_generation
+    workers.scale(2)
+    trained_by(workers, 2, generation)
+    assert min(s.step for s in workers.ledger().starts if s.generation > generation) == step + 1
+
+
+def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulSet) -> None:
+    generation, before = workers.training_nodes()[0], len(workers.ended)
+    workers.scale(3)
+    newcomer = workers.wait_for(
+        lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(), 60.0, "a worker"
+    )
+    assert workers.probe(f"{NAME}-2", "/readyz").status == 503
+    assert newcomer
+    workers.scale(2)
+    end = workers.wait_ended_pods(before + 1)[-1]
+    assert (end.name, end.exit_code, end.left) == (f"{NAME}-2", PREEMPTED, ())
+    assert end.took_s < LEAVES_WITHIN_S
+    workers.wait_progress(3)
+    assert workers.training_nodes()[0] == generation  # the others have not noticed
+
+
+def test_the_finished_job_parks_its_pods_and_those_that_come_later(
+    workers: StatefulSet, reference: Path
+) -> None:
+    before = len(workers.ended)
+    workers.hurry()
+    assert parked(workers, *names(2)) == ["success", "success"]
+    ledger = workers.ledger()
+    ledger.assert_exactly_once(WORKLOAD.samples, WORKLOAD.epochs)
+    ledger.assert_one_world_at_a_time()
+    ledger.final_hash()
+    assert_same_weights(workers.folder / FINAL, reference)
+    workers.delete(f"{NAME}-1")
+    end = workers.wait_ended_pods(before + 1)[-1]
+    assert (end.exit_code, end.left) == (0, ())
+    assert parked(workers, f"{NAME}-1") == ["success"]
+    assert workers.pod(f"{NAME}-1").workers() == {}
+    assert workers.ledger().starts == ledger.starts  # it has not trained again
+
+
+def test_the_finisher_ends_it_all(workers: StatefulSet, tmp_path: Path) -> None:
+    before = len(workers.ended)
+    with FakeApiServer(tmp_path, scales={(NAMESPACE, NAME): 2}) as api:
+        api.on_scale = lambda _, replicas: workers.scale(replicas)
+        assert finish(workers, api) == 0
+    workers.wait_pods()
+    ends = workers.ended[before:]
+    assert {(end.exit_code, end.left) for end in ends} == {(0, ())}
+    workers.assert_nothing_left()
+
+
+def finish(workers: StatefulSet, api: FakeApiServer) -> int:
+    """The finisher's pod, to its end."""
+    environment = {
+        **os.environ,
+        **api.environ,
+        "PET_RDZV_ENDPOINT": workers.endpoints[0],
+        "PET_RDZV_ID": workers.run_id,
+    }
+    command = [
+        *(sys.executable, "-m", "elastic.cli.main", "finish"),
+        *(f"--statefulset={NAME}", f"--credentials={api.credentials}"),
+    ]
+    done = subprocess.run(command, env=environment, timeout=60, check=False)
+    return done.returncode
+
+
+def parked(workers: StatefulSet, *pods: str) -> list[str]:
+    """Wait until these are parked: live, not ready. The job's outcome, as each tells it."""
+
+    def answers() -> list[Probe]:
+        found = [workers.probe(name, "/readyz") for name in pods]
+        return found if all(a.body.get("parked") for a in found) else []
+
+    found = workers.wait_for(answers, 90.0, f"{pods} parked")
+    assert {answer.status for answer in found} == {503}
+    assert {workers.probe(name, "/livez").status for name in pods} == {200}
+    return [answer.body["job"]["outcome"] for answer in found]
+
+
+def journal(workers: StatefulSet, generation: int) -> set[str]:
+    """Names of what happened to workers in that generation."""
+    found = set()
+    for file in (workers.folder / "journal").glob("*.jsonl"):
+        for line in file.read_text().splitlines(keepends=True):
+            event = json.loads(line) if line.endswith("\n") else {}
+            if event.get("generation") == generation:
+                found.add(str(event["event"]))
+    return found
