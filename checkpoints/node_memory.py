@@ -5,7 +5,7 @@ agent, a launcher)::
 
     <folder>/own/       parts written by this node's ranks
     <folder>/copies/    parts of another node's ranks, put there by its agent
-    <folder>/peers.json where the memory of the other nodes can be read; kept by the agent
+    <folder>/node.json  where the memory of the other nodes can be read; kept by the agent
 
 No node has all parts, so nothing is ever committed here: :class:`~checkpoints.tiers.Tiers` finds
 what is complete. Memory is bounded. A tmpfs takes what it gets until the kernel kills somebody,
@@ -26,7 +26,6 @@ from checkpoints.storage import LocalStorage, Sink
 
 OWN = "own"
 COPIES = "copies"
-PEERS_FILE = "peers.json"
 # Left to everybody else, whatever the limit says.
 RESERVE_BYTES = 256 << 20
 _ASK_AGAIN_BYTES = 64 << 20

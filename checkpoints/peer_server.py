@@ -53,14 +53,15 @@ class PeerServer:
         token: str,
         host: str = "",
         keep: Keep = LatestN(3),  # noqa: B008  frozen
-        on_error: Callable[[BaseException], None] = lambda error: None,
+        on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._own, self._copies = own, copies
         self._token = token
         self._keep = keep
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._open: dict[Wire, threading.Thread] = {}
+        self._threads: dict[Wire, threading.Thread] = {}
+        self._ended: set[Wire] = set()
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -81,9 +82,9 @@ class PeerServer:
         self._thread.join()
         self._listener.close()
         with self._lock:
-            left = list(self._open.items())
-        for wire, thread in left:
-            wire.close()
+            for wire in self._threads.keys() - self._ended:
+                wire.cut()
+        for thread in self._threads.values():
             thread.join()
 
     # --- threads
@@ -106,11 +107,14 @@ class PeerServer:
             target=self._serve, args=(wire,), name="checkpoint-peer-connection", daemon=True
         )
         with self._lock:
-            if len(self._open) < MAX_CONNECTIONS:
-                self._open[wire] = thread
-                thread.start()
-                return
-        wire.close()
+            ended, self._ended = self._ended, set()
+        for gone in ended:
+            self._threads.pop(gone).join()
+        if len(self._threads) >= MAX_CONNECTIONS:
+            wire.close()
+            return
+        self._threads[wire] = thread
+        thread.start()
 
     def _serve(self, wire: Wire) -> None:
         try:
@@ -126,9 +130,9 @@ class PeerServer:
         except BaseException as error:  # noqa: BLE001  told to the owner
             self._on_error(error)
         finally:
-            wire.close()
             with self._lock:
-                self._open.pop(wire, None)
+                self._ended.add(wire)
+                wire.close()
 
     # --- requests
 

@@ -98,9 +98,15 @@ class Wire:
                 raise ConnectionResetError("the other side closed in the middle")
             done += count
 
-    def close(self) -> None:
+    def cut(self) -> None:
+        """From another thread: whoever uses it gets an error, or the end, and closes it.
+
+        Closed under its user's hands, its number would soon be another connection's.
+        """
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
         self._connection.close()
 
     def _receive_some(self, into: memoryview) -> int:

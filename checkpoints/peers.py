@@ -39,7 +39,7 @@ class PeerAddress:
 
 
 class PeerStorage:
-    """For reading, by several threads at once; and :meth:`put`. Close it, or let it go."""
+    """For reading, by several threads at once; and :meth:`put`. Close it once."""
 
     def __init__(
         self,
@@ -53,6 +53,8 @@ class PeerStorage:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._idle: list[Wire] = []
+        self._busy: set[Wire] = set()
+        self._closed = False
 
     @property
     def place(self) -> str:
@@ -108,8 +110,12 @@ class PeerStorage:
         self._with_wire(exchange)
 
     def close(self) -> None:
+        """Cut every connection: whoever waits on one gets an ``OSError``."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
+            for wire in self._busy:
+                wire.cut()
         for wire in idle:
             wire.close()
 
@@ -146,19 +152,33 @@ class PeerStorage:
     def _run(self, wire: Wire, exchange: Callable[[Wire], T]) -> T:
         wire.expect(0)
         try:
+            self._take(wire)
             result = exchange(wire)
         except _Refused as refused:
             self._give_back(wire)
             raise OSError(refused.errno, refused.strerror) from None
         except BaseException:
-            wire.close()
+            self._drop(wire)
             raise
         self._give_back(wire)
         return result
 
+    def _take(self, wire: Wire) -> None:
+        """From now on :meth:`close` cuts it."""
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.ESHUTDOWN, f"the connection to {self.place} was closed")
+            self._busy.add(wire)
+
+    def _drop(self, wire: Wire) -> None:
+        with self._lock:
+            self._busy.discard(wire)
+        wire.close()
+
     def _give_back(self, wire: Wire) -> None:
         with self._lock:
-            if len(self._idle) < _MAX_IDLE:
+            self._busy.discard(wire)
+            if len(self._idle) < _MAX_IDLE and not self._closed:
                 self._idle.append(wire)
                 return
         wire.close()
@@ -168,9 +188,10 @@ class PeerStorage:
         connection = socket.create_connection((at.host, at.port), timeout=self._timeout_s)
         wire = Wire(connection, timeout_s=self._timeout_s, monotonic=self._monotonic)
         try:
+            self._take(wire)
             prove_as_client(wire, at.token)
         except BaseException:
-            wire.close()
+            self._drop(wire)
             raise
         return wire
 

@@ -1,0 +1,125 @@
+"""Owns the memory of a node for as long as it lives: the folder, its server, its copies.
+
+For a process that outlives the workers, such as an agent. The workers are told the folder and
+nothing else; what they need to know of other nodes stands in a file there, which changes with the
+world (:func:`memory_roots`)::
+
+    host = MemoryHost(folder, host="10.0.0.7")
+    host.set_world([(address of every other node)], successor=(that of the next one))
+    …
+    host.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from checkpoints.copying import Copier, CopyOutcome
+from checkpoints.keep import Keep, LatestN
+from checkpoints.node_memory import COPIES, OWN, NodeMemory
+from checkpoints.peer_server import PeerServer
+from checkpoints.peers import PeerAddress, PeerStorage
+from checkpoints.storage import Root
+
+NODE_FILE = "node.json"
+KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one
+
+
+class MemoryHost:
+    """Makes ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
+
+    ``limit_bytes`` bounds own parts and copies, each.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        host: str = "",
+        limit_bytes: int | None = None,
+        on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
+        on_error: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        self._folder = Path(folder)
+        self._limit_bytes = limit_bytes
+        self._successor: PeerAddress | None = None
+        self._folder.mkdir(mode=0o700)
+        try:
+            own, copies = (
+                NodeMemory(self._folder / name, limit_bytes=limit_bytes) for name in (OWN, COPIES)
+            )
+            for memory in (own, copies):
+                memory.make_folder("")
+            self._write(())
+            self.token = secrets.token_hex(32)
+            self._server = PeerServer(
+                own, copies, token=self.token, host=host, keep=KEEP, on_error=on_error
+            )
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._copier = Copier(
+            own, lambda: self._successor, on_outcome=on_outcome, on_error=on_error
+        )
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def set_world(self, peers: Sequence[PeerAddress], successor: PeerAddress | None) -> None:
+        """Whose memory workers may read from now on, and who gets the copies."""
+        self._write(peers)
+        self._successor = successor
+
+    def close(self) -> None:
+        """Stop serving and copying, join the threads, give the memory back."""
+        self._copier.close()
+        self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, peers: Sequence[PeerAddress]) -> None:
+        text = json.dumps({"limit_bytes": self._limit_bytes, "peers": [asdict(p) for p in peers]})
+        descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds tokens
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(name, self._folder / NODE_FILE)
+
+
+def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
+    """Where this node's ranks write. Raises ``OSError`` if nobody hosts that folder."""
+    return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder)[0])
+
+
+def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
+    """For :class:`~checkpoints.Tiers`: this node's memory, its copies, then all other nodes'.
+
+    Raises ``OSError`` if nobody hosts that folder.
+    """
+    peers = _read(folder)[1]
+    return [
+        NodeMemory(Path(folder) / OWN),
+        NodeMemory(Path(folder) / COPIES),
+        *(PeerStorage(address, timeout_s=timeout_s) for address in peers),
+    ]
+
+
+def _read(folder: str | os.PathLike[str]) -> tuple[int | None, list[PeerAddress]]:
+    text = (Path(folder) / NODE_FILE).read_text()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        data = json.loads(text)
+        names = [field.name for field in fields(PeerAddress)]
+        peers = [PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"]]
+        return data["limit_bytes"], peers
+    raise OSError(f"{folder}/{NODE_FILE} is not what an agent writes")

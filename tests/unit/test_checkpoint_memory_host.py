@@ -1,0 +1,185 @@
+"""The owner of a node's memory: the folder, who may read it, and copies in the next node's."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_states import same, small_state
+
+import checkpoints
+from checkpoints.copying import Copier, CopyOutcome
+from checkpoints.memory_host import MemoryHost, memory_roots, own_memory
+from checkpoints.node_memory import NodeMemory
+from checkpoints.peers import PeerAddress
+from checkpoints.tiers import Tiers
+
+LONG_S = 30.0
+
+
+class Ring:
+    """Nodes, each of which copies to the next."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.outcomes: list[CopyOutcome] = []
+        self.errors: list[BaseException] = []
+        self.hosts = [
+            MemoryHost(
+                folder / f"node-{index}",
+                host="127.0.0.1",
+                on_outcome=self.outcomes.append,
+                on_error=self.errors.append,
+            )
+            for index in range(size)
+        ]
+        self.form(self.hosts)
+
+    def form(self, hosts: list[MemoryHost]) -> None:
+        at = [PeerAddress(h.folder.name, "127.0.0.1", h.port, h.token) for h in hosts]
+        for index, host in enumerate(hosts):
+            others = at[index + 1 :] + at[:index]
+            host.set_world(others, others[0] if others else None)
+
+    def save(self, step: int) -> None:
+        for rank, host in enumerate(self.hosts):
+            checkpoints.save(
+                own_memory(host.folder),
+                small_state(step),
+                step=step,
+                nonce="aa",
+                rank=rank,
+                world_size=len(self.hosts),
+            )
+
+    def copied(self, step: int) -> int:
+        return sum(f"-{step:09d}." in o.name and not o.reason for o in list(self.outcomes))
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+        assert self.errors == []
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    made = Ring(tmp_path, 3)
+    yield made
+    made.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    by_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < by_s, "it never came true"
+        time.sleep(0.01)
+
+
+def test_any_one_node_can_be_lost(ring: Ring) -> None:
+    ring.save(7)
+    wait_until(lambda: ring.copied(7) == 3)
+    for lost in range(3):
+        rest = [host for host in ring.hosts if host is not ring.hosts[lost]]
+        ring.form(rest)
+        for host in rest:
+            tiers = Tiers(memory_roots(host.folder))
+            found = checkpoints.latest(tiers).checkpoint
+            assert found is not None and found.step == 7
+            assert same(checkpoints.load(tiers, found.name).state, small_state(7))
+
+
+def test_without_copies_the_loss_of_a_node_is_the_loss_of_its_parts(ring: Ring) -> None:
+    for host in ring.hosts:
+        host.set_world([], None)
+    ring.save(7)
+    assert checkpoints.list_checkpoints(Tiers(memory_roots(ring.hosts[0].folder))) == ()
+
+
+def test_only_the_owner_of_the_folder_reads_it_and_nothing_stays(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, 1)
+    folder = ring.hosts[0].folder
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(folder / "node.json").st_mode) == 0o600
+    ring.save(1)
+    ring.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-")]
+
+
+def test_a_folder_that_exists_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(FileExistsError):
+        MemoryHost(tmp_path / "mine", host="127.0.0.1")
+    assert (tmp_path / "mine" / "file").exists()
+
+
+def test_workers_are_told_the_limit(tmp_path: Path) -> None:
+    host = MemoryHost(tmp_path / "node", host="127.0.0.1", limit_bytes=1234)
+    assert own_memory(host.folder).room()[1] == "the limit of 1234 bytes"
+    host.close()
+    with pytest.raises(OSError):
+        own_memory(host.folder)
+
+
+def test_a_new_successor_gets_all_that_is_new(ring: Ring) -> None:
+    ring.save(7)
+    wait_until(lambda: ring.copied(7) == 3)
+    first, _, third = ring.hosts
+    ring.outcomes.clear()
+    ring.form([first, third])
+    wait_until(lambda: any(o.peer == third.folder.name and not o.reason for o in ring.outcomes))
+    assert "part-00000-of-00003.json" in os.listdir(
+        third.folder / "copies" / ".tmp-step-000000007.g0.aa"
+    )
+
+
+def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
+    now_s = [0.0]
+    own, outcomes = NodeMemory(tmp_path), list[CopyOutcome]()
+    checkpoints.save(own, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
+    gone = PeerAddress("gone", "127.0.0.1", _unused_port(), "token")
+    looked = threading.Semaphore(0)
+
+    def peer() -> PeerAddress:
+        looked.release()
+        return gone
+
+    copier = Copier(own, peer, on_outcome=outcomes.append, monotonic=lambda: now_s[0])
+    wait_until(lambda: len(outcomes) == 1)
+    for _ in range(4):
+        looked.acquire()
+    assert len(outcomes) == 1  # it looked, and left it alone
+    now_s[0] = 1.1
+    wait_until(lambda: len(outcomes) == 2)
+    copier.close()
+    assert {o.peer for o in outcomes} == {"gone"}
+    assert all("refused" in o.reason for o in outcomes)
+
+
+def _unused_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_an_owner_ends_at_once_while_a_peer_hangs(tmp_path: Path) -> None:
+    """It accepts and says nothing; close does not wait for it."""
+    import socket
+
+    own = NodeMemory(tmp_path)
+    checkpoints.save(own, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = PeerAddress("hangs", "127.0.0.1", listener.getsockname()[1], "token")
+        copier = Copier(own, lambda: address, timeout_s=3600.0)
+        connection, _ = listener.accept()
+        closer = threading.Thread(target=copier.close)
+        closer.start()
+        closer.join(LONG_S)
+        assert not closer.is_alive()
+        connection.close()
