@@ -6,6 +6,11 @@ file is closed, and the disk whenever it likes. A power cut in between leaves a 
 content under the name of a finished checkpoint.
 
     $ python examples/comparisons/marker_not_durable.py
+    DCP: __0_0.distcp: 5545 of 5545 bytes were there to be synced
+    DCP: .metadata.tmp: 0 of 845 bytes were there to be synced
+    ours: 00000-of-00001.safetensors: 4128 of 4128 bytes were there to be synced
+    ours: .manifest-9dff1042.json: 689 of 689 bytes were there to be synced
+    ours: .tmp-LATEST-56bd51fd: 21 of 21 bytes were there to be synced
 """
 
 import os

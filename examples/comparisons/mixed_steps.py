@@ -4,6 +4,8 @@ Saving again into the same folder overwrites the files one by one, under the mar
 checkpoint. A process that dies in between leaves tensors of both steps, and they load.
 
     $ python examples/comparisons/mixed_steps.py
+    DCP: loaded a=[2.0, 2.0, 2.0, 2.0] b=[1.0, 1.0, 1.0, 1.0]
+    ours: killed at each of 11 syncs, loaded a=[2.0, 2.0, 2.0, 2.0] b=[2.0, 2.0, 2.0, 2.0]
 """
 
 import os
@@ -55,8 +57,8 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"DCP: loaded a={live['a'].tolist()} b={live['b'].tolist()}")
 
     checkpoints.save(f"{folder}/ours", state(1), step=1, nonce="aa")
+    root = f"{folder}/ours"
     for number in range(1, 12):
-        root = f"{folder}/ours"
         dies_at_sync(number, lambda: checkpoints.save(root, state(2), step=2, nonce="bb"))
         name = checkpoints.latest(root).checkpoint.name
         live = checkpoints.load(root, name).state

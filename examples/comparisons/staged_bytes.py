@@ -5,6 +5,7 @@ write. With W ranks on a node that is W times the state in host memory, and W ti
 the time that training waits. Ours plans first: each rank stages 1/W.
 
     $ python examples/comparisons/staged_bytes.py
+    of 256 MiB in 4 ranks, each stages: DCP 257, ours 70 MiB
 """
 
 import os
