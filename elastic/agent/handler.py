@@ -221,7 +221,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         try:
             if in_flight is None and self._service.running is not None:
                 self._finish()
-            elif not self._leaving.told:
+            elif not self._leaving.told and self._service.done is None:
                 self._service.leave(f"{type(in_flight).__name__}", failed=True)
         finally:
             self._leaving.phase = Phase.CLOSING

@@ -1,0 +1,210 @@
+"""/livez and /readyz of real agents: what a kubelet hears while all is well, and when it is not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from elastic.agent.health_server import HealthServer
+from elastic.agent.identity import current_process
+from elastic.agent.service import NodeService
+from elastic.config import AgentOptions
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.keyvalue import Lease
+from elastic.coordination.memory import MemoryStore
+from elastic.coordination.records import Keys, Node, NodeState
+from elastic.events import Event
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
+
+DEADLINE_S = 60.0  # for agents, which import torch
+HUNG_AFTER_S = 3.0  # an idle node's thread turns once a second
+T = TypeVar("T")
+
+SLEEPER = "import time\ntime.sleep(600)\n"
+
+
+def eventually(condition: Callable[[], T | None], what: str) -> T:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return found
+
+
+def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+# A real agent ---------------------------------------------------------------------------------
+
+
+class Agent:
+    """``torchrun train.py`` with everything in its environment, as in a pod."""
+
+    def __init__(self, folder: Path, etcd: EmbeddedEtcd, run_id: str, **settings: str) -> None:
+        self.folder = folder
+        script = folder / "train.py"
+        script.write_text(SLEEPER)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PET_NNODES": "2:3",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_MAX_RESTARTS": "1000000",
+            "PET_RDZV_BACKEND": "etcd-v3",
+            "PET_RDZV_ENDPOINT": etcd.endpoint,
+            "PET_RDZV_ID": run_id,
+            "ELASTIC_NODE_NAME": "workers-0",
+            "ELASTIC_POD_IP": "127.0.0.1",
+            "ELASTIC_HEALTH_PORT": "0",
+            "ELASTIC_LAST_CALL_S": "0.1",
+            "ELASTIC_JOURNAL": str(folder / "journal"),
+            **settings,
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", str(script)]
+        self.node = LocalNode(
+            "workers-0", command, environment, f"health-{run_id}", folder / "log", folder=folder
+        )
+        self.port = int(self.event("health-served")["port"])
+
+    def event(self, name: str) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            assert self.node.running, self.node.log_tail()
+            events = read_journal(self.folder / "journal")
+            return next((e for e in events if e["event"] == name), None)
+
+        return eventually(found, f"no {name}")
+
+
+@pytest.fixture
+def start(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> Iterator[Callable[..., Agent]]:
+    started: list[Agent] = []
+
+    def start(**settings: str) -> Agent:
+        agent = Agent(tmp_path, shared_etcd, root.strip("/").replace("/", "-"), **settings)
+        started.append(agent)
+        return agent
+
+    yield start
+    for agent in started:
+        agent.node.kill()
+
+
+@pytest.mark.cluster
+def test_an_agent_that_waits_for_others_is_live_and_not_ready_and_goes_when_told(
+    start: Callable[..., Agent],
+) -> None:
+    agent = start()
+    agent.event("node-arrived")
+    assert ask(agent.port, "/livez")[0] == 200
+    status, body = ask(agent.port, "/readyz")
+    assert (status, body["node"]) == (503, "workers-0")
+    assert "waits for a world" in body["reason"]
+    agent.node.terminate()
+    assert agent.node.wait(15.0) == 75
+    assert agent.node.processes() == []
+
+
+@pytest.mark.cluster
+def test_an_agent_whose_main_thread_hangs_is_not_live(start: Callable[..., Agent]) -> None:
+    """torchrun is told to look after its workers every hour: nobody would notice their end."""
+    agent = start(
+        PET_NNODES="1", PET_MONITOR_INTERVAL="3600", ELASTIC_HUNG_AFTER_S=str(HUNG_AFTER_S)
+    )
+    eventually(lambda: ask(agent.port, "/readyz")[0] == 200, "it is never ready")
+
+    def hung() -> str | None:
+        status, body = ask(agent.port, "/livez")
+        return str(body["reason"]) if status == 503 else None
+
+    assert "MainThread has not turned" in eventually(hung, "nobody notices")
+
+
+# The node's thread ----------------------------------------------------------------------------
+
+
+class StuckStore(MemoryStore):
+    """A store whose writes never return once it is told to be stuck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck = threading.Event()
+        self.released = threading.Event()
+
+    def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
+        if self.stuck.is_set():
+            self.released.wait()
+        return super().put(key, value, lease=lease)
+
+
+class Silent:
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        pass
+
+
+def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
+    store = StuckStore()
+    service = NodeService(
+        store=store,
+        keys=Keys.of("/elastic", "health"),
+        node=waiting_node(),
+        options=AgentOptions(hung_after_s=HUNG_AFTER_S),
+        journal=Silent(),
+    )
+    server = HealthServer(0, service.probes, on_error=service.fail)
+    service.start()
+    server.start()
+    try:
+        service.arrive(nproc=1, role="", ports=(5001,), failure=None, failure_exit_code=None)
+        eventually(lambda: store.list("/elastic/health/nodes").entries, "it never registers")
+        assert ask(server.port, "/livez")[0] == 200
+        store.stuck.set()
+        service.warm_up()  # to be written
+        eventually(lambda: ask(server.port, "/livez")[0] == 503, "nobody notices")
+        assert "elastic-node has not turned" in ask(server.port, "/livez")[1]["reason"]
+        store.released.set()
+        eventually(lambda: ask(server.port, "/livez")[0] == 200, "it stays hung")
+    finally:
+        store.released.set()
+        service.close()
+        server.close()
+
+
+def waiting_node() -> Node:
+    return Node(
+        node_id="id",
+        name="workers-0",
+        nproc=0,
+        role="",
+        address="127.0.0.1",
+        ports=(),
+        liveness_port=0,
+        process=current_process(),
+        state=NodeState.ARRIVED,
+        in_process=False,
+        min_nodes=2,
+        max_nodes=3,
+        library="0.1.0",
+        torch="2.13.0",
+        running=None,
+        arrived_for=0,
+        failure=None,
+        failure_exit_code=None,
+        joined_at_s=0.0,
+    )
