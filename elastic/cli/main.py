@@ -32,6 +32,7 @@ COMMANDS = {
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
+    "kube": Command("elastic.cli.kube", "manifests for Kubernetes from a few flags"),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
 }
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from elastic.cli import kube
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 # What a platform puts upon an overlay; each is a kustomization that a user would write.
 COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -36,7 +38,21 @@ NAMESPACES = {
     "trainer": "elastic-trainer",
 }
 OVERLAYS = tuple(NAMESPACES)
-EVERYTHING = (*OVERLAYS, *COMPOSITIONS)
+# What `elastic kube render` writes for these flags.
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "kube render prod": (
+        *("--nodes=3:9", "--gpus-per-node=4", "--run-id=llama-7", "--grace=120"),
+        *("--image=registry.example/team/train:1.4.2-cuda", "--checkpoints=class:shared"),
+        *("train.py", "--lr=3e-4", "--note=$(HOME)"),
+    ),
+    "kube render dev": ("--overlay=dev", "--nodes=1:3", "train.py"),
+    "kube render job+rdma+kueue": (
+        *("--overlay=job", "--nodes=2:5", "--with=rdma", "--with=kueue", "--run-id=b"),
+        "--gpus-per-node=2",
+    ),
+    "kube render trainer": ("--overlay=trainer", "--nodes=4:6", "--grace=90", "train.py", "-x"),
+}
+EVERYTHING = (*OVERLAYS, *COMPOSITIONS, *COMMANDS)
 NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"
 
@@ -160,6 +176,12 @@ def compose(folder: Path, overlay: str, components: Sequence[str]) -> Path:
 @functools.cache
 def rendered(name: str, scratch: Path) -> Rendered:
     """One of EVERYTHING, rendered once per test run."""
+    if name in COMMANDS:
+        folder = scratch / name
+        assert (
+            kube.main(["render", f"--deploy={DEPLOY}", f"--output={folder}", *COMMANDS[name]]) == 0
+        )
+        return Rendered(name, kustomize(folder))
     if name in COMPOSITIONS:
         overlay, components = COMPOSITIONS[name]
         return Rendered(name, kustomize(compose(scratch / name, overlay, components)))
