@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -324,11 +325,40 @@ def dies(call: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def background(rank: int, size: int, folder: Path) -> Result:
+    """Rank 1's disk hangs while both train on in the group, which has one timeout: 20 s."""
+    gate = threading.Event()
+
+    def hang(call: str) -> None:
+        if rank == 1 and call.startswith("write "):
+            assert gate.wait(60)
+
+    storage = FaultyStorage(LocalStorage(folder), before=hang)
+    state = {f"tensor{i}": torch.full((1000,), float(i)) for i in range(20)}
+    sums = []
+    with checkpoints.Engine(storage) as engine:
+        world = checkpoints.World(nonce="aa", rank=rank, size=size)
+        handle = engine.save_async(state, step=1, world=world)
+        for _ in range(200):
+            one = torch.ones(100)
+            dist.all_reduce(one)
+            sums.append(float(one.sum()))
+        before = handle.outcome
+        gate.set()
+        outcome = handle.wait(60)
+    assert outcome is not None
+    return {
+        "right": sums == [100.0 * size] * 200,
+        "early": before is not None,
+        "ending": outcome.ending.value,
+    }
+
+
 SCENARIOS: dict[str, Callable[..., Result]] = {
     f.__name__: f
     for f in (
         *(save, load, engine, fsdp_save, fsdp_load, tensor_parallel, refused),
-        *(exchanged, together_but),
+        *(exchanged, together_but, background),
     )
 }
 

@@ -105,6 +105,13 @@ def test_the_engine_saves_shards_that_training_changes_meanwhile(run: Run, root:
     assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
 
 
+def test_training_goes_on_in_its_group_while_a_disk_hangs(run: Run, root: Path) -> None:
+    """DCP's collectives deadlock here: examples/comparisons/background_collectives.py."""
+    for result in run("background", 2, root):
+        assert result["right"] and not result["early"]
+        assert result["ending"] == "committed"
+
+
 @pytest.mark.parametrize("mesh", [None, [2, 2]], ids=["fsdp", "hsdp"])
 def test_an_fsdp_model_and_its_optimizer_go_on_at_another_size(
     run: Run, root: Path, mesh: list[int] | None

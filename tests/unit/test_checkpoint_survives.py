@@ -1,0 +1,162 @@
+"""What goes wrong in torch.distributed.checkpoint, and does not here: one test for each failure.
+
+``examples/comparisons`` shows each of them in DCP.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import flip, same, small_state
+
+import checkpoints
+from checkpoints.plan import share
+from checkpoints.staging import Buffer
+from checkpoints.tree import pack, spec_of
+
+NAME = "step-000000001.g0.aa"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    checkpoints.save(root, small_state(1), step=1, nonce="aa")
+    return root
+
+
+def test_nothing_is_synced_before_it_is_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There: the marker is synced while its bytes are in Python's buffer."""
+    fsync, synced = os.fsync, {}
+
+    def watched(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file():
+            synced[path.name.removesuffix(".tmp")] = path.read_bytes()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    name = checkpoints.save(root, small_state(2), step=2, nonce="aa").name
+    manifest = (root / name / "manifest.json").read_bytes()
+    assert manifest in [data for file, data in synced.items() if file.startswith(".manifest")]
+    tensors = (root / name / "00000-of-00001.safetensors").read_bytes()
+    assert synced["00000-of-00001.safetensors"] == tensors
+    assert synced["part-00000-of-00001.json"].endswith(b"}\n")
+
+
+def dies_at_sync(number: int, work: Callable[[], object]) -> bool:
+    """Run in a child that dies at its ``number``-th fsync; whether it did."""
+    pid = os.fork()
+    if pid == 0:
+        fsync, count = os.fsync, 0
+
+        def deadly(descriptor: int) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                os._exit(9)
+            fsync(descriptor)
+
+        os.fsync = deadly  # type: ignore[assignment]
+        try:
+            torch.set_num_threads(1)
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def test_dying_while_saving_again_never_mixes_steps(tmp_path: Path) -> None:
+    """There: saving into the same folder leaves tensors of two steps under one marker."""
+    newest, died = [], True
+    while died:
+        root = tmp_path / str(len(newest))
+        checkpoints.save(root, small_state(1), step=1, nonce="aa")
+        died = dies_at_sync(
+            len(newest) + 1,
+            lambda root=root: checkpoints.save(root, small_state(2), step=2, nonce="aa"),  # type: ignore[misc]
+        )
+        for info in checkpoints.list_checkpoints(root):
+            assert same(checkpoints.load(root, info.name).state, small_state(info.step))
+        found = checkpoints.latest(root).checkpoint
+        assert found is not None
+        newest.append(found.step)
+    assert newest == sorted(newest) and set(newest) == {1, 2} and len(newest) > 6
+
+
+def test_every_flipped_bit_of_a_tensor_is_noticed(root: Path) -> None:
+    """There: it loads."""
+    file = root / NAME / "00000-of-00001.safetensors"
+    data = file.read_bytes()
+    for at in range(0, len(data), 7):
+        flip(file, at)
+        live = small_state(0)
+        with pytest.raises(checkpoints.Corrupt):
+            checkpoints.load(root, NAME, into=live)
+        assert same(live, small_state(0))
+        file.write_bytes(data)
+    assert same(checkpoints.load(root, NAME).state, small_state(1))
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 64 KiB: what the kernel says is what it says of a quota."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_in_the_background_is_told_and_publishes_nothing(
+    root: Path, small_files: None
+) -> None:
+    """There: the thread dies, save returns, and the marker is published."""
+    with checkpoints.Engine(root) as engine:
+        world = checkpoints.World(nonce="aa")
+        state = {"large": torch.ones(100_000), "small": torch.ones(3)}
+        outcome = engine.save_async(state, step=2, world=world).wait(60)
+        assert outcome is not None and outcome.ending is checkpoints.Ending.FAILED
+        assert isinstance(outcome.error, checkpoints.DiskFull)
+        again = engine.save_async(small_state(3), step=3, world=world).wait(60)
+    assert again is not None and again.ending is checkpoints.Ending.COMMITTED
+    assert [info.step for info in checkpoints.list_checkpoints(root)] == [3, 1]
+
+
+class Harm:
+    def __init__(self, victim: Path) -> None:
+        self._victim = victim
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self._victim,))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "00000-of-00001.safetensors"])
+def test_a_pickle_in_place_of_any_file_is_not_run(root: Path, tmp_path: Path, file: str) -> None:
+    """There: the marker is one."""
+    (root / NAME / file).write_bytes(pickle.dumps(Harm(tmp_path / "ran")))
+    with pytest.raises(checkpoints.Corrupt, match=file):
+        checkpoints.load(root, NAME)
+    assert checkpoints.latest(root).checkpoint is None
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(Harm(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()  # it would have
+
+
+def test_each_of_w_ranks_stages_its_part_only() -> None:
+    """There: each stages the whole state, then drops what others write."""
+    state = {f"tensor{i}": torch.full((10_000,), i) for i in range(8)}
+    _, tensors = pack(state)
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    total = sum(spec.size_bytes for spec in specs)
+    for rank in range(4):
+        buffer = Buffer()
+        buffer.fill(share(specs, 4, rank), tensors)
+        assert buffer._bytes.numel() <= total / 4 + 16
