@@ -140,9 +140,7 @@ class BetweenSteps:
                 step = session.job.progress.step
                 reason = f"the script failed in the middle of an update: {error}"
                 session.journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
-        # What is in flight waits for peers; whoever starts next completes it.
-        saver.finish_writing(SHARE_S)
-        saver.close(0.0)
+        saver.close(SHARE_S)
 
     def _put_back(self) -> bool:
         """Make the state that of the last commit; False if there may be more in the weights.

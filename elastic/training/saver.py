@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import checkpoints
-from checkpoints import CheckpointError, Ending, Handle, KeepPolicy, Outcome, SaveError
-from checkpoints.engine import WriterDied
+from checkpoints import CheckpointError, Ending, Handle, KeepPolicy, Outcome
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
@@ -24,16 +23,12 @@ from elastic.training.checkpoint_folder import CheckpointFolder, Source
 from elastic.training.due import Due, Word
 from elastic.training.saving import Checkpoints
 from elastic.training.state import JobState
+from elastic.training.writer import Writer
 from elastic.worker.world import World
 
-# A save that nobody could commit by then is given up: a peer of it, or the disk, is gone.
-DEADLINE_S = 600.0
 # A disk that is slower than the policy slows training down to its pace. One that hangs does not:
 # after one wait of this length saves are skipped until it goes on.
 BUSY_WAIT_S = 5.0
-# Writer's threads that may die, which none ever should, before saving becomes synchronous.
-MAX_DEATHS = 3
-_SLICE_S = 0.02
 
 
 @dataclass(eq=False)
@@ -60,13 +55,19 @@ class Saver:
         self._generation = 0
         self._saved_step = 0  # the last step that this world need not save any more
         self._committed_step = 0  # the last step that is known to stand
-        self._engine: checkpoints.Engine | None = None
-        self._deaths = 0
         self._era: _Era | None = None
-        self._open: list[Handle] = []  # not reported yet
         self._latest: Handle | None = None  # of the present world
-        self._is_stuck = False
-        self.due = Due(policy.saving, clock) if policy else None
+        self._others_are_stuck = False
+        self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
+        self.writer: Writer | None = None
+        if self._folder is not None:
+            self.writer = Writer(
+                self._folder.storage,
+                _Keeping(self),
+                report=self._report,
+                journal=lambda: self._journal,
+                clock=clock,
+            )
 
     # -- the folder ---------------------------------------------------------------------------
 
@@ -129,9 +130,9 @@ class Saver:
 
     def enter(self, world: World, job: JobState) -> None:
         """State is restored in ``world``: saves belong to it from now on."""
-        if self._folder is None or self.due is None:
+        if self._folder is None or self.due is None or self.writer is None:
             return
-        before, engine = self._era, self._running()
+        before = self._era
         era = _Era(
             checkpoints.World(
                 nonce=world.nonce,
@@ -147,12 +148,10 @@ class Saver:
         if world.rank == 0:
             self._folder.ownership.failures = lambda: self._breaks
             self._folder.ownership.hold()
-        if engine is None:
-            return
-        engine.reserve(job.tree(), rank=world.rank, world_size=world.size, background=True)
+        self.writer.reserve(job.tree(), rank=world.rank, world_size=world.size)
         if world.rank == 0 and before is not None and before.is_over:
             generation = self._generation
-            engine.later(lambda: self._sweep(generation, world.nonce))
+            self.writer.later(lambda: self._sweep(generation, world.nonce))
 
     def leave(self, *, broken: bool) -> None:
         """The present world is over. Broken: a peer may be gone, and never write its shares."""
@@ -163,11 +162,11 @@ class Saver:
                 self.due.failures += 1
 
     def _may_commit(self, era: _Era) -> bool:
-        """Asked by the engine's thread. False: no newer world may be harmed by this one."""
+        """Asked by the writer's thread. False: no newer world may be harmed by this one."""
         return not era.is_over and not (era is self._era and self.is_superseded())
 
     def _sweep(self, generation: int, nonce: str) -> None:
-        """On the engine's thread: complete or remove what the broken world has left."""
+        """On the writer's thread: complete or remove what the broken world has left."""
         assert self._folder is not None
         try:
             checkpoints.sweep(self._folder.storage, generation=generation, nonce=nonce)
@@ -181,21 +180,23 @@ class Saver:
 
         ``heard`` is what all ranks together said during the last step; None if there was none.
         """
-        if self.due is None:
+        if self.due is None or self.writer is None:
             return
-        self.poll()
-        if self.due.is_due(job.progress.step, self._saved_step, heard, self._in_flight):
+        self.writer.poll()
+        in_flight = self.writer.in_flight
+        is_stuck = heard is not None and heard.stuck
+        if is_stuck and not self._others_are_stuck:
+            reason = "the disk of a rank hangs: nobody saves until it goes on"
+            self._skipped(f"step {job.progress.step}", reason)
+        self._others_are_stuck = is_stuck
+        if self.due.is_due(job.progress.step, self._saved_step, heard, in_flight):
             self.save(job)
-
-    @property
-    def _in_flight(self) -> int:
-        return self._engine.in_flight if self._engine is not None else 0
 
     def word(self, step: int, *, leaving: bool) -> Word:
         """What this rank says to all others during ``step``."""
-        assert self.due is not None
-        wants = self.due.wants(step + 1, self._saved_step, self._in_flight)
-        return Word(save=wants, leaving=leaving, stuck=self._is_stuck)
+        assert self.due is not None and self.writer is not None
+        wants = self.due.wants(step + 1, self._saved_step, self.writer.in_flight)
+        return Word(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
 
     def save(self, job: JobState, *, wait_s: float = BUSY_WAIT_S) -> Handle | None:
         """Begin to write this rank's share, unless this step is saved. Never stops training.
@@ -213,60 +214,14 @@ class Saver:
         return self._latest
 
     def begin(self, job: JobState, world: checkpoints.World, *, wait_s: float) -> Handle | None:
-        """Hand this rank's share of a checkpoint of ``world`` to the engine."""
-        engine = self._running()
-        if engine is None:
-            self._save_synchronously(job, world)
-            return None
-        self._is_stuck = self._is_stuck and not engine.has_room
-        try:
-            handle = engine.save_async(
-                job.tree(),
-                step=job.progress.step,
-                world=world,
-                data_position=job.data_position(),
-                wait_s=0.0 if self._is_stuck else wait_s,
-            )
-        except WriterDied:
-            self.poll()  # replaces the engine
-            return None
-        self._open.append(handle)
-        self.poll()
-        return handle
-
-    def _save_synchronously(self, job: JobState, world: checkpoints.World) -> None:
-        assert self._folder is not None and self._policy is not None
-        began_s = self._clock.monotonic()
-        try:
-            saved = checkpoints.save(
-                self._folder.storage,
-                job.tree(),
-                step=job.progress.step,
-                nonce=world.nonce,
-                generation=world.generation,
-                rank=world.rank,
-                world_size=world.size,
-                lineage=world.lineage,
-                data_position=job.data_position(),
-                keep=self._policy.keeping,
-                fence=world.fence,
-            )
-        except SaveError as error:
-            self._skipped(f"step {job.progress.step}", str(error))
-            return
-        took_s = self._clock.monotonic() - began_s
-        ending = Ending.COMMITTED if saved.committed else Ending.ABANDONED
-        self._report(
-            Outcome(
-                step=saved.step,
-                name=saved.name,
-                ending=ending,
-                reason="; ".join(saved.notes),
-                bytes_written=saved.bytes_written,
-                stall_s=took_s,
-                took_s=took_s,
-                notes=saved.notes if saved.committed else (),
-            )
+        """Hand this rank's share of a checkpoint of ``world`` to the writer."""
+        assert self.writer is not None
+        return self.writer.save(
+            job.tree(),
+            step=job.progress.step,
+            world=world,
+            data_position=job.data_position(),
+            wait_s=wait_s,
         )
 
     # -- the end ------------------------------------------------------------------------------
@@ -309,8 +264,8 @@ class Saver:
         return checkpoints.World(nonce=nonce, generation=self._generation, lineage=self._lineage)
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
-        """Call back with the names in the folder, on the engine's thread."""
-        assert self._folder is not None
+        """Call back with the names in the folder, on the writer's thread."""
+        assert self._folder is not None and self.writer is not None
         storage = self._folder.storage
 
         def look() -> None:
@@ -319,29 +274,21 @@ class Saver:
             except OSError as error:
                 self._skipped("last checkpoint", f"{storage.place} cannot be listed: {error}")
 
-        engine = self._running()
-        if engine is not None:
-            engine.later(look)
-        else:
-            look()
+        self.writer.later(look)
 
-    def finish_writing(self, budget_s: float) -> None:
-        """Until this rank's part of every save is done: others may still commit it."""
-        until_s = self._clock.monotonic() + budget_s
-        while any(not handle.is_written for handle in self._open):
-            if self._clock.monotonic() >= until_s:
-                return
-            self.poll()
-            self._clock.sleep(_SLICE_S)
+    def poll(self) -> None:
+        """Report what has ended, and notice what hangs."""
+        if self.writer is not None:
+            self.writer.poll()
 
     def wait(self, budget_s: float) -> bool:
         """Until nothing is in flight; False if something still is."""
-        until_s = self._clock.monotonic() + budget_s
-        while self._in_flight and self._clock.monotonic() < until_s:
-            self._clock.sleep(_SLICE_S)
-            self.poll()
-        self.poll()
-        return not self._in_flight
+        return self.writer is None or self.writer.wait(budget_s)
+
+    def finish_writing(self, budget_s: float) -> None:
+        """Until this rank's part of every save is done: others may still commit it."""
+        if self.writer is not None:
+            self.writer.finish_writing(budget_s)
 
     def release(self) -> None:
         """The job has ended: another one may save into the folder."""
@@ -349,65 +296,20 @@ class Saver:
             self._folder.ownership.close(release=True)
 
     def close(self, budget_s: float) -> None:
-        """End the engine's thread, and say what became of its saves."""
-        engine, self.due = self._engine, None
-        if self._folder is not None:
+        """Wait so long for this rank's shares, then save no more.
+
+        What waits for those of peers is left to them, or to whoever starts next.
+        """
+        self.due = None
+        if self._folder is not None and self.writer is not None:
             self._folder.ownership.close(release=False)
-        if engine is None:
-            return
-        try:
-            engine.close(timeout_s=budget_s)
-        except WriterDied as death:
-            self._bury(death)
-        self._engine, self._deaths = None, MAX_DEATHS
-        for handle in self._open:
-            if handle.outcome is not None:
-                self._report(handle.outcome)
-        self._open.clear()
+            self.writer.finish_writing(budget_s)
+            self.writer.close(0.0)
 
-    # -- the engine ---------------------------------------------------------------------------
-
-    def _running(self) -> checkpoints.Engine | None:
-        """The engine, begun if there is none; None once too many have died."""
-        assert self._folder is not None
-        if self._engine is None and self._deaths < MAX_DEATHS:
-            self._engine = checkpoints.Engine(
-                self._folder.storage,
-                keep=_Keeping(self),
-                deadline_s=DEADLINE_S,
-                clock=self._clock.wall,
-                monotonic=self._clock.monotonic,
-            )
-        return self._engine
-
-    def poll(self) -> None:
-        """Report what has ended, and notice what hangs. Cheap: for every step."""
-        if self._engine is None:
-            return
-        try:
-            self._engine.outcomes()
-        except WriterDied as death:
-            self._bury(death)
-        ended = [handle for handle in self._open if handle.outcome is not None]
-        if ended:
-            self._open = [handle for handle in self._open if handle.outcome is None]
-        for handle in ended:
-            assert handle.outcome is not None
-            self._report(handle.outcome)
-
-    def _bury(self, death: WriterDied) -> None:
-        """The engine's thread died, which is a bug: say so, and go on with another one."""
-        self._engine, self._deaths = None, self._deaths + 1
-        then = "another one takes over" if self._deaths < MAX_DEATHS else "saves stop training now"
-        cause = f"{type(death.__cause__).__name__}: {death.__cause__}"
-        self._journal.emit(
-            CheckpointSkipped(name="writer", reason=f"{death} of {cause}; {then}"),
-            level=logging.ERROR,
-        )
+    # -- what became of it --------------------------------------------------------------------
 
     def _report(self, outcome: Outcome) -> None:
         if outcome.ending is not Ending.COMMITTED:
-            self._is_stuck = self._is_stuck or outcome.ending is Ending.SKIPPED
             self._skipped(outcome.name, f"{outcome.ending.value}: {outcome.reason}")
             return
         self._committed_step = max(self._committed_step, outcome.step)

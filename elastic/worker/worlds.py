@@ -125,10 +125,12 @@ class Worlds:
         """Until there is a world newer than the present one; ``meanwhile`` is called now and
         then."""
         while not self.has_newer:
+            self.is_waiting = True
             meanwhile()
             with self._changed:
                 if not self.has_newer:
                     self._changed.wait(SLICE_S)
+        self.is_waiting = False
 
     # -- the main thread tells ----------------------------------------------------------------
 

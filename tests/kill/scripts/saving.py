@@ -1,0 +1,109 @@
+"""A training script whose disk, process and code fail when they are told to.
+
+A file in the folder is the order: ``disk-hang``, ``disk-full`` and ``disk-readonly`` hold for as
+long as they are there, on the node that is named in them or on all; ``die-writing`` and ``raise``
+are obeyed once. Float64, like session.py: weights that differ were lost, repeated or torn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+from checkpoints import EverySeconds, EverySteps, LocalStorage
+from checkpoints.faulty import FaultyStorage
+
+_REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}
+
+
+class Orders:
+    """What this process has been told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.node = os.environ.get("ELASTIC_NODE_NAME", "")
+
+    def stands(self, name: str) -> bool:
+        try:
+            return (self.folder / name).read_text() in ("", self.node)
+        except OSError:
+            return False
+
+    def take(self, name: str) -> bool:
+        """Whether the order is for this process, which takes it away."""
+        if not self.stands(name):
+            return False
+        try:
+            (self.folder / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def before(self, label: str) -> None:
+        """Called before every call of the storage."""
+        if not label.startswith("write ") or "safetensors" not in label:
+            return
+        while self.stands("disk-hang"):
+            time.sleep(0.02)
+        for name, number in _REFUSALS.items():
+            if self.stands(name):
+                raise OSError(number, os.strerror(number))
+        if self.take("die-writing"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=0.0, help="save by the clock instead")
+    options = parser.parse_args()
+    orders, hurry = Orders(options.folder), options.folder / "hurry"
+
+    torch.manual_seed(0)
+    disk = FaultyStorage(LocalStorage(os.environ["ELASTIC_CHECKPOINTS"]), before=orders.before)
+    when = EverySeconds(options.seconds) if options.seconds else EverySteps(options.save_every)
+    run = elastic.join(checkpoint_dir=disk, when=when, keep=100)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    model = run.wrap(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.track(optimizer=optimizer)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(options.samples, 8, dtype=torch.float64, generator=generator)
+    data = TensorDataset(x, x.sin().sum(1, keepdim=True))
+    loader = run.loader(DataLoader(data, batch_size=options.batch), global_batch=options.batch)
+
+    def train() -> None:
+        for _ in run.epochs(options.epochs):
+            for inputs, targets in loader:
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                if orders.take("raise"):
+                    raise ValueError("told to raise")
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                if not hurry.exists():
+                    time.sleep(options.step_s)
+
+    run.retry(train)
+    if run.is_main:
+        weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+        save_file(weights, options.folder / "final.safetensors")
+
+
+if __name__ == "__main__":
+    main()

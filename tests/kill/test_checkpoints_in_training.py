@@ -1,0 +1,226 @@
+"""Saving beside training, while disks, nodes and scripts fail: one job for each mode.
+
+As in test_deaths.py, each test starts from training nodes, whatever the one before left behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+
+import checkpoints
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SCRIPT = SCRIPTS / "saving.py"
+WORKLOAD = Workload(samples=240, epochs=130, step_s=0.05, save_every=10)
+BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("saving-alone"), WORKLOAD, SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
+    """In-process, three nodes, saving by the clock."""
+    folder = tmp_path_factory.mktemp("saving")
+    with TrainingJob(
+        [etcd.endpoint], folder, script=SCRIPT, workload=BY_THE_CLOCK, min_nodes=2, max_nodes=3
+    ) as job:
+        yield job
+
+
+@pytest.fixture(scope="module")
+def restarted(
+    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainingJob]:
+    """Restart mode, two nodes, saving every ten steps."""
+    folder = tmp_path_factory.mktemp("saving-restarted")
+    with TrainingJob(
+        [etcd.endpoint],
+        folder,
+        script=SCRIPT,
+        workload=WORKLOAD,
+        min_nodes=2,
+        max_nodes=2,
+        conf={"mode": "restart"},
+    ) as job:
+        yield job
+
+
+def events(job: TrainingJob, name: str, since_s: float) -> list[dict[str, Any]]:
+    found = read_journal(job.folder / "journal")
+    return [e for e in found if e["event"] == name and e["monotonic"] >= since_s]
+
+
+def saved(job: TrainingJob) -> list[checkpoints.CheckpointInfo]:
+    """What stands in the folder, newest first."""
+    return list(checkpoints.list_checkpoints(job.folder / "checkpoints"))
+
+
+def newest_step(job: TrainingJob) -> int:
+    return max((info.step for info in saved(job)), default=0)
+
+
+def wait_saved(job: TrainingJob, count: int = 1) -> None:
+    """Until that many more checkpoints stand, the first of them begun from now on."""
+    done = job.ledger().last_step
+
+    def enough() -> bool:
+        return sum(info.step > done for info in saved(job)) >= count
+
+    job.wait_for(enough, 30.0, f"{count} checkpoints after step {done}")
+
+
+def told(job: TrainingJob, order: str, node: str = "") -> Path:
+    path = job.folder / order
+    staged = path.with_suffix(".new")
+    staged.write_text(node)
+    return staged.rename(path)
+
+
+def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
+    """SIGTERM to every node at once: the steps that were done then, and the exit codes."""
+    nodes = job.running
+    for node in nodes:
+        node.terminate()
+    codes = {node.wait(40.0) for node in nodes}
+    return job.ledger().last_step + 1, codes
+
+
+def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJob) -> None:
+    began_s = time.monotonic()
+    job.bring_to(3)
+
+    def steps_by_node() -> dict[str, list[int]] | None:
+        found: dict[str, list[int]] = {}
+        for event in events(job, "checkpoint-saved", began_s):
+            found.setdefault(event["node"], []).append(event["step"])
+        return found if len(found) == 3 and min(map(len, found.values())) >= 4 else None
+
+    steps = job.wait_for(steps_by_node, 30.0, "four checkpoints on each of three nodes")
+    first = [sorted(found)[:4] for found in steps.values()]
+    assert first[0] == first[1] == first[2]
+    assert all(info.world_size == 3 for info in saved(job))
+    assert events(job, "checkpoint-skipped", began_s) == []
+
+
+@pytest.mark.parametrize("order", ["disk-full", "disk-readonly"])
+def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
+    job: TrainingJob, order: str
+) -> None:
+    job.bring_to(3)
+    wait_saved(job)
+    before, began_s = {info.name for info in saved(job)}, time.monotonic()
+    refusal = told(job, order)
+    reasons = job.wait_for(
+        lambda: [e["reason"] for e in events(job, "checkpoint-skipped", began_s)],
+        30.0,
+        "a save that failed",
+    )
+    assert any(text in reasons[0] for text in ("No space left", "Read-only file system"))
+    job.wait_progress(20)
+    assert before <= {info.name for info in saved(job)}
+    refusal.unlink()
+    wait_saved(job)
+    assert events(job, "world-fault", began_s) == []
+
+
+def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: TrainingJob) -> None:
+    nodes = job.bring_to(3)
+    wait_saved(job)
+    began_s = time.monotonic()
+    hang = told(job, "disk-hang", nodes[1].name)
+    job.wait_for(
+        lambda: "busy" in str(events(job, "checkpoint-skipped", began_s)), 40.0, "a skipped save"
+    )
+    before = newest_step(job)
+    job.wait_progress(40)  # twice as long as a save would take to come round
+    assert newest_step(job) == before
+    hang.unlink()
+    wait_saved(job)
+    assert events(job, "world-fault", began_s) == []
+
+
+def test_a_rank_that_dies_while_it_writes_costs_that_checkpoint_only(job: TrainingJob) -> None:
+    nodes = job.bring_to(3)
+    wait_saved(job)
+    before, generation = {info.name for info in saved(job)}, job.generation()
+    order = told(job, "die-writing", nodes[1].name)
+    job.wait_training(nodes=3, after_generation=generation + 1)
+    assert not order.exists()
+    wait_saved(job)
+    assert before <= {info.name for info in saved(job)}
+    attempts = [p.name for p in (job.folder / "checkpoints").glob(".tmp-step-*")]
+    assert not [name for name in attempts if f".g{generation}." in name], "not swept"
+
+
+def test_all_nodes_are_told_to_go_and_the_next_start_loses_nothing(job: TrainingJob) -> None:
+    job.bring_to(3)
+    job.wait_progress(20)
+    generation = job.generation()
+    done, codes = terminate_all(job)
+    assert codes == {75}
+    assert newest_step(job) == done
+    job.bring_to(2)
+    starts = [s.step for s in job.ledger().starts if s.generation > generation]
+    assert set(starts) == {done}
+
+
+def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, reference: Path) -> None:
+    job.bring_to(2)
+    job.assert_finishes_whole(reference)
+    assert newest_step(job) == WORKLOAD.steps
+
+
+def test_restart_mode_a_rank_dies_while_it_writes(restarted: TrainingJob) -> None:
+    job = restarted
+    nodes = job.bring_to(2)
+    wait_saved(job, 2)
+    before, generation = newest_step(job), job.generation()
+    told(job, "die-writing", nodes[1].name)
+    job.wait_training(nodes=2, after_generation=generation)
+    starts = {s.step for s in job.ledger().starts if s.generation > generation}
+    assert len(starts) == 1 and min(starts) >= before
+    wait_saved(job)
+
+
+def test_restart_mode_an_exception_of_the_script_loses_no_step(restarted: TrainingJob) -> None:
+    job = restarted
+    job.bring_to(2)
+    job.wait_progress(7)
+    generation = job.generation()
+    told(job, "raise")
+    job.wait_training(nodes=2, after_generation=generation)
+    ledger = job.ledger()
+    done = max(s.step for s in ledger.steps if s.generation == generation) + 1
+    assert {s.step for s in ledger.starts if s.generation == generation + 1} == {done}
+
+
+def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
+    job = restarted
+    job.bring_to(2)
+    job.wait_progress(7)
+    generation = job.generation()
+    done, codes = terminate_all(job)
+    assert codes == {75}
+    assert newest_step(job) == done
+    job.bring_to(2)
+    assert {s.step for s in job.ledger().starts if s.generation > generation} == {done}
+
+
+def test_restart_mode_ends_as_if_nothing_had_happened(
+    restarted: TrainingJob, reference: Path
+) -> None:
+    restarted.bring_to(2)
+    restarted.assert_finishes_whole(reference)

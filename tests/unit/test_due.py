@@ -1,0 +1,75 @@
+"""When a job saves: each rank by itself where the step decides, rank 0 for all where time does."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, When
+from elastic.clock import ManualClock
+from elastic.training.due import Due, Word
+
+
+def due(when: When, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
+    made = Due(when, clock)
+    made.enter(rank=rank, size=size)
+    return made
+
+
+def test_steps_need_nobody_s_word() -> None:
+    policy = due(EverySteps(5), ManualClock())
+    assert policy.is_due(10, 5, None) and policy.is_due(10, 5, Word())
+    assert not policy.is_due(11, 10, None) and not policy.is_due(10, 10, None)
+    assert not policy.needs_agreement and not policy.wants(10, 5, 0)
+
+
+def test_time_is_rank_0_s_and_takes_one_step_to_reach_all() -> None:
+    clock = ManualClock()
+    policies = [due(EverySteps(100) | EverySeconds(10), clock, rank=rank) for rank in range(3)]
+    clock.advance(10)
+    assert [p.wants(8, 0, 0) for p in policies] == [True, False, False]
+    assert not any(p.is_due(7, 0, Word()) for p in policies)
+    assert all(p.is_due(8, 0, Word(save=True)) for p in policies)
+    for policy in policies:
+        policy.saved()
+    assert not policies[0].wants(9, 8, 0)
+    assert all(p.is_due(100, 8, Word()) for p in policies), "the step alone says so"
+
+
+def test_alone_nobody_has_to_be_asked() -> None:
+    clock = ManualClock()
+    policy = due(EverySeconds(10), clock, size=1)
+    assert not policy.needs_agreement and not policy.is_due(5, 0, None)
+    clock.advance(10)
+    assert policy.is_due(5, 0, None)
+
+
+def test_continuous_waits_for_the_save_that_is_in_flight() -> None:
+    policy = due(Continuous(), ManualClock())
+    assert policy.wants(2, 1, 0) and not policy.wants(2, 1, 1)
+
+
+def test_a_node_that_leaves_is_heard_by_all() -> None:
+    policy = due(OnPreemption(), ManualClock(), rank=2)
+    assert policy.is_due(4, 0, Word(leaving=True)) and not policy.is_due(4, 0, Word())
+    assert not policy.needs_agreement
+
+
+@pytest.mark.parametrize("when", [EverySteps(1), EverySteps(1) | Continuous()])
+def test_nobody_saves_while_one_cannot(when: When) -> None:
+    assert not due(when, ManualClock()).is_due(4, 0, Word(save=True, stuck=True))
+
+
+def test_the_automatic_interval_knows_costs_and_failures() -> None:
+    def interval_s(cost_s: float, failures: int) -> float:
+        clock = ManualClock()
+        policy = due(Automatic(min_interval_s=1.0), clock)
+        policy.measured(cost_s)
+        policy.observed(3600.0, failures)
+        for _ in range(3600):
+            if policy.wants(2, 1, 0):
+                return clock.monotonic()
+            clock.advance(1.0)
+        raise AssertionError("never")
+
+    assert interval_s(0.1, 0) < interval_s(1.0, 0) < interval_s(10.0, 0)
+    assert interval_s(1.0, 30) < interval_s(1.0, 3) < interval_s(1.0, 0)

@@ -1,0 +1,104 @@
+"""Two jobs and one folder."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoints import LocalStorage
+from elastic.clock import ManualClock
+from elastic.errors import ConfigError
+from elastic.training.ownership import OWNER_FILE, WATCH_S, Ownership
+
+
+@pytest.fixture
+def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ownership]:
+    """One rank 0 under a launcher; ``meanwhile`` runs whenever it waits."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+    def make(run_id: str, meanwhile: Callable[[], object] = lambda: None) -> Ownership:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        monkeypatch.setenv("ELASTIC_NODE_NAME", f"node-of-{run_id}")
+        return Ownership(LocalStorage(tmp_path), said.append, Patient(meanwhile))
+
+    said: list[str] = []
+    return make
+
+
+class Patient(ManualClock):
+    """A clock whose sleeper is told when it sleeps."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def sleep(self, seconds: float) -> None:
+        self._meanwhile()
+        super().sleep(seconds)
+
+
+def test_a_second_job_is_told_which_folder_and_whose(
+    claim: Callable[..., Ownership], tmp_path: Path
+) -> None:
+    first = claim("one")
+    assert first.claim() is None
+    with pytest.raises(ConfigError) as told:
+        claim("two", meanwhile=first.beat).claim()
+    assert str(tmp_path) in str(told.value) and "'one'" in str(told.value)
+    assert "node-of-one" in str(told.value)
+
+
+def test_the_same_run_id_is_welcome_at_once(claim: Callable[..., Ownership]) -> None:
+    first = claim("one")
+    first.claim()
+    again = claim("one", meanwhile=lambda: pytest.fail("it waits"))
+    before = again.claim()
+    assert before is not None and before.failures == 1, "it was never given back"
+
+
+def test_a_job_that_has_ended_leaves_the_folder_free(claim: Callable[..., Ownership]) -> None:
+    first = claim("one")
+    first.claim()
+    first.hold()
+    first.close(release=True)
+    before = claim("two", meanwhile=lambda: pytest.fail("it waits")).claim()
+    assert before is not None and before.failures == 0
+
+
+def test_a_job_that_stands_still_is_taken_over_and_told(claim: Callable[..., Ownership]) -> None:
+    first = claim("one")
+    first.claim()
+    slept: list[None] = []
+    second = claim("two", meanwhile=lambda: slept.append(None))
+    second.claim()
+    assert len(slept) * 0.25 >= WATCH_S
+    first._thread = threading.current_thread()  # it was only stopped, and goes on
+    first.beat()
+    assert first.is_lost
+
+
+def test_a_plain_process_that_is_gone_owns_nothing(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    claim("").claim()
+    record = json.loads((tmp_path / OWNER_FILE).read_text())
+    *place, pid, start = record["process"].split()
+    record["process"] = record["run_id"] = " ".join([*place, pid, str(int(start) - 1)])
+    (tmp_path / OWNER_FILE).write_text(json.dumps(record))
+    claim("", meanwhile=lambda: pytest.fail("it waits")).claim()
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff", b'{"run_id": 1}', b"x" * 100_000])
+def test_a_record_that_is_none_stops_nobody(
+    claim: Callable[..., Ownership], tmp_path: Path, data: bytes
+) -> None:
+    (tmp_path / OWNER_FILE).write_bytes(data)
+    assert claim("one").claim() is None
