@@ -184,7 +184,8 @@ class StatefulSet(TrainingJob):
 
     def probe(self, name: str, path: str) -> Probe:
         """What the kubelet hears; status 0 if nothing."""
-        port = self._health_port(self.pod(name))
+        pod = self._pods.get(name)
+        port = self._health_port(pod.node) if pod is not None else None
         if port is None:
             return Probe(0)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

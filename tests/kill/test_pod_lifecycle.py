@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fake_api_server import NAMESPACE, FakeApiServer
 from stateful_set import NAME, Probe, StatefulSet
-from training_job import FINAL, SESSION, Workload, assert_same_weights, train_undisturbed
+from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import WorldState
@@ -165,15 +166,45 @@ def test_the_finisher_ends_it_all(workers: StatefulSet, tmp_path: Path) -> None:
     before = len(workers.ended)
     with FakeApiServer(tmp_path, scales={(NAMESPACE, NAME): 2}) as api:
         api.on_scale = lambda _, replicas: workers.scale(replicas)
-        assert finish(workers, api) == 0
+        with finisher(workers, api) as late:
+            assert late.wait(timeout=60) == 0
     workers.wait_pods()
     ends = workers.ended[before:]
     assert {(end.exit_code, end.left) for end in ends} == {(0, ())}
     workers.assert_nothing_left()
 
 
-def finish(workers: StatefulSet, api: FakeApiServer) -> int:
-    """The finisher's pod, to its end."""
+def test_a_job_that_cannot_succeed_is_not_started_for_ever(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """Its pods park like those of any other, the finisher tells the user, and nothing restarts."""
+    folder, credentials = tmp_path / "job", tmp_path / "api"
+    credentials.mkdir()
+    with (
+        StatefulSet(
+            [etcd.endpoint], folder, script=SCRIPTS / "hopeless.py", settings={"PET_NNODES": "1:2"}
+        ) as workers,
+        FakeApiServer(credentials, scales={(NAMESPACE, NAME): 1}) as api,
+    ):
+        workers.scale(1)
+        api.on_scale = lambda _, replicas: workers.scale(replicas)
+        with finisher(workers, api, "--keep-failed") as waiting:
+            assert parked(workers, f"{NAME}-0") == ["failure"]
+            assert waiting.wait(timeout=60) == 1
+        assert workers.pods == (f"{NAME}-0",)
+        assert workers.ended == []
+        with finisher(workers, api) as late:
+            assert late.wait(timeout=60) == 1
+        workers.wait_pods()
+        (end,) = workers.ended
+        assert (end.exit_code, end.left) == (1, ())
+
+
+@contextmanager
+def finisher(
+    workers: StatefulSet, api: FakeApiServer, *flags: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The finisher's pod."""
     environment = {
         **os.environ,
         **api.environ,
@@ -182,10 +213,13 @@ def finish(workers: StatefulSet, api: FakeApiServer) -> int:
     }
     command = [
         *(sys.executable, "-m", "elastic.cli.main", "finish"),
-        *(f"--statefulset={NAME}", f"--credentials={api.credentials}"),
+        *(f"--statefulset={NAME}", f"--credentials={api.credentials}", *flags),
     ]
-    done = subprocess.run(command, env=environment, timeout=60, check=False)
-    return done.returncode
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def parked(workers: StatefulSet, *pods: str) -> list[str]:

@@ -1,0 +1,135 @@
+"""``torchrun`` itself ends with codes that a launcher can act upon (docs/exit-codes.md)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.etcd import EtcdStore
+from elastic.coordination.records import Done, Keys, Outcome, encode
+from elastic.testing.node import LocalNode
+
+pytestmark = pytest.mark.cluster
+
+RUNS_ALONE = {"PET_NNODES": "1"}
+
+
+def environment(endpoint: str, run_id: str, settings: dict[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PET_NNODES": "2",
+        "PET_RDZV_BACKEND": "etcd-v3",
+        "PET_RDZV_ENDPOINT": endpoint,
+        "PET_RDZV_ID": run_id,
+        "PET_LOCAL_ADDR": "127.0.0.1",
+        "PET_MAX_RESTARTS": "1000000",
+        "ELASTIC_CONNECT_TIMEOUT_S": "1",
+        "ELASTIC_LAST_CALL_S": "0.1",
+        **settings,
+    }
+
+
+def torchrun(
+    folder: Path, endpoint: str, run_id: str, script: str, settings: dict[str, str]
+) -> tuple[int, str]:
+    """To its end: the exit code, and all that was said."""
+    file = folder / "train.py"
+    file.write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", str(file)],
+        env=environment(endpoint, run_id, settings),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def run_id(root: str) -> str:
+    return root.strip("/").replace("/", "-")
+
+
+def test_a_wrong_option_is_2(tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str) -> None:
+    settings = {"ELASTIC_TERMINATION_GRACE_S": "5"}
+    code, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", settings)
+    assert code == 2
+    assert "termination_grace_s=5" in said
+    assert "Traceback" not in said
+
+
+def test_no_etcd_is_69(tmp_path: Path, run_id: str) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
+        endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+        code, said = torchrun(tmp_path, endpoint, run_id, "", {})
+    assert code == 69
+    assert endpoint in said
+    assert "Traceback" not in said
+
+
+def test_a_done_job_is_0(tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str) -> None:
+    code, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", RUNS_ALONE)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("worker", [1, 65])
+def test_what_ends_the_script_for_good_is_passed_on(
+    tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str, worker: int
+) -> None:
+    script = f"raise SystemExit({worker})"
+    code, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, script, RUNS_ALONE)
+    assert code == worker, said
+
+
+@pytest.mark.parametrize("code", [65, 70])
+def test_a_newcomer_to_a_failed_job_ends_like_it(
+    tmp_path: Path,
+    shared_etcd: EmbeddedEtcd,
+    connect: Callable[..., EtcdStore],
+    run_id: str,
+    code: int,
+) -> None:
+    done = Done(
+        outcome=Outcome.FAILURE,
+        reason="it was hopeless",
+        exit_code=code,
+        generation=9,
+        final_step=1,
+        time_s=time.time(),
+    )
+    connect(shared_etcd.endpoint).put(Keys.of("/elastic", run_id).done, encode(done))
+    ended, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", {})
+    assert ended == code
+    assert "it was hopeless" in said
+
+
+def test_told_to_go_while_etcd_is_being_reached_is_75(tmp_path: Path, run_id: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        mute.settimeout(60.0)
+        node = LocalNode(
+            "early",
+            [sys.executable, "-m", "torch.distributed.run", "train.py"],
+            environment(
+                f"127.0.0.1:{mute.getsockname()[1]}", run_id, {"ELASTIC_CONNECT_TIMEOUT_S": "60"}
+            ),
+            run_id,
+            tmp_path / "log",
+        )
+        try:
+            client, _ = mute.accept()  # it waits for an answer now
+            node.terminate()
+            assert node.wait(20.0) == 75, node.log_tail()
+            client.close()
+        finally:
+            node.kill()
