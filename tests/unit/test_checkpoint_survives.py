@@ -76,7 +76,8 @@ def dies_at_sync(number: int, work: Callable[[], object]) -> bool:
 
 def test_dying_while_saving_again_never_mixes_steps(tmp_path: Path) -> None:
     """There: saving into the same folder leaves tensors of two steps under one marker."""
-    newest, died = [], True
+    newest: list[int] = []
+    died = True
     while died:
         root = tmp_path / str(len(newest))
         checkpoints.save(root, small_state(1), step=1, nonce="aa")

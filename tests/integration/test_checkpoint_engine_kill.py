@@ -1,0 +1,118 @@
+"""A program that saves in the background, killed at any instant: what is listed is whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoints
+
+KEEP = 3
+ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a write
+
+
+def state_of(generation: int, step: int) -> dict[str, Any]:
+    """Every tensor and value tells generation and step, so that a mixture is seen."""
+    value = generation * 1_000_000 + step
+    return {
+        "weight": torch.full((ELEMENTS,), value),
+        "small": [torch.full((3,), value) for _ in range(20)],
+        "value": value,
+    }
+
+
+def assert_whole(root: Path, info: checkpoints.CheckpointInfo) -> None:
+    state = checkpoints.load(root, info.name).state
+    expected = state_of(info.generation, info.step)
+    assert state["value"] == expected["value"]
+    assert torch.equal(state["weight"], expected["weight"])
+    assert all(map(torch.equal, state["small"], expected["small"]))
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the parent's pool of threads did not come along
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def train(root: Path, generation: int, size: int, pipe: int) -> None:
+    """Start as a new world does; then each step changes the one state that is saved from."""
+    nonce = f"{generation:04x}"
+    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    origin = checkpoints.latest(root).checkpoint
+    lineage = checkpoints.descend(origin, generation)
+    step = origin.step if origin else 0
+    state = state_of(0, 0)
+    engines = [
+        checkpoints.Engine(root, keep=checkpoints.LatestN(KEEP), busy="wait") for _ in range(size)
+    ]
+    while True:
+        step += 1
+        now = state_of(generation, step)
+        state["weight"].copy_(now["weight"])
+        for mine, new in zip(state["small"], now["small"], strict=True):
+            mine.copy_(new)
+        state["value"] = now["value"]
+        for rank, engine in enumerate(engines):
+            world = checkpoints.World(
+                nonce=nonce, generation=generation, rank=rank, size=size, lineage=lineage
+            )
+            engine.save_async(state, step=step, world=world)
+            for outcome in engine.outcomes():
+                if outcome.ending is checkpoints.Ending.COMMITTED:
+                    os.write(pipe, f"{outcome.name}\n".encode())
+
+
+def kill_after_start(root: Path, generation: int, delay_s: float) -> set[str]:
+    """Kill a training child ``delay_s`` after its first commit; all commits that it told."""
+    reader, writer = os.pipe()
+    pid = fork(lambda: train(root, generation, 1 + generation % 3, writer))
+    os.close(writer)
+    try:
+        assert select.select([reader], [], [], 60)[0], "the child saves nothing"
+        time.sleep(delay_s)  # the instant of the kill is what is random here
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with os.fdopen(reader) as told:
+        names = set(told.read().split())
+    assert names, "the child died by itself"
+    return names
+
+
+@pytest.mark.parametrize("kills", [50, pytest.param(1000, marks=pytest.mark.soak)])
+def test_killed_at_any_instant(tmp_path: Path, kills: int) -> None:
+    chance = random.Random(11)
+    last_step = 0
+    for generation in range(1, kills + 1):
+        told = kill_after_start(tmp_path, generation, chance.uniform(0, 0.02))
+        listed = checkpoints.list_checkpoints(tmp_path)
+        for info in listed:
+            assert_whole(tmp_path, info)
+        # What it said was committed is listed, or was removed by the retention of a newer one.
+        newest_told = max(told)
+        assert listed[0].name >= newest_told and listed[0].generation == generation
+        found = checkpoints.latest(tmp_path)
+        assert found.checkpoint is not None and found.passed_over == ()
+        assert found.checkpoint.name == listed[0].name
+        assert found.checkpoint.step > last_step  # every life gets further
+        last_step = found.checkpoint.step
+    checkpoints.sweep(tmp_path, generation=kills + 1, nonce="ff")
+    assert list(tmp_path.glob(".tmp-*")) == []
