@@ -1,0 +1,110 @@
+"""The manifests' command lines, run by real etcd members with the manifests' certificates.
+
+Three members in a network namespace form a cluster, are asked, saved, checked, defragmented, lose a
+disk and are restored: the runbook's commands. The binaries are those of the laptop's etcd (3.5.1),
+not the image's 3.6: flags and certificates are what is tested, /livez is not there yet.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cert_manager import write_secrets
+from container import why_not
+from manifests import Object, Pod, Rendered
+
+from elastic.coordination.embedded_process import find_binary
+
+REFUSED = why_not()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED)),
+]
+
+
+@pytest.fixture
+def prod(render: Callable[[str], Rendered]) -> Rendered:
+    return render("prod")
+
+
+def test_the_members_form_a_cluster_and_the_runbook_works(prod: Rendered, tmp_path: Path) -> None:
+    write_secrets(prod, tmp_path / "secrets")
+    (tmp_path / "snapshots").mkdir()
+    plan = {
+        "folder": str(tmp_path),
+        "binaries": str(find_binary().path.parent),
+        "members": [member(prod, index, tmp_path) for index in range(3)],
+        "upkeep": upkeep(prod, tmp_path),
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    script = Path(__file__).with_name("etcd_members_script.py")
+    namespaces = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child")
+    done = subprocess.run(
+        [*namespaces, sys.executable, str(script), str(tmp_path / "plan.json")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr + logs(tmp_path)
+
+
+def member(prod: Rendered, index: int, folder: Path) -> list[str]:
+    """The command line of one pod, on addresses of the loopback."""
+    (pod,) = prod.pods("etcd")
+    (container,) = pod.spec["containers"]
+    own = f"127.0.0.{index + 2}"
+    words = [*container["command"], *container["args"]]
+    placed = [
+        word.replace("$(POD_NAME)", f"etcd-{index}")
+        .replace("/var/lib/etcd/data", str(folder / f"data-{index}"))
+        .replace("0.0.0.0", own)
+        for word in words
+    ]
+    if index == 0:  # `kubectl exec etcd-0 -- etcdctl` asks at 127.0.0.1
+        listen = "--listen-client-urls="
+        placed = [f"{w},https://127.0.0.1:2379" if w.startswith(listen) else w for w in placed]
+    return [at_home(pod, word, folder) for word in placed]
+
+
+def upkeep(prod: Rendered, folder: Path) -> dict[str, list[str]]:
+    """The command lines of the CronJobs, and of people."""
+    commands = {}
+    for pod in prod.pods("etcd-upkeep"):
+        for container in pod.containers:
+            words = [*container["command"], *container["args"]]
+            words = [w.replace("$(POD_NAME)", "etcd-snapshot-1") for w in words]
+            commands[container["name"]] = [at_home(pod, word, folder) for word in words]
+    (pod,) = prod.pods("etcd")
+    variables: list[Object] = pod.spec["containers"][0]["env"]
+    environ = [f"{v['name']}={v['value']}" for v in variables if v["name"].startswith("ETCDCTL_")]
+    commands["environ"] = [at_home(pod, pair, folder) for pair in environ]
+    flags = dict(w.split("=", 1) for w in member(prod, 0, folder) if w.startswith("--initial"))
+    commands["restore"] = [
+        *("etcdutl", "snapshot", "restore", str(folder / "snapshots" / "etcd-snapshot-1.db")),
+        *("--name=etcd-$(INDEX)", f"--data-dir={folder}/data-$(INDEX)"),
+        "--initial-advertise-peer-urls=https://etcd-$(INDEX).etcd-members:2380",
+        f"--initial-cluster={flags['--initial-cluster']}",
+        f"--initial-cluster-token={flags['--initial-cluster-token']}",
+    ]
+    return commands
+
+
+def at_home(pod: Pod, word: str, folder: Path) -> str:
+    """The same path, where this test has laid out what a pod mounts."""
+    volumes = {v["name"]: v for v in pod.spec["volumes"]}
+    for container in pod.containers:
+        for mount in container["volumeMounts"]:
+            secret = volumes.get(mount["name"], {}).get("secret")
+            if secret:
+                place = folder / "secrets" / secret["secretName"]
+                word = word.replace(f"{mount['mountPath']}/", f"{place}/")
+    return word.replace("/snapshots/", f"{folder}/snapshots/")
+
+
+def logs(folder: Path) -> str:
+    return "".join(f"\n{p.name}:\n{p.read_text()[-1500:]}" for p in folder.glob("*.log"))
