@@ -15,6 +15,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.records import Cause
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
@@ -116,6 +117,24 @@ def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode], before
     job._clock.sleep(0.05)
     nodes[2].kill_worker()
     all_back(job, before, dead=2)
+
+
+def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Before) -> None:
+    """One rank sees a broken connection and leaves the collective; its process lives, so the
+    others, which wait for it in there, see nothing. All go on, and no process is replaced."""
+    obeyed(job, order(job, "give-up"))
+    all_back(job, before, dead=0)
+    world = job.world()
+    assert world is not None
+    assert world.cause is Cause.TROUBLE
+
+
+def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:
+    swallow = job.folder / "swallow"
+    swallow.touch()
+    job.running[1].kill_worker()
+    all_back(job, before)
+    swallow.unlink()
 
 
 def test_death_in_the_step_after_a_join(job: TrainingJob, nodes: list[LocalNode]) -> None:

@@ -48,6 +48,8 @@ class Orders:
             return  # another worker has taken it
         if point == "raise":
             raise ValueError("told to raise")
+        if point == "give-up":  # as when a connection breaks, and nobody has died
+            raise torch.distributed.DistNetworkError("told to give up")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -94,7 +96,7 @@ def main() -> None:
             folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
         )
     )
-    hurry = options.folder / "hurry"
+    hurry, swallow = options.folder / "hurry", options.folder / "swallow"
     generator_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     critic_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     g, d = run.wrap(generator_net), run.wrap(critic_net)
@@ -134,29 +136,35 @@ def main() -> None:
         found = run.mean(count, error=total / max(count, 1))["error"]
         run.state["errors"] = [*run.state.get("errors", []), found]
 
+    def update(step: Any, x: torch.Tensor, real: torch.Tensor) -> None:
+        opt_d.zero_grad()
+        orders.obey("forward")
+        orders.obey("raise")
+        orders.obey("give-up")
+        fake = g(x).detach()
+        loss = F.softplus(-d(real)).mean() + 0.1 * fake.square().mean()
+        loss.register_hook(dying)
+        step.backward(loss)
+        opt_d.step()
+        orders.obey("between")
+        opt_g.zero_grad()
+        made = g(x)
+        step.backward(F.mse_loss(made, real) + 0.01 * F.softplus(-critic_net(made)).mean())
+        opt_g.step()
+        orders.obey("after-optimizer")
+        per_step.step()
+        orders.obey("after-scheduler")
+
     def train() -> None:
         for _ in run.epochs(options.epochs):
             for step in run.steps(loader):
                 orders.step = step.number
                 for x, real in step:
-                    opt_d.zero_grad()
-                    orders.obey("forward")
-                    orders.obey("raise")
-                    fake = g(x).detach()
-                    loss = F.softplus(-d(real)).mean() + 0.1 * fake.square().mean()
-                    loss.register_hook(dying)
-                    step.backward(loss)
-                    opt_d.step()
-                    orders.obey("between")
-                    opt_g.zero_grad()
-                    made = g(x)
-                    step.backward(
-                        F.mse_loss(made, real) + 0.01 * F.softplus(-critic_net(made)).mean()
-                    )
-                    opt_g.step()
-                    orders.obey("after-optimizer")
-                    per_step.step()
-                    orders.obey("after-scheduler")
+                    try:
+                        update(step, x, real)
+                    except Exception:
+                        if not swallow.exists():
+                            raise
                 if not hurry.exists():
                     time.sleep(options.step_s)
             evaluate()
