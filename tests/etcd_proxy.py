@@ -10,11 +10,11 @@ import threading
 class CuttingProxy:
     """Forwards ``endpoint`` (host:port) until told otherwise. ``with CuttingProxy(e) as p``."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, listen: str = "127.0.0.1") -> None:
         host, port = endpoint.split(":")
         self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = "127.0.0.1:%d" % self._listener.getsockname()[1]  # noqa: UP031
+        self._listener = socket.create_server((listen, 0))
+        self.endpoint = f"{listen}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []

@@ -118,7 +118,6 @@ class NodeService:
         if node.running is None:
             self._refuse_if_it_cannot_mix(node)
         self._board.stopping = True  # until new workers are started
-        self._loop.post(WorkersStart())
         after = node.running.generation if node.running else node.arrived_for
         self._journal.emit(NodeArrived(after_generation=after, failure=failure))
         self._change(
@@ -135,6 +134,9 @@ class NodeService:
                 failure_exit_code=failure_exit_code,
             )
         )
+        # After the change: while the node still counts as running its last world, the next one
+        # without it would be told to the workers that are started now.
+        self._loop.post(WorkersStart())
 
     def _refuse_if_it_cannot_mix(self, node: Node) -> None:
         entry = self._store.get(self._keys.world)

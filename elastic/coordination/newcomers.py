@@ -96,5 +96,7 @@ def _can_come(node: Node, in_process: bool) -> bool:
     # A ready in-process node can also be restarted into a world of the other mode; a node whose
     # workers are not ready would make an in-process world wait for it.
     if node.state is NodeState.READY:
-        return node.in_process
+        # One that still runs a world which went on without it has not heard of that yet, cut off
+        # as it was. Its workers are about to be started anew: nobody is to wait for them.
+        return node.in_process and node.running is None
     return node.state is NodeState.ARRIVED and not in_process

@@ -112,11 +112,13 @@ class LocalCluster:
         conf: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> LocalNode:
         """Start one more node; what is given differs from the cluster's own settings.
 
         ``launcher``: a command that ends in replacing itself by the one it is given (``env``,
-        ``unshare``, ``nice``), put before the agent's.
+        ``unshare``, ``nice``, ``ip netns exec``), put before the agent's. ``address``: where the
+        other nodes reach it.
         """
         name = name or f"node{len(self.nodes)}"
         if any(node.name == name and node.running for node in self.nodes):
@@ -135,7 +137,7 @@ class LocalCluster:
             f"--rdzv-backend={self.backend}",
             f"--rdzv-endpoint={','.join(endpoints or self.endpoints)}",
             f"--rdzv-id={self.run_id}",
-            "--local-addr=127.0.0.1",
+            f"--local-addr={address}",
             *(
                 [f"--rdzv-conf={','.join(f'{k}={v}' for k, v in settings.items())}"]
                 * bool(settings)

@@ -55,6 +55,13 @@ def test_nobody_waits_for_a_newcomer_that_is_not_ready() -> None:
     assert "runs on n1, n2, n3" in w.reason
 
 
+def test_a_node_that_does_not_know_that_it_was_left_out_is_no_newcomer() -> None:
+    """Cut off, it still says that it is ready and runs seven; its workers are to start anew."""
+    eight = replace(world("n1", "n2", mode="in-process"), generation=8)
+    w = wait(view(eight, ready("n1", eight), ready("n2", eight), ready("n3", SEVEN)))
+    assert "runs on n1, n2" in w.reason
+
+
 def test_a_loss_is_an_immediate_change_and_takes_ready_newcomers_along() -> None:
     p = proposal(
         view(SEVEN, *members("n1", "n3"), ready("n4", None, since_s=NOW), gone=[missing("n2")])

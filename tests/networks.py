@@ -1,0 +1,89 @@
+"""Machines of one's own: network namespaces on a bridge, whose cables can be pulled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+INTERFACE = "eth0"
+
+
+def available() -> bool:
+    """Whether this process may make network namespaces."""
+    if os.geteuid() != 0:
+        return False
+    name = f"elp{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+        return False
+    _ip("netns", "delete", name)
+    return True
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace with one interface."""
+
+    namespace: str
+    address: str
+    cable: str  # the bridge's end
+
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """Runs a command in it."""
+        return ("ip", "netns", "exec", self.namespace)
+
+    def cut(self) -> None:
+        """Pull the cable: no packet arrives, and no end of a connection is told."""
+        _ip("link", "set", self.cable, "down")
+
+    def restore(self) -> None:
+        _ip("link", "set", self.cable, "up")
+
+
+class Network:
+    """``with Network(3) as network``: its machines, and ``network.host``, this one's address."""
+
+    def __init__(self, machines: int) -> None:
+        tag = os.getpid()
+        self._bridge = f"elb{tag}"
+        prefix = f"10.{tag >> 8 & 255}.{tag & 255}"
+        self.host = f"{prefix}.254"
+        self.machines: Sequence[Machine] = tuple(
+            Machine(f"el{tag}-{n}", f"{prefix}.{n + 1}", f"el{tag}-{n}") for n in range(machines)
+        )
+
+    def __enter__(self) -> Network:
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("address", "add", f"{self.host}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
+        for machine in self.machines:
+            self._add(machine)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for machine in self.machines:
+            _ip("netns", "delete", machine.namespace)
+        _ip("link", "delete", self._bridge)
+
+    def _add(self, machine: Machine) -> None:
+        space = machine.namespace
+        _ip("netns", "add", space)
+        _ip(
+            *("link", "add", machine.cable, "type", "veth"),
+            *("peer", "name", INTERFACE, "netns", space),
+        )
+        _ip("link", "set", machine.cable, "master", self._bridge, "up")
+        for command in (
+            ("address", "add", f"{machine.address}/24", "dev", INTERFACE),
+            ("link", "set", INTERFACE, "up"),
+            ("link", "set", "lo", "up"),
+        ):
+            _ip("-n", space, *command)
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
