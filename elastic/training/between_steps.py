@@ -7,6 +7,7 @@ to go goes.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from checkpoints import Root
@@ -17,7 +18,7 @@ from elastic.training.last_save import END_S, LastSave
 from elastic.training.saver import Saver
 from elastic.training.saving import KeepGiven, WhenGiven, checkpoints_from
 from elastic.training.words import Words, ask
-from elastic.tuning.timeouts import Timeouts
+from elastic.tuning import timeouts
 from elastic.worker.sigterm import EXIT_CODE
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 # A process that ends with an exception waits so long for its last checkpoint; one that is told to
 # go has the rest of its grace period.
-LEAVING_S = Timeouts().checkpoint_budget_s
+LEAVING_S = timeouts.of_environment(os.environ).checkpoint_budget_s
 # In-process, peers that go on wait for this process's end before they can.
 SHARE_S = 3.0
 

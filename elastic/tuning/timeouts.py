@@ -19,6 +19,7 @@ the same time.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from elastic.errors import ConfigError
@@ -120,6 +121,26 @@ def grace_for(checkpoint_budget_s: float, *, step_time_s: float = 1.0) -> int:
     """
     require_positive("checkpoint_budget_s", checkpoint_budget_s)
     return math.ceil(checkpoint_budget_s + boundary_s(step_time_s)) + math.ceil(FAREWELL_S)
+
+
+def of_environment(environ: Mapping[str, str]) -> Timeouts:
+    """The intervals of the pod that this process runs in, as its agent reckons with them; the
+    defaults where there is none.
+
+    Raises:
+        ConfigError: the pod is told a grace period that is none.
+    """
+    text = environ.get("ELASTIC_TERMINATION_GRACE_S")
+    if text is None:
+        return Timeouts()
+    try:
+        grace_s = float(text)
+    except ValueError:
+        raise ConfigError(
+            f"ELASTIC_TERMINATION_GRACE_S={text!r} is not a number",
+            hint="give the pod's terminationGracePeriodSeconds",
+        ) from None
+    return for_pod(grace_s)
 
 
 def boundary_s(step_time_s: float) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.config import read_options
 from elastic.errors import ConfigError
-from elastic.tuning.timeouts import FAREWELL_S, Timeouts, for_pod, grace_for
+from elastic.tuning.timeouts import FAREWELL_S, Timeouts, for_pod, grace_for, of_environment
 
 
 def test_the_defaults_are_those_of_a_pod_with_kubernetes_own_default() -> None:
@@ -86,6 +86,13 @@ def test_an_interval_that_is_no_number_above_zero_is_refused(value: float) -> No
 def test_a_pods_environment_gives_the_agent_its_intervals() -> None:
     options = read_options({}, {"ELASTIC_TERMINATION_GRACE_S": "120"})
     assert options.leave_grace_s == for_pod(120).leave_grace_s == 110
+
+
+def test_a_worker_reckons_with_its_pods_grace() -> None:
+    assert of_environment({"ELASTIC_TERMINATION_GRACE_S": "120"}) == for_pod(120)
+    assert of_environment({}) == Timeouts()
+    with pytest.raises(ConfigError, match="ELASTIC_TERMINATION_GRACE_S='soon'"):
+        of_environment({"ELASTIC_TERMINATION_GRACE_S": "soon"})
 
 
 def test_a_grace_to_leave_that_is_set_wins_and_must_fit_the_pods() -> None:
