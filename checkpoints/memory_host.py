@@ -4,8 +4,7 @@ For a process that outlives the workers, such as an agent. The workers are told 
 nothing else; what they need to know of other nodes stands in a file there, which changes with the
 world (:func:`memory_roots`)::
 
-    host = MemoryHost(folder, host="10.0.0.7")
-    host.set_world([(address of every other node)], successor=(that of the next one))
+    host = MemoryHost(folder, host="10.0.0.7", neighbours=lambda: Neighbours(others, next_one))
     …
     host.close()
 """
@@ -18,8 +17,9 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from checkpoints.copying import Copier, CopyOutcome
@@ -33,10 +33,19 @@ NODE_FILE = "node.json"
 KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one
 
 
+@dataclass(frozen=True)
+class Neighbours:
+    """The other nodes of the present world, and which of them gets this node's copies."""
+
+    peers: tuple[PeerAddress, ...] = ()
+    successor: PeerAddress | None = None
+
+
 class MemoryHost:
     """Makes ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
 
-    ``limit_bytes`` bounds own parts and copies, each.
+    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` is asked again and again,
+    and by :meth:`look`.
     """
 
     def __init__(
@@ -45,12 +54,15 @@ class MemoryHost:
         *,
         host: str = "",
         limit_bytes: int | None = None,
+        neighbours: Callable[[], Neighbours] = Neighbours,
         on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._folder = Path(folder)
         self._limit_bytes = limit_bytes
-        self._successor: PeerAddress | None = None
+        self._neighbours = neighbours
+        self._known = Neighbours()
+        self._lock = threading.Lock()
         self._folder.mkdir(mode=0o700)
         try:
             own, copies = (
@@ -58,7 +70,7 @@ class MemoryHost:
             )
             for memory in (own, copies):
                 memory.make_folder("")
-            self._write(())
+            self._write(self._known)
             self.token = secrets.token_hex(32)
             self._server = PeerServer(
                 own, copies, token=self.token, host=host, keep=KEEP, on_error=on_error
@@ -66,9 +78,7 @@ class MemoryHost:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._copier = Copier(
-            own, lambda: self._successor, on_outcome=on_outcome, on_error=on_error
-        )
+        self._copier = Copier(own, self.look, on_outcome=on_outcome, on_error=on_error)
 
     @property
     def folder(self) -> Path:
@@ -78,10 +88,14 @@ class MemoryHost:
     def port(self) -> int:
         return self._server.port
 
-    def set_world(self, peers: Sequence[PeerAddress], successor: PeerAddress | None) -> None:
-        """Whose memory workers may read from now on, and who gets the copies."""
-        self._write(peers)
-        self._successor = successor
+    def look(self) -> PeerAddress | None:
+        """Ask for the neighbours and let the workers know them; who gets the copies."""
+        with self._lock:
+            found = self._neighbours()
+            if found != self._known:
+                self._write(found)
+                self._known = found
+            return found.successor
 
     def close(self) -> None:
         """Stop serving and copying, join the threads, give the memory back."""
@@ -89,8 +103,9 @@ class MemoryHost:
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self, peers: Sequence[PeerAddress]) -> None:
-        text = json.dumps({"limit_bytes": self._limit_bytes, "peers": [asdict(p) for p in peers]})
+    def _write(self, found: Neighbours) -> None:
+        peers = [asdict(peer) for peer in found.peers]
+        text = json.dumps({"limit_bytes": self._limit_bytes, "peers": peers})
         descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds tokens
         with os.fdopen(descriptor, "w") as file:
             file.write(text)

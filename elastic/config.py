@@ -63,6 +63,7 @@ OTHER_VARIABLES = frozenset(
         "LOG_LEVEL",
         "MAX_NODES",
         "NODE_ID",
+        "NODE_MEMORY",
         "NODE_NAME",
         "NONCE",
         "STOCK_ETCD",
@@ -91,6 +92,8 @@ class AgentOptions:
     user: str | None = None
     password_file: str | None = None
     prefix: str = "/elastic"
+    # Of this node's memory: own parts of checkpoints, and as much for copies of another node's.
+    node_memory_share: float = 0.25  # 0: no memory tier
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
@@ -124,6 +127,11 @@ class AgentOptions:
             raise ConfigError(
                 f"health_port={self.health_port} is no port",
                 hint=timeouts.where_to_set("health_port"),
+            )
+        if not 0 <= self.node_memory_share <= 0.45:
+            raise ConfigError(
+                f"node_memory_share={self.node_memory_share:g} is not between 0 and 0.45",
+                hint=timeouts.where_to_set("node_memory_share"),
             )
         if self.mode not in MODES:
             raise ConfigError(

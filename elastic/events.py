@@ -231,3 +231,12 @@ class CheckpointSkipped(Event):
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartNotCopied(Event):
+    """This node's part of a checkpoint in memory has no copy on another node."""
+
+    name: str
+    peer: str
+    reason: str

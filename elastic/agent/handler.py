@@ -34,6 +34,7 @@ from elastic.agent.guard import MARK, Guard, end_strays, kill_marked
 from elastic.agent.health_server import HealthServer
 from elastic.agent.identity import current_process
 from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.node_memory import host_memory
 from elastic.agent.ports import PortReserve
 from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.clock import SYSTEM_CLOCK
@@ -99,6 +100,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
             folder=os.environ.get("ELASTIC_JOURNAL"),
             identity={"node": node.name, "node_id": node.node_id},
         )
+        self._memory = host_memory(
+            node,
+            options,
+            self._journal,
+            lambda: services[0].running if services else None,
+            on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
+        )
+        node = self._memory.published(node)
         self._service = NodeService(
             store=store,
             keys=keys,
@@ -160,6 +169,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             return self._warm_up()
         self._tell_workers(world.generation, world.nonce, world.lineage)
         self._service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
+        self._memory.look()
         node_id = self._service.node_id
         return RendezvousInfo(
             torch_private.private_store(world.members),
@@ -250,6 +260,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._guard is not None:
             end_strays(os.environ[MARK])
             self._guard.release()
+        self._memory.close()
         if self._options.park and not self._leaving.told:
             self._service.park(self._leaving)
         if self._health is not None:

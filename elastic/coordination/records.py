@@ -13,7 +13,7 @@ import math
 import reprlib
 import types
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -83,6 +83,8 @@ class Member:
     liveness_host: str
     liveness_port: int
     process: ProcessIdentity
+    memory_port: int = 0  # where its memory for checkpoints is served; 0: it has none
+    memory_token: str = field(default="", repr=False)  # that opens it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,8 @@ class Node:
     failure: str | None  # what its workers ended with, when it arrived after a failure
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for people and seniority among newcomers
+    memory_port: int = 0
+    memory_token: str = field(default="", repr=False)
     version: int = RECORD_VERSION
 
     def as_member(self) -> Member:
@@ -182,6 +186,8 @@ class Node:
             liveness_host=self.address,
             liveness_port=self.liveness_port,
             process=self.process,
+            memory_port=self.memory_port,
+            memory_token=self.memory_token,
         )
 
 
@@ -301,6 +307,8 @@ def _nonsense(record: object) -> str | None:
     match record:
         case Member(nproc=nproc) | Node(nproc=nproc) if nproc < 1:
             return f"nproc={nproc}, expected at least 1"
+        case Member(memory_port=port) | Node(memory_port=port) if not 0 <= port < 65536:
+            return f"memory_port={port}, expected 0 to 65535"
         case Node(ports=ports) if not ports or not all(0 <= p < 65536 for p in ports):
             return f"ports={_shown.repr(list(ports))}, expected at least one, each below 65536"
         case Node(min_nodes=low, max_nodes=high) | World(min_nodes=low, max_nodes=high) if not (

@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from checkpoint_states import same, small_state
 
 import checkpoints
 from checkpoints.copying import Copier, CopyOutcome
-from checkpoints.memory_host import MemoryHost, memory_roots, own_memory
+from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.node_memory import NodeMemory
 from checkpoints.peers import PeerAddress
 from checkpoints.tiers import Tiers
@@ -28,10 +29,12 @@ class Ring:
     def __init__(self, folder: Path, size: int) -> None:
         self.outcomes: list[CopyOutcome] = []
         self.errors: list[BaseException] = []
+        self.neighbours = [Neighbours() for _ in range(size)]
         self.hosts = [
             MemoryHost(
                 folder / f"node-{index}",
                 host="127.0.0.1",
+                neighbours=partial(self.neighbours.__getitem__, index),
                 on_outcome=self.outcomes.append,
                 on_error=self.errors.append,
             )
@@ -43,7 +46,15 @@ class Ring:
         at = [PeerAddress(h.folder.name, "127.0.0.1", h.port, h.token) for h in hosts]
         for index, host in enumerate(hosts):
             others = at[index + 1 :] + at[:index]
-            host.set_world(others, others[0] if others else None)
+            self._tell(host, Neighbours(tuple(others), others[0] if others else None))
+
+    def alone(self) -> None:
+        for host in self.hosts:
+            self._tell(host, Neighbours())
+
+    def _tell(self, host: MemoryHost, neighbours: Neighbours) -> None:
+        self.neighbours[self.hosts.index(host)] = neighbours
+        host.look()
 
     def save(self, step: int) -> None:
         for rank, host in enumerate(self.hosts):
@@ -93,8 +104,7 @@ def test_any_one_node_can_be_lost(ring: Ring) -> None:
 
 
 def test_without_copies_the_loss_of_a_node_is_the_loss_of_its_parts(ring: Ring) -> None:
-    for host in ring.hosts:
-        host.set_world([], None)
+    ring.alone()
     ring.save(7)
     assert checkpoints.list_checkpoints(Tiers(memory_roots(ring.hosts[0].folder))) == ()
 

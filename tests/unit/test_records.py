@@ -33,6 +33,7 @@ limits = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda t: (t[0], t[
 meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
     "generation": st.integers(1, 1 << 62),
+    "memory_port": st.integers(0, 65535),
     "ports": st.lists(st.integers(0, 65535), min_size=1, max_size=3).map(tuple),
     "version": st.just(1),
 }
@@ -84,6 +85,8 @@ MEMBER = {
     "role": "default",
     "liveness_host": "h",
     "liveness_port": 1,
+    "memory_port": 2,
+    "memory_token": "cd",
     "process": {"host": "h", "boot_id": "b", "pid_namespace": 1, "pid": 2, "start_ticks": 3},
 }
 WORLD = {

@@ -1,0 +1,127 @@
+"""The agent's memory for checkpoints: whose it is, when it goes, and who the neighbours are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from membership_nodes import node as node_of
+
+from elastic.agent.identity import current_process
+from elastic.agent.node_memory import VARIABLE, AgentMemory, host_memory, neighbours, sweep
+from elastic.config import AgentOptions
+from elastic.coordination.records import Cause, Node, World, WorldState
+from elastic.errors import ConfigError
+from elastic.events import Event
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(VARIABLE, "that of another agent")
+    yield
+
+
+def host(folder: Path, **options: float) -> AgentMemory:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    return host_memory(
+        mine(),
+        AgentOptions(**options),  # type: ignore[arg-type]
+        Journal(),
+        lambda: None,
+        on_error=fail,
+        parent=folder,
+    )
+
+
+def mine() -> Node:
+    return replace(node_of("n1"), node_id="ab", process=current_process())
+
+
+def world(*nodes: Node) -> World:
+    return World(
+        generation=1,
+        members=tuple(node.as_member() for node in nodes),
+        store_host="h",
+        store_port=1,
+        nonce="aa",
+        mode="restart",
+        switch_at_step=None,
+        state=WorldState.ACTIVE,
+        min_nodes=1,
+        max_nodes=4,
+        lineage=(),
+        cause=Cause.FIRST,
+        reason="",
+        time_s=0.0,
+    )
+
+
+def test_it_lives_as_long_as_its_agent(tmp_path: Path) -> None:
+    memory = host(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert os.environ[VARIABLE] == str(folder)
+    published = memory.published(mine())
+    assert published.memory_port > 0 and len(published.memory_token) == 64
+    assert published.memory_token not in repr(published)
+    sweep(current_process(), tmp_path)  # another agent that starts here
+    assert folder.exists()
+    memory.close()
+    memory.close()
+    assert list(tmp_path.iterdir()) == []
+    assert VARIABLE not in os.environ
+
+
+def test_what_a_killed_agent_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    me = current_process()
+    names = {
+        "gone": f"elastic-memory-{me.pid_namespace}-{me.pid}-{me.start_ticks + 1}-ab",
+        "elsewhere": f"elastic-memory-{me.pid_namespace + 1}-{me.pid}-1-ab",
+        "ours": f"elastic-memory-{me.pid_namespace}-{me.pid}-{me.start_ticks}-cd",
+        "not one": "elastic-memory-notes",
+    }
+    for name in names.values():
+        (tmp_path / name / "own").mkdir(parents=True)
+    host(tmp_path).close()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {names["elsewhere"], names["ours"], names["not one"]}
+
+
+def test_without_room_or_wish_there_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for memory in (host(tmp_path, node_memory_share=0), host(tmp_path / "missing")):
+        assert memory.published(mine()) == mine()
+        assert VARIABLE not in os.environ
+        memory.look()
+        memory.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"node_memory_share=0\.9"):
+        AgentOptions(node_memory_share=0.9)
+
+
+def test_the_successor_is_the_next_in_rank_order_that_has_a_memory() -> None:
+    a, b, c = (
+        replace(node_of(name), memory_port=port, memory_token="t")
+        for name, port in (("n1", 1), ("n2", 2), ("n3", 3))
+    )
+    assert [p.port for p in neighbours(world(a, b, c), b.node_id).peers] == [3, 1]
+    last = neighbours(world(a, b, c), c.node_id)
+    assert last.successor is not None and last.successor.port == 1
+    without = replace(a, memory_port=0)
+    next_one = neighbours(world(without, b, c), c.node_id).successor
+    assert next_one is not None and next_one.port == 2
+    for alone in (world(a), world(b, c), None):
+        assert neighbours(alone, a.node_id).successor is None
