@@ -14,6 +14,7 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 """
 
 from checkpoints.attempt import Saved
+from checkpoints.compare import Difference, compare
 from checkpoints.engine import Engine
 from checkpoints.errors import (
     ArgumentError,
@@ -65,6 +66,7 @@ __all__ = [
     "CheckpointName",
     "Continuous",
     "Corrupt",
+    "Difference",
     "DiskFull",
     "Ending",
     "Engine",
@@ -104,6 +106,7 @@ __all__ = [
     "When",
     "World",
     "WriteFailed",
+    "compare",
     "descend",
     "export_to",
     "import_from",

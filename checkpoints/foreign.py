@@ -37,9 +37,17 @@ FORMATS: tuple[Format, ...] = ("torch", "dcp", "safetensors")
 _TREE = "checkpoints.tree"  # our key in the header of a safetensors file
 
 
-def export_to(root: Root, name: str, target: str | os.PathLike[str], form: Format) -> None:
+def export_to(
+    root: Root,
+    name: str,
+    target: str | os.PathLike[str],
+    form: Format,
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> None:
     """Write a verified checkpoint as another format: a file, or DCP's folder.
 
+    ``progress`` is called with the number of bytes of each chunk that was read.
     Raises what :func:`checkpoints.load` and :func:`checkpoints.save` raise, and
     :class:`ArgumentError` if the target exists.
     """
@@ -47,7 +55,7 @@ def export_to(root: Root, name: str, target: str | os.PathLike[str], form: Forma
     final = Path(target)
     if os.path.lexists(final):
         raise ArgumentError(f"{final} exists", hint="Remove it, or export to another place.")
-    state = load(root, name).state
+    state = load(root, name, progress=progress).state
     if not final.parent.is_dir():
         raise NotWritable(f"there is no folder {final.parent}", hint="Make it, or name another.")
     private = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")

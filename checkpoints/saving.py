@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from checkpoints.attempt import Attempt, Saved, run
+from checkpoints.boxes import Place
 from checkpoints.commit import is_committed
 from checkpoints.elements import bytes_of
 from checkpoints.errors import ArgumentError, StateError
@@ -15,7 +16,7 @@ from checkpoints.keep import Keep, LatestN
 from checkpoints.lineage import as_lineage
 from checkpoints.manifest import Ancestor, Lineage
 from checkpoints.naming import MAX_WORLD_SIZE, CheckpointName
-from checkpoints.plan import share
+from checkpoints.plan import TensorSpec, share
 from checkpoints.storage import Root, storage_for, writing
 from checkpoints.tree import pack, spec_of
 
@@ -37,6 +38,7 @@ def save(
     keep: Keep | None = LatestN(3),  # noqa: B008  frozen
     fence: Callable[[], bool] | None = None,
     clock: Clock = time.time,
+    progress: Callable[[int], object] | None = None,
 ) -> Saved:
     """Write this rank's share of ``state``, and commit if all ``world_size`` shares are there.
 
@@ -47,7 +49,8 @@ def save(
     those of torch.distributed. ``nonce`` is the same for all writers of a
     world and for no other (:func:`checkpoints.new_nonce`). ``data_position`` is JSON for the
     caller. ``keep`` runs after the commit. ``fence`` is asked before it: False means that this
-    world is stale, and the attempt stays uncommitted.
+    world is stale, and the attempt stays uncommitted. ``progress`` is called with the number of
+    bytes of each chunk, before it is written.
 
     Saving a committed step again writes nothing and says ``committed``.
 
@@ -64,6 +67,12 @@ def save(
             return Saved(name=str(name), step=step, bytes_written=0, committed=True)
     tree, tensors = pack(state)
     specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
+
+    def data(spec: TensorSpec, place: Place) -> memoryview:
+        if progress is not None:
+            progress(place.count * spec.element_bytes)
+        return bytes_of(tensors[spec.name], place)
+
     attempt = Attempt(
         name=name,
         rank=rank,
@@ -73,7 +82,7 @@ def save(
         specs=specs,
         tree=tree,
         pieces=share(specs, world_size, rank),
-        data=lambda spec, place: bytes_of(tensors[spec.name], place),
+        data=data,
     )
     return run(storage, attempt, keep=keep, fence=fence, clock=clock)
 

@@ -22,7 +22,6 @@ from checkpoints.manifest import info_of
 from checkpoints.reader import read_manifest
 from checkpoints.retention import committed_names
 from checkpoints.storage import storage_for
-from checkpoints.tree import live_tensors
 from elastic.errors import ConfigError, ElasticError
 
 DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoint
@@ -127,7 +126,7 @@ def _verify(args: argparse.Namespace) -> int:
     names = [args.name] if args.name else list(every)
     table = _table("name", "result")
     results = []
-    with _progress(sum(infos.get(name, 0) for name in names)) as advance:
+    with _progress("verifying", sum(infos.get(name, 0) for name in names)) as advance:
         for name in names:
             try:
                 checkpoints.verify(args.folder, name, progress=advance)
@@ -141,37 +140,15 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    old = live_tensors(checkpoints.load(args.folder, args.old).state)
-    new = live_tensors(checkpoints.load(args.folder, args.new).state)
+    manifests = [read_manifest(storage_for(args.folder), name) for name in (args.old, args.new)]
+    total = sum(t.spec.size_bytes for m in manifests for t in m.tensors.values())
+    with _progress("comparing", total) as advance:
+        found = checkpoints.compare(args.folder, args.old, args.new, progress=advance)
     table = _table("tensor", "difference")
-    rows = []
-    for name in sorted(old.keys() | new.keys()):
-        what = _difference(old.get(name), new.get(name))
-        if what:
-            table.add_row(name, what)
-            rows.append({"tensor": name, "difference": what})
-    return _say(args, rows, table)
-
-
-def _difference(old: Any, new: Any) -> str:
-    import torch
-
-    if old is None or new is None:
-        return f"only in the {'new' if old is None else 'old'} one"
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        return f"{old.dtype} {list(old.shape)} became {new.dtype} {list(new.shape)}"
-    if torch.equal(_bytes(old), _bytes(new)):
-        return ""
-    wide = torch.complex128 if old.is_complex() else torch.float64
-    apart = (new.to(wide) - old.to(wide)).abs()
-    count = int((apart != 0).sum())  # NaN differs from everything
-    return f"{count} of {old.numel()} elements, at most {float(apart.max()):.3g} apart"
-
-
-def _bytes(tensor: Any) -> Any:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    for difference in found:
+        table.add_row(difference.tensor, difference.what)
+    rows = [{"tensor": d.tensor, "difference": d.what} for d in found]
+    return _say(args, rows, table if rows else "no tensor differs")
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -193,14 +170,23 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    checkpoints.export_to(args.folder, args.name, args.target, args.to)
+    info = info_of(read_manifest(storage_for(args.folder), args.name))
+    with _progress("exporting", info.size_bytes) as advance:
+        checkpoints.export_to(args.folder, args.name, args.target, args.to, progress=advance)
     return _say(args, {"target": args.target}, f"wrote {args.target}")
 
 
 def _import(args: argparse.Namespace) -> int:
-    state = checkpoints.import_from(args.source, args.form, trust=args.trust)
-    nonce = checkpoints.new_nonce()
-    saved = checkpoints.save(args.folder, state, step=args.step, nonce=nonce, keep=None)
+    with _progress("importing", None) as advance:
+        state = checkpoints.import_from(args.source, args.form, trust=args.trust)
+        saved = checkpoints.save(
+            args.folder,
+            state,
+            step=args.step,
+            nonce=checkpoints.new_nonce(),
+            keep=None,
+            progress=advance,
+        )
     return _say(args, {"name": saved.name}, f"saved {saved.name}")
 
 
@@ -227,17 +213,17 @@ def _say(args: argparse.Namespace, data: object, shown: object) -> int:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr while it is a terminal."""
+def _progress(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr while it is a terminal; a pulse where the total is not known."""
     bar = Progress(
-        TextColumn("reading"),
+        TextColumn(what),
         BarColumn(),
         DownloadColumn(),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
     )
     with bar:
-        task = bar.add_task("reading", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ def test_diff_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rows = as_json(capsys, "diff", folder, name_of(10), name_of(40))
     found = {row["tensor"]: row["difference"] for row in rows}
     assert found["model/weight"] == "1 of 21 elements, at most 2 apart"
-    assert "became torch.float32 [3]" in found["model/bias"]
+    assert found["model/bias"] == "I64 [5] became F32 [3]"
     assert found["model/scale"] == "only in the old one"
 
 
@@ -88,3 +90,51 @@ def test_mistakes_are_sentences(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["checkpoints", "show", str(folder), name_of(99)]) == 65
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["checkpoints", "shwo", str(folder)]) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+@pytest.mark.parametrize("command", ["verify", "diff", "export", "import"])
+def test_progress_is_shown_on_a_terminal_only(
+    folder: Path,
+    tmp_path: Path,
+    command: str,
+    on_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tmp_path / "file"
+    checkpoints.export_to(folder, name_of(10), target, "safetensors")
+    arguments: dict[str, list[object]] = {
+        "verify": [folder],
+        "diff": [folder, name_of(10), name_of(20)],
+        "export": [folder, name_of(10), tmp_path / "out", "--to", "torch"],
+        "import": [tmp_path / "new", target, "--from", "safetensors", "--step", 1],
+    }
+    err = Terminal() if on_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    as_json(capsys, command, *arguments[command])  # stdout is JSON and nothing else
+    word = {"diff": "comparing"}.get(command, command[:5])
+    assert (word in err.getvalue()) == on_terminal
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_diff_sees_the_same_whoever_wrote(
+    folder: Path, world_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_all(folder, small_state(10), step=50, world_size=world_size, keep=None)
+    assert as_json(capsys, "diff", folder, name_of(10), name_of(50)) == []
+    assert main(["checkpoints", "diff", str(folder), name_of(10), name_of(50)]) == 0
+    assert "no tensor differs" in capsys.readouterr().out
+
+
+def test_diff_of_a_damaged_one_names_the_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)
+    assert main(["checkpoints", "diff", str(folder), name_of(10), name_of(20)]) == 65
+    assert "00001-of-00002.safetensors" in capsys.readouterr().err
