@@ -131,8 +131,9 @@ class StatefulSet(TrainingJob):
 
     @property
     def grace_s(self) -> float:
-        """The template's."""
-        return float(manifest()["pod"]["terminationGracePeriodSeconds"])
+        """The template's, unless the settings say otherwise."""
+        of_template = manifest()["pod"]["terminationGracePeriodSeconds"]
+        return float(self._settings.get("ELASTIC_TERMINATION_GRACE_S", of_template))
 
     def pod(self, name: str) -> LocalNode:
         """The present incarnation."""

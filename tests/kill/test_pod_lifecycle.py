@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,31 @@ def test_a_job_that_cannot_succeed_is_not_started_for_ever(
         workers.wait_pods()
         (end,) = workers.ended
         assert (end.exit_code, end.left) == (1, ())
+
+
+def test_a_step_longer_than_the_grace_does_not_get_the_pod_killed(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """Its workers are, in time for the agent to end in order (the others hear of it)."""
+    settings = {
+        "PET_NNODES": "1:2",
+        "ELASTIC_LAST_CALL_S": "0.3",
+        "ELASTIC_TERMINATION_GRACE_S": "15",
+    }
+    with StatefulSet(
+        [etcd.endpoint],
+        tmp_path,
+        script=SESSION,
+        workload=replace(WORKLOAD, step_s=600.0),
+        settings=settings,
+    ) as workers:
+        workers.scale(1)
+        workers.wait_for(lambda: workers.ledger().begins, 60.0, "a step")
+        workers.scale(0)
+        (end,) = workers.wait_ended_pods(1)
+        # -9 if it was the kubelet's SIGKILL.
+        assert (end.exit_code, end.left) == (PREEMPTED, ())
+        assert "leave_grace_s=5" in workers.nodes[0].log_text()
 
 
 @contextmanager
