@@ -29,7 +29,10 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "job+rdma+volcano": ("job", ("rdma", "volcano")),
     "jobset+kueue": ("jobset", ("kueue",)),
     "trainer+kueue": ("trainer", ("kueue",)),
+    "prod+object-store": ("prod", ("object-store",)),
 }
+# The runbook's patch of etcd, on top of prod.
+RESTORE = "prod, etcd being restored"
 NAMESPACES = {
     "dev": "elastic-dev",
     "prod": "elastic-training",
@@ -52,7 +55,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "kube render trainer": ("--overlay=trainer", "--nodes=4:6", "--grace=90", "train.py", "-x"),
 }
-EVERYTHING = (*OVERLAYS, *COMPOSITIONS, *COMMANDS)
+EVERYTHING = (*OVERLAYS, *COMPOSITIONS, *COMMANDS, RESTORE)
 NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"
 
@@ -173,6 +176,20 @@ def compose(folder: Path, overlay: str, components: Sequence[str]) -> Path:
     return folder
 
 
+def patch(folder: Path) -> Path:
+    """What `kubectl patch --patch-file` and `kubectl create configmap` do, by kustomize."""
+    target = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "etcd"}}
+    change = yaml.safe_load((DEPLOY / "etcd" / "restore.patch.yaml").read_text())
+    more = {
+        "patches": [{"patch": yaml.safe_dump(target | change)}],
+        "configMapGenerator": [{"name": "etcd-restore", "literals": ["SNAPSHOT=s.db"]}],
+        "generatorOptions": {"disableNameSuffixHash": True},
+    }
+    with (folder / "kustomization.yaml").open("a") as file:
+        yaml.safe_dump(more, file)
+    return folder
+
+
 @functools.cache
 def rendered(name: str, scratch: Path) -> Rendered:
     """One of EVERYTHING, rendered once per test run."""
@@ -182,6 +199,8 @@ def rendered(name: str, scratch: Path) -> Rendered:
             kube.main(["render", f"--deploy={DEPLOY}", f"--output={folder}", *COMMANDS[name]]) == 0
         )
         return Rendered(name, kustomize(folder))
+    if name == RESTORE:
+        return Rendered(name, kustomize(patch(compose(scratch / "restore", "prod", ()))))
     if name in COMPOSITIONS:
         overlay, components = COMPOSITIONS[name]
         return Rendered(name, kustomize(compose(scratch / name, overlay, components)))

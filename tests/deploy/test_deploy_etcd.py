@@ -6,7 +6,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import pytest
-from manifests import Object, Rendered
+from manifests import RESTORE, Object, Rendered
 
 # The first releases of each line with /livez and /readyz.
 WITH_LIVEZ = {(3, 4): 29, (3, 5): 11, (3, 6): 0}
@@ -177,3 +177,17 @@ def test_a_snapshot_is_checked_before_older_ones_go(prod: Rendered) -> None:
     defragmentation = prod.one("CronJob", "etcd-defragmentation")["spec"]
     guard = defragmentation["jobTemplate"]["spec"]["template"]["spec"]["initContainers"][0]
     assert guard["args"][-2:] == ["endpoint", "health"], "a sick cluster is left alone"
+
+
+def test_a_restored_member_is_the_one_that_starts(
+    render: Callable[[str], Rendered], flags: dict[str, str]
+) -> None:
+    (pod,) = render(RESTORE).pods("etcd")
+    restore, _ = pod.containers
+    pairs = [w.removeprefix("--").split("=", 1) for w in restore["args"] if w.startswith("--")]
+    given = dict(pairs)
+    assert given == {name: flags[name] for name in given}
+    assert set(given) == {
+        *("name", "data-dir", "initial-cluster", "initial-cluster-token"),
+        "initial-advertise-peer-urls",
+    }

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from cert_manager import write_secrets
 from container import why_not
-from manifests import Object, Pod, Rendered
+from manifests import DEPLOY, Object, Pod, Rendered
 
 from elastic.coordination.embedded_process import find_binary
 
@@ -83,13 +84,14 @@ def upkeep(prod: Rendered, folder: Path) -> dict[str, list[str]]:
     variables: list[Object] = pod.spec["containers"][0]["env"]
     environ = [f"{v['name']}={v['value']}" for v in variables if v["name"].startswith("ETCDCTL_")]
     commands["environ"] = [at_home(pod, pair, folder) for pair in environ]
-    flags = dict(w.split("=", 1) for w in member(prod, 0, folder) if w.startswith("--initial"))
+    restore = yaml.safe_load((DEPLOY / "etcd" / "restore.patch.yaml").read_text())
+    (container,) = restore["spec"]["template"]["spec"]["initContainers"]
     commands["restore"] = [
-        *("etcdutl", "snapshot", "restore", str(folder / "snapshots" / "etcd-snapshot-1.db")),
-        *("--name=etcd-$(INDEX)", f"--data-dir={folder}/data-$(INDEX)"),
-        "--initial-advertise-peer-urls=https://etcd-$(INDEX).etcd-members:2380",
-        f"--initial-cluster={flags['--initial-cluster']}",
-        f"--initial-cluster-token={flags['--initial-cluster-token']}",
+        word.replace("$(POD_NAME)", "etcd-$(INDEX)")
+        .replace("$(SNAPSHOT)", "etcd-snapshot-1.db")
+        .replace("/snapshots/", f"{folder}/snapshots/")
+        .replace("/var/lib/etcd/data", f"{folder}/data-$(INDEX)")
+        for word in (*container["command"], *container["args"])
     ]
     return commands
 

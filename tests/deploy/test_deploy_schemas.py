@@ -17,7 +17,7 @@ from manifests import EVERYTHING, Object, Rendered
 OLDEST = (1, 31)
 VERSIONS = [
     text
-    for text in map(utils.major_minor, utils.all_versions())
+    for text in dict.fromkeys(map(utils.major_minor, utils.all_versions()))  # strict or not
     if tuple(map(int, text.split("."))) >= OLDEST
 ]
 
