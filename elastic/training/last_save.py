@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import checkpoints
-from checkpoints import CheckpointName, Handle
+from checkpoints import CheckpointName, Ending, Handle
 from checkpoints.naming import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.state import JobState
@@ -57,7 +57,10 @@ class LastSave:
         is on disk."""
         if self._saver.is_whole:
             self._saver.save(self._job, wait_s=self._left_s())
-            if self._wait_for_commit(self._saver.handle_of(self._step)):
+            handle = self._saver.handle_of(self._step)
+            if handle is not None and _was_skipped(handle):  # training did not wait; this does
+                handle = self._saver.save_again(self._job, wait_s=self._left_s())
+            if self._wait_for_commit(handle):
                 return True
             if self._saver.world_size == 1:
                 return False  # the disk has said no, or nothing
@@ -131,6 +134,10 @@ class LastSave:
             self._saver.poll()  # notices what hangs, or died
             self._clock.sleep(_SLICE_S)
         return True
+
+
+def _was_skipped(handle: Handle) -> bool:
+    return handle.outcome is not None and handle.outcome.ending is Ending.SKIPPED
 
 
 def _place(name: CheckpointName) -> tuple[int, int]:

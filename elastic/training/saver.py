@@ -210,6 +210,11 @@ class Saver:
             return None
         self._saved_step = step
         self.due.saved()
+        return self.save_again(job, wait_s=wait_s)
+
+    def save_again(self, job: JobState, *, wait_s: float) -> Handle | None:
+        """Write this rank's share of the present step though a save of it came to nothing."""
+        assert self._era is not None
         self._latest = self.begin(job, self._era.world, wait_s=wait_s)
         return self._latest
 

@@ -1,0 +1,120 @@
+"""How jobs end that do not end well, and what of them is on disk then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload
+
+import checkpoints
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.ledger import read_ledger
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+SCRIPT = SCRIPTS / "saving.py"
+# Nothing is saved but what the end leaves behind.
+WORKLOAD = Workload(samples=240, epochs=400, step_s=0.05, save_every=100_000)
+WITHIN_S = 60.0
+
+
+def newest_step(folder: Path) -> int:
+    return max((i.step for i in checkpoints.list_checkpoints(folder / "checkpoints")), default=0)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.05)
+
+
+def alone(folder: Path, name: str) -> subprocess.Popen[str]:
+    """The script as plain python, without any launcher."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC", "TORCHELASTIC"))}
+    env |= {
+        "ELASTIC_CHECKPOINTS": str(folder / "checkpoints"),
+        "ELASTIC_LEDGER": str(folder / "ledger"),
+        "ELASTIC_NODE_NAME": name,
+        "OMP_NUM_THREADS": "1",
+    }
+    (folder / "ledger").mkdir(exist_ok=True)
+    command = [sys.executable, str(SCRIPT), *WORKLOAD.arguments(folder)]
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def done(folder: Path) -> int:
+    """Steps that have taken effect."""
+    return read_ledger(folder / "ledger").last_step + 1
+
+
+def test_a_spent_failure_budget_leaves_the_survivors_last_step(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path,
+        script=SCRIPT,
+        workload=replace(WORKLOAD, step_s=0.3),  # few between two deaths, or they are forgiven
+        min_nodes=1,
+        max_nodes=3,
+        conf={"failure_budget": 1},
+    ) as job:
+        nodes = job.bring_to(3)
+        victims = [node for node in nodes if node is not job.node_of_rank(0)]
+        generation = job.generation()
+        victims[0].kill_worker()
+        job.wait_training(nodes=2, after_generation=generation)
+        assert newest_step(tmp_path) == 0
+        victims[1].kill_worker()
+        assert set(job.wait_ended(WITHIN_S).values()) == {70}, job.report()
+        assert newest_step(tmp_path) == job.ledger().last_step + 1
+
+
+def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:
+    first = alone(tmp_path, "first")
+    wait_for(lambda: done(tmp_path) > 5, "steps")
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(WITHIN_S) == 128 + signal.SIGTERM
+    at = done(tmp_path)
+    assert newest_step(tmp_path) == at
+    second = alone(tmp_path, "second")
+    try:
+        wait_for(lambda: done(tmp_path) > at, "the second life")
+        starts = read_ledger(tmp_path / "ledger").starts
+        assert [s.step for s in starts] == [0, at]
+    finally:
+        second.kill()
+        second.communicate()
+
+
+def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
+    first = alone(tmp_path, "first")
+    try:
+        wait_for(lambda: done(tmp_path) > 2, "steps")
+        second = alone(tmp_path, "second")
+        _, said = second.communicate(timeout=WITHIN_S)
+        assert second.returncode == 2
+        assert f"another job saves into {tmp_path / 'checkpoints'}" in said
+        assert "on node first" in said
+    finally:
+        first.kill()
+        first.communicate()
+    # It is dead: whoever comes next is not kept waiting.
+    third = alone(tmp_path, "third")
+    try:
+        steps = done(tmp_path)
+        lives = len(read_ledger(tmp_path / "ledger").starts)
+        wait_for(lambda: len(read_ledger(tmp_path / "ledger").starts) > lives, "the third life")
+        assert steps > 0
+    finally:
+        third.kill()
+        third.communicate()

@@ -1,0 +1,416 @@
+"""Saving beside training: what becomes of saves when disks, writers, worlds and scripts fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_kit import Job, dataset, job
+from torch import nn
+from torch.utils.data import DataLoader
+
+import checkpoints
+from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage
+from checkpoints.faulty import Died, FaultyStorage
+from checkpoints.memory import MemoryStorage
+from elastic.errors import ConfigError, TrainingError
+from elastic.events import CheckpointSaved, CheckpointSkipped, Event
+from elastic.training import last_save
+from elastic.training.last_save import LastSave
+from elastic.training.run import Run, start
+from elastic.training.saver import Saver
+from elastic.training.saving import Checkpoints, checkpoints_from
+from elastic.training.state import JobState
+from elastic.worker.world import World
+
+LONG_S = 30.0
+
+
+class Heard:
+    """A journal that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.errors: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        self.events.append(event)
+        if level >= logging.ERROR:
+            self.errors.append(event)
+
+    @property
+    def saved(self) -> list[int]:
+        return [e.step for e in self.events if isinstance(e, CheckpointSaved)]
+
+    @property
+    def skipped(self) -> list[str]:
+        return [e.reason for e in self.events if isinstance(e, CheckpointSkipped)]
+
+
+@contextmanager
+def run_of(policy: Checkpoints | None, *, error: str = "") -> Iterator[tuple[Run, Heard]]:
+    """One process; ``error`` is what ends it."""
+    run, heard = start(policy), Heard()
+    run._session.saver._journal = run._session.journal = heard
+    try:
+        yield run, heard
+    finally:
+        run.close(clean=not error, error=error)
+        for module in run._session.job.modules.values():
+            module.leave_world()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def steps_of(storage: checkpoints.Root) -> list[int]:
+    return sorted(info.step for info in checkpoints.list_checkpoints(storage))
+
+
+# -- what scripts say ---------------------------------------------------------------------------
+
+
+def test_numbers_and_policies_say_the_same() -> None:
+    assert Checkpoints("f").saving == EverySteps(50)
+    assert Checkpoints("f", every_steps=7).saving == EverySteps(7)
+    assert Checkpoints("f", when=7).saving == EverySteps(7)
+    assert Checkpoints("f", when=EverySeconds(9)).saving == EverySeconds(9)
+    assert Checkpoints("f").keeping == LatestN(3)
+    assert Checkpoints("f", keep=LatestN(2)).keeping == Checkpoints("f", keep=2).keeping
+    given = checkpoints_from(None, {}, checkpoint_dir="f", when=7, keep=2)
+    assert given == checkpoints_from("f", {}, when=7, keep=2)
+    assert checkpoints_from(None, {"ELASTIC_CHECKPOINTS": "f"}, when=7) == Checkpoints("f", when=7)
+    assert checkpoints_from(None, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"when": 0}, "when=0 must be at least 1"),
+        ({"when": "10 minutes"}, "when='10 minutes' is neither a whole number nor a policy"),
+        ({"when": True}, "when=True is neither"),
+        ({"every_steps": 5, "when": 6}, "every_steps=5 and when=6 both say when to save"),
+        ({"every_steps": 0}, "every_steps=0 must be at least 1"),
+        ({"keep": 2.5}, "keep=2.5 is neither"),
+        ({"keep": 0}, "keep=0 must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work_name_the_value(arguments: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        Checkpoints("f", **arguments)
+    assert said in str(told.value)
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoints=a and checkpoint_dir=b"):
+        checkpoints_from("a", {}, checkpoint_dir="b")
+    with pytest.raises(ConfigError, match=r"no folder for checkpoints"):
+        checkpoints_from(None, {}, when=5)
+    with pytest.raises(ConfigError, match=r"say them inside"):
+        checkpoints_from(Checkpoints("a"), {}, keep=5)
+
+
+def test_run_steps_names_the_folder_and_the_policies(tmp_path: Path) -> None:
+    with run_of(None) as (run, _):
+        script = job(run)
+        for step in run.steps(script.loader, checkpoint_dir=tmp_path, when=2, keep=10):
+            for x, y in step:
+                script.update(x, y)
+        for step in run.steps(script.loader, checkpoint_dir=tmp_path, when=EverySteps(5)):
+            for x, y in step:
+                script.update(x, y)
+    assert steps_of(tmp_path) == [2, 4, 10, 12]
+
+
+def test_run_steps_says_when_it_is_too_late_for_a_folder(tmp_path: Path) -> None:
+    with run_of(None) as (run, _):
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"comes after the state was to be restored"):
+            for _ in run.epochs(1):
+                run.steps(script.loader, checkpoint_dir=tmp_path)
+        with pytest.raises(ConfigError, match="no folder for checkpoints"):
+            run.steps(script.loader, when=5)
+    with run_of(Checkpoints(tmp_path)) as (run, _):
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"but this job saves into"):
+            run.steps(script.loader, checkpoint_dir=tmp_path / "other")
+
+
+# -- disks and writers --------------------------------------------------------------------------
+
+
+def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
+    full = threading.Event()
+
+    def before(label: str) -> None:
+        if full.is_set() and label.startswith("write") and "safetensors" in label:
+            raise OSError(28, "No space left on device")
+
+    storage = FaultyStorage(LocalStorage(tmp_path), before=before)
+    with run_of(Checkpoints(storage, every_steps=3, keep=10)) as (run, heard):
+        script, saver = job(run), run._session.saver
+        script.train(3, stop_after=4)
+        assert saver.wait(LONG_S)
+        full.set()
+        script.train(3, stop_after=3)
+        assert saver.wait(LONG_S)
+        full.clear()
+        script.train(3, stop_after=3)
+    assert heard.saved == [3, 9, 10]
+    (reason,) = heard.skipped
+    assert "failed" in reason and "No space left" in reason
+
+
+def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchronous(
+    tmp_path: Path,
+) -> None:
+    deadly = threading.Event()
+
+    def before(label: str) -> None:
+        if deadly.is_set() and threading.current_thread().name == "checkpoint-writer":
+            raise Died(label)
+
+    storage = FaultyStorage(LocalStorage(tmp_path), before=before)
+    with run_of(Checkpoints(storage, every_steps=1, keep=100)) as (run, heard):
+        script, saver = job(run), run._session.saver
+        script.train(9, stop_after=2)
+        assert saver.wait(LONG_S)
+        deadly.set()
+        for _ in range(3):
+            script.train(9, stop_after=1)
+            assert saver.wait(LONG_S)
+        assert len(heard.errors) == 3
+        before_s = set(heard.saved)
+        script.train(9, stop_after=3)
+        assert len(set(heard.saved) - before_s) >= 2, "saved on the caller's thread"
+    said = [e.reason for e in heard.errors if isinstance(e, CheckpointSkipped)]
+    assert "another one takes over" in said[0] and "saves stop training now" in said[2]
+    assert steps_of(tmp_path)[-1] == script.run._session.job.progress.step
+
+
+# -- scripts that fail --------------------------------------------------------------------------
+
+
+def batch_norm_job(run: Run) -> Job:
+    torch.manual_seed(0)
+    model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(optimizer=optimizer)
+    loader = run.loader(DataLoader(dataset(), batch_size=10, shuffle=True), global_batch=10)
+    return Job(run, model, optimizer, loader)
+
+
+def fail(script: Job, where: str, at: int) -> None:
+    """Train until step ``at`` and raise inside of it, as a script does."""
+    done = 0
+    for _ in script.run.epochs(2):
+        for x, y in script.loader:
+            loss = nn.functional.mse_loss(script.model(x), y)
+            if (done, where) == (at, "after forward"):
+                raise ValueError("told")
+            script.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            script.optimizer.step()
+            if (done, where) == (at, "after update"):
+                raise ValueError("told")
+            done += 1
+
+
+def test_an_exception_before_the_update_leaves_the_state_of_the_step_before(
+    tmp_path: Path,
+) -> None:
+    with run_of(Checkpoints(tmp_path), error="ValueError: told") as (run, _):
+        script = batch_norm_job(run)
+        with pytest.raises(ValueError, match="told"):
+            fail(script, "after forward", at=4)
+    newest = checkpoints.list_checkpoints(tmp_path)[0]
+    assert newest.step == 4
+    state = checkpoints.load(tmp_path, newest.name).state
+    with run_of(None) as (run, _):
+        undisturbed = batch_norm_job(run)
+        undisturbed.train(2, stop_after=4)
+        for name, value in undisturbed.model.module.state_dict().items():
+            assert torch.equal(state["model"]["model"][name], value), name
+
+
+def test_an_exception_after_the_update_leaves_no_half_step(tmp_path: Path) -> None:
+    """What follows an update in the script, such as a scheduler, was not done."""
+    with run_of(Checkpoints(tmp_path), error="ValueError: told") as (run, heard):
+        script = batch_norm_job(run)
+        with pytest.raises(ValueError, match="told"):
+            fail(script, "after update", at=4)
+    assert steps_of(tmp_path) == []
+    assert "in the middle of an update" in heard.skipped[-1]
+
+
+# -- worlds -------------------------------------------------------------------------------------
+
+
+def world(rank: int, size: int, generation: int) -> World:
+    return World(
+        generation=generation,
+        rank=rank,
+        size=size,
+        local_rank=0,
+        local_size=1,
+        nonce=f"aa{generation}",
+        lineage=(),
+        node=f"n{rank}",
+        is_launched=True,
+    )
+
+
+class Rank:
+    """A saver in a world, without training."""
+
+    def __init__(self, storage: checkpoints.Storage, rank: int, size: int) -> None:
+        self.heard = Heard()
+        self.saver = Saver(Checkpoints(storage, every_steps=1), self.heard)
+        self.job = JobState(seed=0)
+        self.saver.resume(None, 1, 0)
+        self.saver.enter(world(rank, size, 1), self.job)
+
+    def save(self, step: int) -> None:
+        self.job.progress.step = step
+        self.saver.save(self.job)
+
+    def next_world(self, rank: int, size: int, *, broken: bool) -> None:
+        lineage, generation, committed = self.saver.origin
+        self.saver.leave(broken=broken)
+        ancestor = checkpoints.Ancestor(generation + 1, self.job.progress.step)
+        self.saver.inherit((*lineage, ancestor), generation + 1, committed)
+        self.saver.enter(world(rank, size, generation + 1), self.job)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    storage = MemoryStorage()
+    made = [Rank(storage, rank, 2) for rank in range(2)]
+    yield made
+    for rank in made:
+        rank.saver.close(0.0)
+
+
+def storage_of(rank: Rank) -> checkpoints.Storage:
+    assert rank.saver.policy is not None
+    folder = rank.saver.policy.folder
+    assert isinstance(folder, MemoryStorage)
+    return folder
+
+
+def test_a_save_of_a_world_that_broke_is_given_up_and_swept(ranks: list[Rank]) -> None:
+    survivor, _ = ranks
+    survivor.save(5)  # its peer is gone, and never writes its share
+    survivor.next_world(0, 1, broken=True)
+    assert survivor.saver.wait(LONG_S)
+    assert survivor.heard.saved == [] and "stale" in survivor.heard.skipped[0]
+    survivor.save(5)
+    assert survivor.saver.wait(LONG_S)
+    assert survivor.heard.saved == [5], "the same step, in the world that it is in"
+    (name,) = [name for name in storage_of(survivor).list("") if "step-" in name]
+    assert ".g2." in name
+
+
+def test_a_save_is_completed_after_a_planned_change(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.save(5)
+    for number, rank in enumerate(ranks):
+        rank.next_world(number, 2, broken=False)
+    assert all(rank.saver.wait(LONG_S) for rank in ranks)
+    assert [rank.heard.saved for rank in ranks] == [[5], [5]]
+
+
+def test_a_world_that_is_known_to_be_over_does_not_commit(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.saver.is_superseded = lambda: True
+        rank.save(5)
+    assert all(rank.saver.wait(LONG_S) for rank in ranks)
+    assert steps_of(storage_of(ranks[0])) == []
+
+
+# -- the last one -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_save, "PEERS_S", 0.3)
+    monkeypatch.setattr(last_save, "PEERS_FACTOR", 0.0)
+    monkeypatch.setattr(last_save, "TURN_S", 0.05)
+
+
+def test_the_last_save_of_a_rank_whose_peer_is_gone_is_whole(
+    ranks: list[Rank], hasty: None
+) -> None:
+    rank = ranks[1]
+    rank.job.progress.step = 7
+    assert LastSave(rank.saver, rank.job, LONG_S).together()
+    (info,) = checkpoints.list_checkpoints(storage_of(rank))
+    assert (info.step, info.world_size) == (7, 1)
+
+
+def test_of_the_ranks_that_are_left_one_writes(ranks: list[Rank], hasty: None) -> None:
+    for rank in ranks:
+        rank.job.progress.step = 7
+        rank.saver.leave(broken=True)
+    saves = [LastSave(rank.saver, rank.job, LONG_S) for rank in ranks]
+    threads = [threading.Thread(target=save.together) for save in saves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert steps_of(storage_of(ranks[0])) == [7]
+
+
+def test_together_all_ranks_write_their_share(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.job.progress.step = 7
+    saves = [LastSave(rank.saver, rank.job, LONG_S) for rank in ranks]
+    done: list[bool] = []
+    threads = [threading.Thread(target=lambda s=s: done.append(s.together())) for s in saves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert done == [True, True]
+    (info,) = checkpoints.list_checkpoints(storage_of(ranks[0]))
+    assert (info.step, info.world_size) == (7, 2)
+
+
+def test_what_training_skipped_the_end_waits_for() -> None:
+    gate = threading.Event()
+
+    def hang(label: str) -> None:
+        if label.startswith("write"):
+            gate.wait(LONG_S)
+
+    storage = MemoryStorage()
+    rank = Rank(FaultyStorage(storage, before=hang), 0, 1)
+    for step in (1, 2):
+        rank.save(step)
+    rank.job.progress.step = 3
+    rank.saver.save(rank.job, wait_s=0.0)
+    assert "busy" in rank.heard.skipped[-1]
+    threading.Timer(0.1, gate.set).start()
+    assert LastSave(rank.saver, rank.job, LONG_S).together()
+    assert steps_of(storage) == [1, 2, 3]
+    rank.saver.close(0.0)
+
+
+def test_a_disk_that_hangs_at_the_end_costs_the_budget_and_no_more() -> None:
+    gate = threading.Event()
+
+    def hang(label: str) -> None:
+        if label.startswith("write"):
+            gate.wait(LONG_S)
+
+    rank = Rank(FaultyStorage(MemoryStorage(), before=hang), 0, 1)
+    rank.job.progress.step = 7
+    assert not LastSave(rank.saver, rank.job, 0.2).together()
+    rank.saver.close(0.0)
+    assert "closed" in rank.heard.skipped[-1]
+    gate.set()
