@@ -21,6 +21,7 @@ from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpoint_folder import CheckpointFolder, Source
 from elastic.training.due import Due, Word
+from elastic.training.memory_limit import MemoryLimit
 from elastic.training.saving import Checkpoints
 from elastic.training.state import JobState
 from elastic.training.writer import Writer
@@ -58,6 +59,7 @@ class Saver:
         self._era: _Era | None = None
         self._latest: Handle | None = None  # of the present world
         self._others_are_stuck = False
+        self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
         self.writer: Writer | None = None
         if self._folder is not None:
@@ -198,9 +200,10 @@ class Saver:
         wants = self.due.wants(step + 1, self._saved_step, self.writer.in_flight)
         return Word(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
 
-    def save(self, job: JobState, *, wait_s: float = BUSY_WAIT_S) -> Handle | None:
+    def save(self, job: JobState, *, wait_s: float | None = None) -> Handle | None:
         """Begin to write this rank's share, unless this step is saved. Never stops training.
 
+        ``wait_s``: for a buffer; by default BUSY_WAIT_S, and not at all while the disk hangs.
         Raises checkpoints.StateError if the state holds what cannot be saved.
         """
         step = job.progress.step
@@ -210,6 +213,8 @@ class Saver:
             return None
         self._saved_step = step
         self.due.saved()
+        if wait_s is None:
+            wait_s = 0.0 if self.writer is None or self.writer.is_stuck else BUSY_WAIT_S
         return self.save_again(job, wait_s=wait_s)
 
     def save_again(self, job: JobState, *, wait_s: float) -> Handle | None:
@@ -322,6 +327,7 @@ class Saver:
             self.due.measured(outcome.stall_s)
         for note in outcome.notes:
             self._skipped(outcome.name, note)
+        self._memory_limit.saw_share(outcome.bytes_written, self.world_size)
         self._journal.emit(
             CheckpointSaved(
                 name=outcome.name,

@@ -85,7 +85,7 @@ class Writer:
                     step=step,
                     world=world,
                     data_position=data_position,
-                    wait_s=0.0 if self.is_stuck else wait_s,
+                    wait_s=wait_s,
                 )
             except WriterDied as death:
                 self._bury(death)
