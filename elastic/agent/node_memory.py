@@ -28,9 +28,11 @@ from elastic.coordination.records import Member, Node, ProcessIdentity, World
 from elastic.events import PartNotCopied
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.tuning.memory import shm_shortages
 
 VARIABLE = "ELASTIC_NODE_MEMORY"
 PARENT = Path("/dev/shm")
+SHM_SHARE = 0.4
 _NAME = re.compile(r"elastic-memory-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
@@ -75,14 +77,18 @@ def host_memory(
     parent: Path = PARENT,
 ) -> AgentMemory:
     """Make this node's memory. ``running`` is asked for the world that its workers run."""
-    if options.node_memory_share == 0:
-        return AgentMemory(None)
     sweep(node.process, parent)
     told = _Told(journal)
     try:
+        shm_bytes = _shm_bytes(parent)
+        if options.memory_limit_bytes is not None:
+            for said in shm_shortages(options.memory_limit_bytes, shm_bytes):
+                get_logger().warning("%s", said)
+        if options.node_memory_share == 0:
+            return AgentMemory(None)
         host = MemoryHost(
             parent / _name(node),
-            limit_bytes=int(options.node_memory_share * memory_bytes(options)),
+            limit_bytes=_limit_bytes(options, shm_bytes),
             neighbours=lambda: neighbours(running(), node.node_id),
             on_outcome=told.outcome,
             on_error=on_error,
@@ -131,6 +137,17 @@ def sweep(me: ProcessIdentity, parent: Path = PARENT) -> None:
 def _name(node: Node) -> str:
     p = node.process
     return f"elastic-memory-{p.pid_namespace}-{p.pid}-{p.start_ticks}-{node.node_id}"
+
+
+def _limit_bytes(options: AgentOptions, shm_bytes: int) -> int:
+    """Of own parts, and of copies, each. Data workers share batches in the same place, and end
+    with a bus error where it is full: a fifth of it is always left to them."""
+    return int(min(options.node_memory_share * memory_bytes(options), SHM_SHARE * shm_bytes))
+
+
+def _shm_bytes(parent: Path) -> int:
+    found = os.statvfs(parent)
+    return found.f_frsize * found.f_blocks
 
 
 def memory_bytes(options: AgentOptions) -> int:

@@ -1,0 +1,39 @@
+"""A worker's look at the memory limit of its node: once, when it knows what a checkpoint takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from elastic.telemetry.log import get_logger
+from elastic.tuning.memory import staging_shortage
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryLimit:
+    """``ELASTIC_MEMORY_LIMIT_BYTES``, which the agent has checked; without it nothing is said."""
+
+    def __init__(
+        self, environ: Mapping[str, str] = os.environ, used: Callable[[], int] = resident_bytes
+    ) -> None:
+        limit = environ.get("ELASTIC_MEMORY_LIMIT_BYTES", "")
+        self._limit_bytes = int(limit) if limit.isdecimal() else None
+        self._local_size = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._used = used
+
+    def saw_share(self, share_bytes: int, world_size: int) -> None:
+        """One rank's share of a checkpoint in a world of that size. Warns once."""
+        if self._limit_bytes is None:
+            return
+        said = staging_shortage(
+            self._limit_bytes, self._used(), share_bytes, world_size, self._local_size
+        )
+        if said is not None:
+            get_logger().warning("%s", said)
+            self._limit_bytes = None

@@ -1,0 +1,61 @@
+"""What a node is told about its memory, before the kernel tells it."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.training.memory_limit import MemoryLimit, resident_bytes
+from elastic.tuning.memory import shm_shortages, staging_shortage
+
+GIB = 1 << 30
+
+
+def test_a_shared_memory_that_may_grow_beyond_the_limit_is_told() -> None:
+    (said,) = shm_shortages(8 * GIB, 16 * GIB)
+    assert "16.0 GiB" in said and "8.0 GiB" in said and "sizeLimit" in said
+
+
+def test_a_container_runtimes_default_is_told() -> None:
+    (said,) = shm_shortages(8 * GIB, 64 << 20)
+    assert "64 MiB" in said
+
+
+def test_a_shared_memory_that_fits_is_not_worth_a_word() -> None:
+    assert shm_shortages(8 * GIB, 2 * GIB) == ()
+
+
+@pytest.mark.parametrize(
+    ("limit", "fits"),
+    # Two workers of 10 GiB, whose shares of 1 GiB are the eighth part of the state. Alone each
+    # stages four times as much, twice.
+    [(20 + 12, True), (20 + 11, False)],
+)
+def test_what_a_node_would_stage_alone_counts(limit: int, fits: bool) -> None:
+    said = staging_shortage(limit * GIB, 10 * GIB, 1 * GIB, 8, 2)
+    assert (said is None) == fits
+    if said is not None:
+        assert f"{20 + 12}.0 GiB" in said
+
+
+def test_a_worker_says_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"ELASTIC_MEMORY_LIMIT_BYTES": str(8 * GIB), "LOCAL_WORLD_SIZE": "1"}
+    limit = MemoryLimit(environ, lambda: 7 * GIB)
+    limit.saw_share(GIB // 4, 1)
+    assert capsys.readouterr().err == ""
+    limit.saw_share(GIB // 4, 8)
+    limit.saw_share(GIB // 4, 8)
+    assert capsys.readouterr().err.count("Raise the limit") == 1
+
+
+def test_without_a_limit_nothing_is_measured() -> None:
+    def never() -> int:
+        raise AssertionError
+
+    MemoryLimit({}, never).saw_share(GIB, 8)
+
+
+def test_a_process_knows_its_own_size() -> None:
+    before = resident_bytes()
+    kept = bytearray(b"x") * (64 << 20)
+    assert resident_bytes() - before > 32 << 20
+    del kept
