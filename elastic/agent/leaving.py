@@ -110,7 +110,8 @@ class Leaving:
                 return
             get_logger().warning(
                 "the workers have not reached a step's boundary within leave_grace_s=%g: they "
-                "are killed",
+                "are killed. If steps take that long, raise it (a pod's follows from its "
+                "terminationGracePeriodSeconds)",
                 self._grace_s,
             )
             # Now: torchrun would wait for stuck ones as long again, and the kubelet will not.
