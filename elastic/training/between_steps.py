@@ -121,6 +121,13 @@ class BetweenSteps:
     def end_well(self) -> None:
         """Training is complete: its last state is on disk before the process ends."""
         session = self._session
+        if session.is_restored and session.ledger.is_on:
+            session.ledger.end(
+                generation=session.world.generation,
+                step=session.job.progress.step,
+                rank=session.world.rank,
+                sha256=session.job.weights_sha256(),
+            )
         if session.is_restored and session.step is None and session.saver.due is not None:
             LastSave(session.saver, session.job, END_S).together()
         session.saver.release()

@@ -228,6 +228,11 @@ class Changes:
             SYSTEM_CLOCK.sleep(_LEAVE_SLICE_S)
 
 
+def is_switch(error: BaseException) -> bool:
+    """Whether the exception, or what it came from, is this module's own."""
+    return any(isinstance(failure, WorldChanged) for failure in causes(error))
+
+
 def _clear_frames(error: BaseException) -> None:
     """Forget the locals of the interrupted attempt: activations, iterators, data workers."""
     for failure in causes(error):

@@ -200,11 +200,11 @@ class Run:
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call back when a world has begun and its state is restored; at once if one has."""
-        self._session.call_on_world(callback)
+        self._session.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
         """Call back when this rank becomes main; at once if it is."""
-        self._session.call_on_main(callback)
+        self._session.listeners.on_main(callback)
 
     # -- things to do together ----------------------------------------------------------------
 

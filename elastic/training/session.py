@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from elastic.errors import NoWorld, TrainingError, WorldChanged
+from elastic.errors import NoWorld, TrainingError
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.training import loop
 from elastic.training.between_steps import BetweenSteps
-from elastic.training.changes import Changes
+from elastic.training.changes import Changes, is_switch
+from elastic.training.listeners import Listeners
 from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard
 from elastic.training.randomness import derive_seed, seed_all
@@ -30,7 +31,7 @@ from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
-from elastic.worker.faults import causes, is_world_fault
+from elastic.worker.faults import is_world_fault
 from elastic.worker.process_group import ProcessGroup
 from elastic.worker.world import World, largest_world
 from elastic.worker.worlds import Worlds
@@ -65,8 +66,7 @@ class Session:
         self._has_committed = False
         self._changes = Changes(self)
         self.between = BetweenSteps(self)
-        self._on_world: list[Callable[[World], object]] = []
-        self._on_main: list[Callable[[], object]] = []
+        self.listeners = Listeners()
         self._loader: ElasticLoader | None = None  # whose step is in hand
         self.guard = OptimizerGuard(lambda: self.step_in_hand)
 
@@ -188,7 +188,6 @@ class Session:
 
     def begin_world(self, world: World) -> None:
         """State is restored and the same on all ranks: training goes on in ``world``."""
-        was_main = self._is_restored and self.world.rank == 0
         self._world = world
         for module in self.job.modules.values():
             module.enter_world()
@@ -201,11 +200,7 @@ class Session:
             size=world.size,
             node=world.node,
         )
-        for heard in self._on_world:
-            heard(world)
-        if world.rank == 0 and not was_main:
-            for promoted in self._on_main:
-                promoted()
+        self.listeners.begin(world)
 
     def end_world(self, *, broken: bool) -> None:
         """Take the group down: the next one may be built."""
@@ -237,7 +232,7 @@ class Session:
         """Whether an exception says that the world is over, and another one can go on."""
         if not self._in_process or self.worlds is None:
             return False
-        return is_world_fault(error) or _is_switch(error)
+        return is_world_fault(error) or is_switch(error)
 
     def recover(self, error: BaseException) -> None:
         """Go on in the next world, after a fault or a switch."""
@@ -247,20 +242,6 @@ class Session:
     def recovery(self) -> Recovery:
         """What this rank knows of its own progress."""
         return self._changes.recovery
-
-    # -- callbacks ----------------------------------------------------------------------------
-
-    def call_on_world(self, callback: Callable[[World], object]) -> None:
-        """Call back for each world whose state is restored, the present one included."""
-        self._on_world.append(callback)
-        if self._is_restored:
-            callback(self.world)
-
-    def call_on_main(self, callback: Callable[[], object]) -> None:
-        """Call back whenever this rank becomes main, or is it already."""
-        self._on_main.append(callback)
-        if self._is_restored and self.world.rank == 0:
-            callback()
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -410,19 +391,7 @@ class Session:
 
     def _close_in_order(self) -> None:
         self.finish()
-        if self._is_restored and self.ledger.is_on:
-            self.ledger.end(
-                generation=self.world.generation,
-                step=self.job.progress.step,
-                rank=self.world.rank,
-                sha256=self.job.weights_sha256(),
-            )
         self.between.end_well()
         for module in self.job.modules.values():
             module.leave_world()
         self.group.destroy()
-
-
-def _is_switch(error: BaseException) -> bool:
-    """Whether the exception, or what it came from, is the session's own."""
-    return any(isinstance(failure, WorldChanged) for failure in causes(error))

@@ -1,0 +1,38 @@
+"""Who wants to hear of worlds: callbacks of the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic.worker.world import World
+
+
+class Listeners:
+    """``run.on_world`` and ``run.on_main``: told of what is, and of every change."""
+
+    def __init__(self) -> None:
+        self._on_world: list[Callable[[World], object]] = []
+        self._on_main: list[Callable[[], object]] = []
+        self._world: World | None = None  # the present one, once its state is restored
+
+    def on_world(self, callback: Callable[[World], object]) -> None:
+        """Call back for each world whose state is restored, the present one included."""
+        self._on_world.append(callback)
+        if self._world is not None:
+            callback(self._world)
+
+    def on_main(self, callback: Callable[[], object]) -> None:
+        """Call back whenever this rank becomes main, or is it already."""
+        self._on_main.append(callback)
+        if self._world is not None and self._world.rank == 0:
+            callback()
+
+    def begin(self, world: World) -> None:
+        """A world has begun, and its state is restored."""
+        was_main = self._world is not None and self._world.rank == 0
+        self._world = world
+        for heard in self._on_world:
+            heard(world)
+        if world.rank == 0 and not was_main:
+            for promoted in self._on_main:
+                promoted()
