@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
@@ -21,13 +21,8 @@ from elastic.testing.journal import read_journal
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SCRIPT = SCRIPTS / "saving.py"
-WORKLOAD = Workload(samples=240, epochs=130, step_s=0.05, save_every=10)
+WORKLOAD = Workload(step_s=0.08)  # what the fixture `undisturbed` has trained
 BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_undisturbed(tmp_path_factory.mktemp("saving-alone"), WORKLOAD, SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +124,7 @@ def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
         "a save that failed",
     )
     assert any(text in reasons[0] for text in ("No space left", "Read-only file system"))
-    job.wait_progress(20)
+    job.wait_progress(10)
     assert before <= {info.name for info in saved(job)}
     refusal.unlink()
     wait_saved(job)
@@ -145,7 +140,7 @@ def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: Traini
         lambda: "busy" in str(events(job, "checkpoint-skipped", began_s)), 40.0, "a skipped save"
     )
     before = newest_step(job)
-    job.wait_progress(40)  # twice as long as a save would take to come round
+    job.wait_progress(15)  # twice as long as a save would take to come round
     assert newest_step(job) == before
     hang.unlink()
     wait_saved(job)
@@ -167,7 +162,7 @@ def test_a_rank_that_dies_while_it_writes_costs_that_checkpoint_only(job: Traini
 
 def test_all_nodes_are_told_to_go_and_the_next_start_loses_nothing(job: TrainingJob) -> None:
     job.bring_to(3)
-    job.wait_progress(20)
+    job.wait_progress(10)
     generation = job.generation()
     done, codes = terminate_all(job)
     assert codes == {75}
@@ -177,9 +172,9 @@ def test_all_nodes_are_told_to_go_and_the_next_start_loses_nothing(job: Training
     assert set(starts) == {done}
 
 
-def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, reference: Path) -> None:
+def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
     job.bring_to(2)
-    job.assert_finishes_whole(reference)
+    job.assert_finishes_whole(undisturbed)
     assert newest_step(job) == WORKLOAD.steps
 
 
@@ -220,7 +215,7 @@ def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
 
 
 def test_restart_mode_ends_as_if_nothing_had_happened(
-    restarted: TrainingJob, reference: Path
+    restarted: TrainingJob, undisturbed: Path
 ) -> None:
     restarted.bring_to(2)
-    restarted.assert_finishes_whole(reference)
+    restarted.assert_finishes_whole(undisturbed)

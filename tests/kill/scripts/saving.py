@@ -1,8 +1,8 @@
 """A training script whose disk, process and code fail when they are told to.
 
-A file in the folder is the order: ``disk-hang``, ``disk-full`` and ``disk-readonly`` hold for as
-long as they are there, on the node that is named in them or on all; ``die-writing`` and ``raise``
-are obeyed once. Float64, like session.py: weights that differ were lost, repeated or torn.
+It trains what session.py trains, to the same weights. A file in the folder is an order:
+``disk-hang``, ``disk-full`` and ``disk-readonly`` hold for as long as they are there, on the node
+that is named in them or on all; ``die-writing`` and ``raise`` are obeyed once.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ def main() -> None:
     run.track(optimizer=optimizer)
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(options.samples, 8, dtype=torch.float64, generator=generator)
-    data = TensorDataset(x, x.sin().sum(1, keepdim=True))
-    loader = run.loader(DataLoader(data, batch_size=options.batch), global_batch=options.batch)
+    y = (x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
+    loader = run.loader(
+        DataLoader(TensorDataset(x, y), batch_size=options.batch, shuffle=True),
+        global_batch=options.batch,
+    )
 
     def train() -> None:
         for _ in run.epochs(options.epochs):
