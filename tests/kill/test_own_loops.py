@@ -1,0 +1,72 @@
+"""Loops that are not ours, in-process: ``run.attempts()``, and begin/commit/is_fault/recover."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import (
+    FINAL,
+    SCRIPTS,
+    TrainingJob,
+    Workload,
+    assert_same_weights,
+    train_undisturbed,
+)
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.node import LocalNode
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SCRIPT = SCRIPTS / "own_loop.py"
+
+
+def workload(api: str) -> Workload:
+    return Workload(samples=480, epochs=15, step_s=0.05, extra=(f"--api={api}",))
+
+
+def notes(job: TrainingJob, what: str) -> list[dict[str, Any]]:
+    path = job.folder / "notes"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [note for line in lines if (note := json.loads(line))["what"] == what]
+
+
+@pytest.mark.parametrize("api", ["attempts", "plugin"])
+def test_survivors_go_on_in_their_own_loop(etcd: EmbeddedEtcd, tmp_path: Path, api: str) -> None:
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path / "job",
+        script=SCRIPT,
+        workload=workload(api),
+        min_nodes=2,
+        max_nodes=3,
+    ) as job:
+        nodes = job.start_nodes(3)
+        generation = job.wait_training(nodes=3)
+        first = job.node_of_rank(0)
+        others = {pid(node) for node in nodes if node is not first}
+        (main,) = notes(job, "main")
+        assert main["pid"] == pid(first)
+
+        first.kill_worker()
+        generation = job.wait_training(nodes=3, after_generation=generation + 1)
+
+        assert {pid(node) for node in nodes if node is not first} == others
+        new_main = notes(job, "main")[-1]
+        assert new_main["pid"] in others, "who became main was not called back"
+        seen = {note["generation"]: note["size"] for note in notes(job, "world")}
+        assert seen[generation] == 3
+        assert set(seen.values()) == {2, 3}
+
+        job.hurry()
+        assert set(job.wait_ended(60.0).values()) == {0}
+        job.ledger().final_hash()
+    alone = train_undisturbed(tmp_path / "alone", workload(api), SCRIPT)
+    assert_same_weights(job.folder / FINAL, alone)
+
+
+def pid(node: LocalNode) -> int:
+    return node.workers()[0].pid
