@@ -7,7 +7,7 @@
 Three nodes on this machine, one worker each, gloo, min 1, max 3, all settings at their defaults
 but ``cool_down_s=0.5``: a node here dies more often than any node should. The script is
 benchmarks/scripts/mlp.py: 1.05 million parameters, AdamW, steps of about 20 ms of which 15 are
-sleep. One job lives through all kills; each comes at a random moment once three nodes train.
+sleep. A job lives through 36 events; each comes at a random moment once three nodes train.
 
 How each number is measured:
 
@@ -19,6 +19,11 @@ join
     The same, around the world with the newcomer.
 … with 2 data workers
     The same with ``DataLoader(num_workers=2)`` in every rank.
+worker's death reported, workers gone after their agent
+    In the same runs: from SIGKILL of a worker to its agent's event, on the monotonic clock; from
+    SIGKILL of an agent to the end of its worker, looked for every 20 ms.
+kill node without etcd
+    A node is killed while etcd is away: from etcd's return to the first step of the survivors.
 floor
     Two processes destroy a group, build another one at a store, and initialise DDP over the same
     model again, with nothing to decide: from the first to the last of it on the slower rank.
@@ -29,162 +34,89 @@ steady
 torchrun-c10d
     The death of a node under torchrun's default backend, as benchmarks/restart.py measures it.
 
-torchft is not measured here.
+torchft
+    Whole replicas of the same model killed under torchft from PyPI, in an environment of its own
+    (benchmarks/recovery_torchft.py), with its default times and the shortest that train here.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import recovery_torchft as torchft
 from measurement import Report, Row
+from recovery_job import CAP_S, KILLS, REPORTED, SCRIPT, WORKERS_GONE, Samples, a_job
 from restart import measure_c10d, say
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import ClusterTimeout, LocalCluster
-from elastic.testing.node import LocalNode
+from elastic.testing.cluster import ClusterTimeout
 
-SCRIPT = Path(__file__).parent / "scripts" / "mlp.py"
-KILLS = ("kill worker", "kill agent", "kill node", "kill leader node", "kill rank 0 node", "leave")
-SETTLE_S = 0.7  # of steps after an event, so that a pause shows
-CAP_S = 60.0
+EVENTS_A_JOB = 36  # what a job has written down is read again and again: no job grows old
 
-Samples = dict[str, list[float]]
-
-
-class Job:
-    """Three nodes that train, and what their changes cost."""
-
-    def __init__(self, cluster: LocalCluster, suffix: str, rng: random.Random) -> None:
-        self.cluster = cluster
-        self.suffix = suffix
-        self.rng = rng
-        self.samples: Samples = defaultdict(list)
-        self.failed: dict[str, int] = defaultdict(int)
-
-    def whole(self) -> int:
-        """Bring the job to three nodes; the pause of each that joins is a sample of `join`."""
-        while True:
-            generation, names = self.cluster.training_nodes()
-            if generation == self.cluster.generation() and len(names) == 3:
-                return generation
-            began_s, before = time.time(), {n.name for n in self.cluster.running}
-            if len(self.cluster.running) < 3:
-                self.cluster.start_node()
-            first = generation == 0
-            self.cluster.wait_for(
-                lambda: (
-                    (
-                        len(self.cluster.training_nodes()[1]) == 3
-                        and self.cluster.training_nodes()[0] == self.cluster.generation()
-                    )
-                    or len(self.cluster.running) < 3
-                    or None
-                ),
-                CAP_S,
-                "three nodes in the newest world",
-            )
-            time.sleep(SETTLE_S)
-            if not first and len(self.cluster.running) == 3:
-                self.samples[f"join{self.suffix}"].append(self.pause(before & names, began_s))
-
-    def pause(self, survivors: set[str], since_s: float) -> float:
-        """The longest gap between two completed steps of a survivor that ends after a moment."""
-        ledger = self.cluster.ledger()
-        longest = 0.0
-        for name in survivors:
-            times = sorted(s.time_s for s in ledger.steps if s.node == name)
-            gaps = [b - a for a, b in itertools.pairwise(times) if b > since_s]
-            longest = max([longest, *gaps])
-        return longest
-
-    def hurt(self, case: str) -> None:
-        """One event at a random moment."""
-        generation = self.whole()
-        time.sleep(self.rng.random() * 0.2)
-        victim = self.victim(case)
-        survivors = {n.name for n in self.cluster.running} - {victim.name}
-        began_s = time.time()
-        if case == "kill worker":
-            victim.kill_worker()
-        elif case == "kill agent":
-            victim.kill_agent()
-        elif case == "leave":
-            victim.terminate()
-        else:
-            victim.kill()
-        try:
-            self.cluster.wait_for(
-                lambda: survivors <= self.stepped_after(generation) or None, CAP_S, case
-            )
-        except ClusterTimeout:
-            self.failed[case + self.suffix] += 1
-            raise
-        time.sleep(SETTLE_S)
-        self.samples[case + self.suffix].append(self.pause(survivors, began_s))
-
-    def stepped_after(self, generation: int) -> set[str]:
-        return {s.node for s in self.cluster.ledger().steps if s.generation > generation}
-
-    def victim(self, case: str) -> LocalNode:
-        leader, first = self.cluster.leader(), self.cluster.node_of_rank(0)
-        if case == "kill leader node":
-            return leader
-        if case == "kill rank 0 node":
-            return first
-        others = [n for n in self.cluster.running if n not in (leader, first)]
-        return self.rng.choice(others or self.cluster.running)
-
-
-@contextmanager
-def a_job(etcd: EmbeddedEtcd, loader_workers: int, rng: random.Random) -> Iterator[Job]:
-    folder = Path(tempfile.mkdtemp(prefix="recovery-"))
-    suffix = f" with {loader_workers} data workers" if loader_workers else ""
-    try:
-        with LocalCluster(
-            [etcd.endpoint],
-            SCRIPT,
-            folder,
-            args=[f"--loader-workers={loader_workers}", f"--stop={folder / 'stop'}"],
-            min_nodes=1,
-            max_nodes=3,
-            conf={"cool_down_s": 0.5, "failure_budget": 100_000},
-        ) as cluster:
-            cluster.start_nodes(3)
-            yield Job(cluster, suffix, rng)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+C10D = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
 
 
 def measure_kills(
     etcd: EmbeddedEtcd, kills: int, loader_workers: int, rng: random.Random
 ) -> list[Row]:
-    """All cases of events, in a random order, in one job."""
+    """All cases of events, in a random order, in as few jobs as are young."""
     cases = [case for case in KILLS for _ in range(kills)]
     rng.shuffle(cases)
-    with a_job(etcd, loader_workers, rng) as job:
-        for number, case in enumerate(cases):
-            job.hurt(case)
-            took_s = job.samples[case + job.suffix][-1]
-            say(f"{number + 1} of {len(cases)}: {case}{job.suffix}: {took_s:.3f} s")
-        job.whole()
-    names = [f"{case}{job.suffix}" for case in (*KILLS, "join")]
-    return [Row(n, "elastic", "s", tuple(job.samples[n]), job.failed[n]) for n in names]
+    samples: Samples = defaultdict(list)
+    failed: dict[str, int] = defaultdict(int)
+    suffix = f" with {loader_workers} data workers" if loader_workers else ""
+    for start in range(0, len(cases), EVENTS_A_JOB):
+        with a_job(etcd, loader_workers, rng) as job:
+            try:
+                for number, case in enumerate(cases[start : start + EVENTS_A_JOB], start + 1):
+                    job.hurt(case)
+                    took_s = job.samples[case + suffix][-1]
+                    say(f"{number} of {len(cases)}: {case}{suffix}: {took_s:.3f} s")
+                job.whole()
+            except ClusterTimeout as error:
+                say(f"gave this job up: {error}")  # counted in job.failed
+            job.samples[REPORTED] += job.reports()
+            for name, values in job.samples.items():
+                samples[name] += values
+            for name, count in job.failed.items():
+                failed[name] += count
+    names = [f"{case}{suffix}" for case in (*KILLS, "join")]
+    names += [] if loader_workers else [REPORTED, WORKERS_GONE]
+    return [Row(n, "elastic", "s", tuple(samples[n]), failed[n]) for n in names]
+
+
+def measure_outages(etcd: EmbeddedEtcd, rounds: int, rng: random.Random) -> Row:
+    """A node dies while etcd is away: from etcd's return to the survivors' next step."""
+    took = []
+    with a_job(etcd, 0, rng) as job:
+        for number in range(rounds):
+            generation = job.whole()
+            etcd.kill()
+            time.sleep(2.0 + rng.random())
+            victim = rng.choice(job.cluster.running)
+            victim.kill()
+            time.sleep(2.0 + rng.random())
+            etcd.start()
+            back_s = time.time()
+            job.cluster.wait_for(
+                lambda generation=generation: len(job.stepped_after(generation)) == 2 or None,  # type: ignore[misc]
+                CAP_S,
+                "two survivors in a new world",
+            )
+            steps = job.cluster.ledger().steps
+            took.append(min(s.time_s for s in steps if s.generation > generation) - back_s)
+            say(f"outage {number + 1} of {rounds}: {took[-1]:.3f} s")
+    return Row("kill node without etcd", "elastic", "s", tuple(took))
 
 
 def measure_floor(rounds: int) -> Row:
@@ -245,7 +177,7 @@ def measure_steady(etcd: EmbeddedEtcd, rounds: int, steps: int) -> list[Row]:
     """Step times, alternated."""
     ratios, cpu = [], []
     for number in range(rounds):
-        plain = timed_run(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"], steps, "--plain")
+        plain = timed_run(C10D, steps, "--plain")
         ours = timed_run(["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"], steps)
         ratios.append(ours["wall_s"] / plain["wall_s"])
         cpu.append((ours["cpu_s"] - plain["cpu_s"]) * 1e3)
@@ -278,12 +210,46 @@ def timed_run(backend: list[str], steps: int, *arguments: str) -> dict[str, floa
     return result
 
 
+def measure_torchft(options: argparse.Namespace, rng: random.Random) -> list[Row]:
+    """The same model under torchft: kills, joins and steady state; nothing where it cannot run."""
+    rows: list[Row] = []
+    try:
+        python, version = torchft.prepare(say)
+        for settings, kills in (
+            (torchft.DEFAULT, options.torchft),
+            (torchft.TIGHT, options.torchft_tight),
+        ):
+            if not kills:
+                continue
+            events = torchft.measure_kills(python, settings, kills, rng, say)
+            subject = f"{settings.name} ({version})"
+            for case, took in (
+                ("kill node", [e.kill_s for e in events]),
+                ("join", [e.join_s for e in events if e.kill_s is not None]),
+            ):
+                known = tuple(t for t in took if t is not None)
+                rows.append(Row(case, subject, "s", known, len(took) - len(known)))
+        ratios = []
+        for number in range(min(options.steady, 5)):
+            plain = timed_run(C10D, options.steps, "--plain")
+            theirs = torchft.timed_run(python, torchft.TIGHT, options.steps)
+            ratios.append(theirs["wall_s"] / plain["wall_s"])
+            say(f"torchft steady {number + 1}: ratio {ratios[-1]:.3f}")
+        rows.append(Row("steady", f"{torchft.TIGHT.name} ({version})", "ratio", tuple(ratios)))
+    except torchft.Unavailable as error:
+        say(f"torchft cannot be measured here: {error}")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--kills", type=int, default=30, help="of each case")
     parser.add_argument("--busy-kills", type=int, default=5, help="of each case, with data workers")
+    parser.add_argument("--outages", type=int, default=5, help="deaths while etcd is away")
     parser.add_argument("--peers", type=int, default=2, help="runs with stock c10d; 0: none")
+    parser.add_argument("--torchft", type=int, default=10, help="kills with its defaults; 0: none")
+    parser.add_argument("--torchft-tight", type=int, default=30, help="kills, tightest settings")
     parser.add_argument("--steady", type=int, default=5, help="alternated pairs of runs")
     parser.add_argument("--steps", type=int, default=400, help="of each steady run")
     parser.add_argument("--seed", type=int, default=0)
@@ -299,6 +265,8 @@ def main() -> None:
             rows += measure_kills(etcd, options.kills, 0, rng)
         if options.busy_kills:
             rows += measure_kills(etcd, options.busy_kills, 2, rng)
+        if options.outages:
+            rows.append(measure_outages(etcd, options.outages, rng))
     c10d = []
     for number in range(options.peers):
         c10d.append(measure_c10d(120.0).pause_s)
@@ -306,6 +274,8 @@ def main() -> None:
     if c10d:
         known = tuple(pause for pause in c10d if pause is not None)
         rows.append(Row("kill node", "torchrun-c10d", "s", known, len(c10d) - len(known)))
+    if options.torchft or options.torchft_tight:
+        rows += measure_torchft(options, rng)
     report = Report("recovery", options.seed, tuple(rows))
     if options.json:
         print(report.to_json())
