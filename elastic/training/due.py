@@ -35,10 +35,12 @@ class Due:
         self._rank, self._size = 0, 1
         self._began_s = self._saved_s = clock.monotonic()
         self._cost_s = 0.0
+        self._knows_of_leaving = False
 
     def enter(self, *, rank: int, size: int) -> None:
         """A new world."""
         self._rank, self._size = rank, size
+        self._knows_of_leaving = False
 
     def observed(self, running_s: float, failures: int) -> None:
         """What earlier processes of this job have seen."""
@@ -63,7 +65,9 @@ class Due:
         """Whether all ranks save now, with ``step`` steps done."""
         if heard is not None and heard.stuck:
             return False  # one cannot: a checkpoint without its share is none
-        preempted = heard is not None and heard.leaving
+        is_leaving = heard is not None and heard.leaving
+        preempted = is_leaving and not self._knows_of_leaving  # news, once
+        self._knows_of_leaving = is_leaving
         moment = self._moment(step, saved_step, in_flight, preempted)
         local, agreed = split(self.when)
         if local is not None and local(moment):

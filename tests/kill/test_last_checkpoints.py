@@ -56,26 +56,31 @@ def done(folder: Path) -> int:
     return read_ledger(folder / "ledger").last_step + 1
 
 
-def test_a_spent_failure_budget_leaves_the_survivors_last_step(
-    etcd: EmbeddedEtcd, tmp_path: Path
-) -> None:
+def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     with TrainingJob(
         [etcd.endpoint],
         tmp_path,
         script=SCRIPT,
         workload=replace(WORKLOAD, step_s=0.3),  # few between two deaths, or they are forgiven
         min_nodes=1,
-        max_nodes=3,
+        max_nodes=4,
         conf={"failure_budget": 1},
     ) as job:
-        nodes = job.bring_to(3)
-        victims = [node for node in nodes if node is not job.node_of_rank(0)]
+        nodes = job.bring_to(4)
+        leaver, *victims = [node for node in nodes if node is not job.node_of_rank(0)]
         generation = job.generation()
+        leaver.terminate()
+        assert leaver.wait(WITHIN_S) == 75
+        generation = job.wait_training(nodes=3, after_generation=generation)
+        (noticed,) = checkpoints.list_checkpoints(tmp_path / "checkpoints")
+        assert noticed.world_size == 4, "the policy saves when a node is asked to go"
+
         victims[0].kill_worker()
         job.wait_training(nodes=2, after_generation=generation)
-        assert newest_step(tmp_path) == 0
+        assert newest_step(tmp_path) == noticed.step
         victims[1].kill_worker()
-        assert set(job.wait_ended(WITHIN_S).values()) == {70}, job.report()
+        codes = {node.wait(WITHIN_S) for node in nodes if node is not leaver}
+        assert codes == {70}, job.report()
         assert newest_step(tmp_path) == job.ledger().last_step + 1
 
 

@@ -50,8 +50,11 @@ def test_continuous_waits_for_the_save_that_is_in_flight() -> None:
 
 def test_a_node_that_leaves_is_heard_by_all() -> None:
     policy = due(OnPreemption(), ManualClock(), rank=2)
-    assert policy.is_due(4, 0, Word(leaving=True)) and not policy.is_due(4, 0, Word())
+    assert not policy.is_due(3, 0, Word()) and policy.is_due(4, 0, Word(leaving=True))
+    assert not policy.is_due(5, 4, Word(leaving=True)), "once is enough"
     assert not policy.needs_agreement
+    policy.enter(rank=2, size=2)
+    assert policy.is_due(6, 4, Word(leaving=True)), "another one"
 
 
 @pytest.mark.parametrize("when", [EverySteps(1), EverySteps(1) | Continuous()])

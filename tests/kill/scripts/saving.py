@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
-from checkpoints import EverySeconds, EverySteps, LocalStorage
+from checkpoints import EverySeconds, EverySteps, LocalStorage, OnPreemption
 from checkpoints.faulty import FaultyStorage
 
 _REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}
@@ -76,7 +76,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     disk = FaultyStorage(LocalStorage(os.environ["ELASTIC_CHECKPOINTS"]), before=orders.before)
-    when = EverySeconds(options.seconds) if options.seconds else EverySteps(options.save_every)
+    when = EverySteps(options.save_every) | OnPreemption()
+    if options.seconds:
+        when = EverySeconds(options.seconds) | OnPreemption()
     run = elastic.join(checkpoint_dir=disk, when=when, keep=100)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     model = run.wrap(module)
