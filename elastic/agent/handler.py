@@ -307,6 +307,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _end(self, error: BaseException) -> NoReturn:
         """End this agent with a sentence and the error's exit code, not with a traceback."""
+        self._leaving.phase = Phase.CLOSING  # torch ends the workers next: not to be interrupted
         self._service.expect_end_of_workers()
         self._tell_workers_it_is_the_end()
         if isinstance(error, JobSucceeded):
