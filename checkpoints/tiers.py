@@ -35,6 +35,7 @@ from checkpoints.naming import (
     parse_writer_file,
     part_file,
 )
+from checkpoints.peers import PeerStorage
 from checkpoints.sealed import read_sealed
 from checkpoints.storage import Root, Sink, Source, Storage, storage_for
 from checkpoints.strict import parse_manifest
@@ -108,6 +109,12 @@ class Tiers:
         if not times:
             raise _missing(path)
         return max(times)
+
+    def close(self) -> None:
+        """Close the connections to peers."""
+        for storage in self._all:
+            if isinstance(storage, PeerStorage):
+                storage.close()
 
     # --- which places have what
 

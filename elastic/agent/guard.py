@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,13 @@ class Guard:
             self._process.wait()
 
 
+def give_back_memory() -> None:
+    """Remove the agent's folder in memory (node_memory.py): nobody serves it any more."""
+    folder = Path(os.environ.get("ELASTIC_NODE_MEMORY", ""))
+    if folder.name.startswith("elastic-memory-"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main(agent_pid: int, node_id: str) -> None:
     """Wait for the agent's end; end its workers unless it said that all is well."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -138,6 +146,7 @@ def main(agent_pid: int, node_id: str) -> None:
         watched.append(os.pidfd_open(agent_pid))
     except ProcessLookupError:
         end_marked(node_id)
+        give_back_memory()
         return
     except (AttributeError, OSError):  # before Linux 5.3: the pipe alone
         pass
@@ -145,6 +154,7 @@ def main(agent_pid: int, node_id: str) -> None:
     if 0 in readable and os.read(0, 1) == b"x":
         return
     end_marked(node_id)
+    give_back_memory()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ generation that saves go on with.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import checkpoints
@@ -16,6 +17,7 @@ from checkpoints.naming import parse_committed
 from checkpoints.records import read_record, write_record
 from checkpoints.storage import storage_for
 from elastic.errors import CheckpointRequired, ConfigError
+from elastic.training.memory_tier import everywhere
 from elastic.training.ownership import Ownership
 from elastic.worker.world import World
 
@@ -33,8 +35,15 @@ class Source:
 class CheckpointFolder:
     """``report`` is told the name and fault of every checkpoint that is passed over."""
 
-    def __init__(self, root: checkpoints.Root, report: Callable[[str, str], object]) -> None:
+    def __init__(
+        self,
+        root: checkpoints.Root,
+        report: Callable[[str, str], object],
+        *,
+        memory: bool = False,
+    ) -> None:
         self.storage = storage_for(root)
+        self._memory = memory
         self._report = report
         self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
 
@@ -60,7 +69,9 @@ class CheckpointFolder:
         none is whole: a silent start from zero would throw the work away.
         """
         checkpoints.sweep(self.storage, generation=world.generation, nonce=world.nonce)
-        found = checkpoints.latest(self.storage)
+        with self._readable() as storage:
+            found = checkpoints.latest(storage)
+            seen = checkpoints.list_checkpoints(storage)
         place = self.storage.place
         for passed in found.passed_over:
             self._report(passed.name, passed.reason)
@@ -76,15 +87,20 @@ class CheckpointFolder:
                 hint="give the folder of the job to go on with, or required=False",
             )
         name = found.checkpoint.name if found.checkpoint else None
-        return Source(name, self._next_generation(world, found))
+        return Source(name, self._next_generation(world, found, seen))
 
-    def _next_generation(self, world: World, found: checkpoints.Resolution) -> int:
+    def _next_generation(
+        self,
+        world: World,
+        found: checkpoints.Resolution,
+        listed: tuple[checkpoints.CheckpointInfo, ...],
+    ) -> int:
         """The world's generation, unless the folder has seen that one: then the next unseen.
 
         Launchers that count from one again (plain python, stock backends, an emptied etcd) must
         not save below what is there, nor under the number of a world that died before it saved.
         """
-        seen = [info.generation for info in checkpoints.list_checkpoints(self.storage)]
+        seen = [info.generation for info in listed]
         passed = [parse_committed(p.name) for p in found.passed_over]
         seen += [name.generation for name in passed if name]
         seen += _number(read_record(self.storage, GENERATION_FILE))
@@ -94,7 +110,17 @@ class CheckpointFolder:
 
     def load(self, name: str) -> checkpoints.Loaded:
         """Read and verify a checkpoint into fresh memory."""
-        return checkpoints.load(self.storage, name)
+        with self._readable() as storage:
+            return checkpoints.load(storage, name)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[checkpoints.Storage]:
+        """The folder; with ``memory``, that of all nodes, too."""
+        if not self._memory:
+            yield self.storage
+            return
+        with everywhere(self.storage, self._report) as storage:
+            yield storage
 
 
 def _number(record: bytes | None) -> list[int]:

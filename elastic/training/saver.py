@@ -22,6 +22,7 @@ from elastic.telemetry.journal import EventSink
 from elastic.training.checkpoint_folder import CheckpointFolder, Source
 from elastic.training.due import Due, Word
 from elastic.training.memory_limit import MemoryLimit
+from elastic.training.memory_tier import MemoryTier
 from elastic.training.saving import Checkpoints
 from elastic.training.state import JobState
 from elastic.training.writer import Writer
@@ -49,7 +50,15 @@ class Saver:
         self._policy = policy
         self._journal = journal
         self._clock = clock
-        self._folder = CheckpointFolder(policy.folder, self._skipped) if policy else None
+        self._folder = None
+        self._memory: MemoryTier | None = None
+        if policy is not None:
+            every = policy.memory_steps
+            self._folder = CheckpointFolder(policy.folder, self._skipped, memory=every is not None)
+            if every is not None:
+                self._memory = MemoryTier(
+                    every, report=self._skipped, journal=lambda: self._journal, clock=clock
+                )
         self._breaks = 0  # worlds of this process
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self._lineage: checkpoints.Lineage = ()
@@ -193,6 +202,8 @@ class Saver:
         self._others_are_stuck = is_stuck
         if self.due.is_due(job.progress.step, self._saved_step, heard, in_flight):
             self.save(job)
+        if self._memory is not None and self._era is not None and not self._era.is_over:
+            self._memory.at_boundary(job, self._era.world)
 
     def word(self, step: int, *, leaving: bool) -> Word:
         """What this rank says to all others during ``step``."""
@@ -315,6 +326,8 @@ class Saver:
             self._folder.ownership.close(release=False)
             self.writer.finish_writing(budget_s)
             self.writer.close(0.0)
+        if self._memory is not None:
+            self._memory.close()
 
     # -- what became of it --------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from checkpoints import EverySteps, KeepPolicy, LatestN, When
 from elastic.errors import ConfigError, TrainingError
 
 EVERY_STEPS = 50
+MEMORY_EVERY_STEPS = 10
 
 WhenGiven = When | int | None
 KeepGiven = KeepPolicy | int | None
@@ -36,6 +37,7 @@ class Checkpoints:
     when: WhenGiven = None  # a policy of checkpoints.when; a number is steps
     keep: KeepPolicy | int = 3  # a policy of checkpoints.keep; a number is the newest ones
     required: bool = False  # refuse to start from step 0 (exit code 65)
+    memory: int | bool = False  # steps between two saves into the nodes' memory; True: 10
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.when is not None:
@@ -44,6 +46,7 @@ class Checkpoints:
                 hint=f"when=EverySteps({self.every_steps}) | … says both",
             )
         _check_count("every_steps", self.every_steps)
+        _check_count("memory", self.memory if self.memory is not False else None)
         _check("when", self.when, When, "EverySteps(100), EverySeconds(600), Automatic()")
         _check("keep", self.keep, KeepPolicy, "LatestN(3), LatestN(2) | EveryNSteps(1000)")
 
@@ -53,6 +56,11 @@ class Checkpoints:
         if isinstance(self.when, When):
             return self.when
         return EverySteps(self.when or self.every_steps or EVERY_STEPS)
+
+    @property
+    def memory_steps(self) -> int | None:
+        """Steps between two saves into memory; None: there is none."""
+        return MEMORY_EVERY_STEPS if self.memory is True else self.memory or None
 
     @property
     def keeping(self) -> KeepPolicy:

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--busy-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=16)
@@ -58,7 +59,9 @@ def main() -> None:
     torch.manual_seed(0)
     run = elastic.join(
         checkpoints=elastic.Checkpoints(
-            folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
+            folder=os.environ["ELASTIC_CHECKPOINTS"],
+            every_steps=options.save_every,
+            memory=options.memory_every or False,
         )
     )
     hurry = options.folder / "hurry"

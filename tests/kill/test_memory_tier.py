@@ -1,0 +1,62 @@
+"""Restart mode with checkpoints in the nodes' memory: what is lost is steps, never the way back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import TrainingJob, Workload, train_undisturbed
+
+import checkpoints
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+EVERY = 5
+NEVER = 1_000_000
+WORKLOAD = Workload(samples=240, epochs=40, step_s=0.1, save_every=NEVER)
+
+
+def restored(job: TrainingJob) -> list[dict[str, Any]]:
+    """What each worker went on from, oldest first."""
+    found = read_journal(job.folder / "journal")
+    return [e for e in found if e["event"] == "state-restored"]
+
+
+def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD)
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path / "job",
+        workload=replace(WORKLOAD, extra=(f"--memory-every={EVERY}",)),
+        min_nodes=2,
+        max_nodes=3,
+        conf={"mode": "restart"},
+    ) as job:
+        job.bring_to(3)
+        for fault in ("workers", "node"):
+            _progress(job)
+            step, before = job.ledger().last_step, len(restored(job))
+            generation = job.generation()
+            if fault == "node":
+                job.node_of_rank(1).kill()
+            else:
+                for node in job.running:
+                    node.kill_worker()
+            job.wait_training(nodes=2 if fault == "node" else 3, after_generation=generation)
+            went_on = restored(job)[before:]
+            assert len({e["source"] for e in went_on}) == 1, went_on
+            # A save may be half way round the ring: then it is the one before.
+            assert all(e["step"] >= step - 3 * EVERY > 0 for e in went_on), (step, went_on)
+            assert checkpoints.list_checkpoints(job.folder / "checkpoints") == ()
+        job.assert_finishes_whole(undisturbed)
+
+
+def _progress(job: TrainingJob) -> None:
+    """Far enough for several saves into memory."""
+    job.wait_step(job.ledger().last_step + 6 * EVERY)

@@ -1,0 +1,132 @@
+"""Saves into the node's memory beside those to disk: which steps, from where a job goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoints
+from checkpoints.memory_host import MemoryHost, memory_roots
+from checkpoints.tiers import Tiers
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError
+from elastic.training.checkpoint_folder import CheckpointFolder
+from elastic.training.memory_tier import VARIABLE, MemoryTier
+from elastic.training.saving import Checkpoints
+from elastic.worker.world import World
+
+
+class Job:
+    """As much of a job's state as a tier looks at."""
+
+    def __init__(self, step: int) -> None:
+        self.progress = self
+        self.step = step
+
+    def tree(self) -> dict[str, object]:
+        return {"weight": torch.full((3,), float(self.step))}
+
+    def data_position(self) -> int:
+        return self.step
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryHost]:
+    made = MemoryHost(tmp_path / "memory", host="127.0.0.1")
+    monkeypatch.setenv(VARIABLE, str(made.folder))
+    yield made
+    made.close()
+
+
+def tier(told: list[str], every_steps: int = 5) -> MemoryTier:
+    return MemoryTier(
+        every_steps,
+        report=lambda name, reason: told.append(reason),
+        journal=lambda: pytest.fail("no thread dies"),
+        clock=SYSTEM_CLOCK,
+    )
+
+
+def save(memory: MemoryTier, steps: range) -> None:
+    for step in steps:
+        memory.at_boundary(Job(step), checkpoints.World(nonce="aa"))  # type: ignore[arg-type]
+        if memory._writer is not None:
+            assert memory._writer.wait(30.0)
+
+
+def test_it_saves_at_its_own_steps_and_keeps_the_newest(host: MemoryHost) -> None:
+    told: list[str] = []
+    memory = tier(told)
+    save(memory, range(1, 24))
+    memory.close()
+    listed = checkpoints.list_checkpoints(Tiers(memory_roots(host.folder)))
+    assert [info.step for info in listed] == [20, 15, 10]
+    assert listed[0].data_position == 20
+    assert told == []
+
+
+def test_a_job_goes_on_from_the_newest_of_memory_and_disk(host: MemoryHost, tmp_path: Path) -> None:
+    for step in (7, 12):
+        checkpoints.save(tmp_path / "disk", Job(step).tree(), step=step, nonce="aa")
+    memory = tier([])
+    save(memory, range(1, 12))
+    world = World(
+        generation=2,
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        nonce="bb",
+        lineage=(1,),
+        node="n1",
+        is_launched=True,
+    )
+    steps = []
+    for _ in range(2):
+        folder = CheckpointFolder(tmp_path / "disk", lambda name, why: None, memory=True)
+        name = folder.resolve(world, required=True).name
+        assert name is not None
+        steps.append(folder.load(name).info.step)
+        save(memory, range(15, 16))
+    memory.close()
+    assert steps == [12, 15]
+
+
+def test_without_a_host_disk_is_all_there_is_and_that_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    told: list[str] = []
+    save(tier(told), range(1, 20))
+    assert told == ["no agent hosts memory here: checkpoints go to disk only"]
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
+    save(tier(told), range(1, 20))
+    assert len(told) == 2 and "cannot be used" in told[1]
+
+
+def test_memory_that_fails_is_told_once_and_stops_nothing(host: MemoryHost) -> None:
+    told: list[str] = []
+    memory = tier(told)
+    save(memory, range(5, 6))
+    shutil.rmtree(host.folder / "own")
+    (host.folder / "own").touch()  # nothing can be written below a file
+    save(memory, range(6, 30))
+    assert len(told) == 1 and "memory: failed" in told[0]
+    (host.folder / "own").unlink()
+    save(memory, range(30, 31))
+    memory.close()
+    assert len(told) == 1
+    listed = checkpoints.list_checkpoints(Tiers(memory_roots(host.folder)))
+    assert [info.step for info in listed] == [30]
+
+
+def test_what_scripts_say() -> None:
+    assert Checkpoints("f").memory_steps is None
+    assert Checkpoints("f", memory=True).memory_steps == 10
+    assert Checkpoints("f", memory=3).memory_steps == 3
+    with pytest.raises(ConfigError, match="memory=0"):
+        Checkpoints("f", memory=0)
