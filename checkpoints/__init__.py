@@ -45,6 +45,7 @@ from checkpoints.retention import prune
 from checkpoints.saving import save
 from checkpoints.storage import LocalStorage, Root, Storage
 from checkpoints.sweeping import LeftAlone, Swept, sweep
+from checkpoints.tiered import Tier, TieredEngine, TierOutcome
 from checkpoints.tiers import Tiers, Trouble
 from checkpoints.when import (
     Automatic,
@@ -99,6 +100,9 @@ __all__ = [
     "StateError",
     "Storage",
     "Swept",
+    "Tier",
+    "TierOutcome",
+    "TieredEngine",
     "Tiers",
     "TornLoad",
     "Trouble",

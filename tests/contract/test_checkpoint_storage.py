@@ -13,13 +13,14 @@ from s3_server import S3Server, s3_server
 from checkpoints.faulty import FaultyStorage
 from checkpoints.fsspec_objects import PART_BYTES, FsspecObjects, open_url
 from checkpoints.memory import MemoryStorage
+from checkpoints.node_memory import NodeMemory
 from checkpoints.objects import ObjectStorage
 from checkpoints.storage import LocalStorage, Storage
 
 NAME = "step-000000001.g2.ab"
 ATTEMPT = f".tmp-{NAME}"
 REMOVED = f".tmp-removed-{NAME}"
-DISKS = ["local", "memory", "faulty without a fault"]
+DISKS = ["local", "memory", "faulty without a fault", "node memory"]
 OBJECTS = ["objects in memory", "objects on disk", "objects in s3"]
 
 
@@ -32,6 +33,8 @@ def s3() -> Iterator[S3Server]:
 def make(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Storage:
     if kind == "local":
         return LocalStorage(tmp_path / "a" / "root")
+    if kind == "node memory":
+        return NodeMemory(tmp_path / "own", limit_bytes=1 << 20)
     if kind == "objects in memory":
         fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
         return ObjectStorage(FsspecObjects(fs, "/a/root"))

@@ -84,6 +84,25 @@ def test_workers_of_a_killed_agent_end_and_so_does_the_guard(agent: FakeAgent) -
         agent.end()
 
 
+def test_the_memory_of_a_killed_agent_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else that the variable may name."""
+    for name, stays in (("elastic-memory-1-2-3-ab", False), ("precious", True)):
+        folder = tmp_path / name
+        (folder / "own").mkdir(parents=True)
+        monkeypatch.setenv("ELASTIC_NODE_MEMORY", str(folder))
+        agent = FakeAgent()
+        try:
+            assert folder.exists()
+            agent.process.kill()
+            agent.process.wait()
+            wait_until(lambda pid=agent.guard_pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
+            assert folder.exists() is stays
+        finally:
+            agent.end()
+
+
 def test_workers_end_even_if_the_agent_was_told_to_terminate_and_died(agent: FakeAgent) -> None:
     try:
         os.kill(agent.guard_pid, signal.SIGTERM)  # as a group-wide signal would: ignored
