@@ -1,8 +1,11 @@
 """What a save costs training, and how close writing and loading come to the raw bytes.
 
-All subjects handle the same bytes in one run, interleaved, on one folder (by default a tmpfs).
-Ranks of W > 1 run one after the other in one process: it measures work, not contention. Ratios
-are taken within a round, so that a noisy moment hits both sides.
+All subjects handle the same bytes in one run, interleaved, on one folder (by default a tmpfs; a
+disk is measured besides, with its range). Ratios are taken within a round, so that a noisy moment
+hits both sides. The ranks of W > 1 write one after the other, in one process: it measures work,
+not contention for this machine. They load together in W processes, over gloo.
+
+``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about six minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from checkpoint_ranks import bad_after_kills, load_together
 from measurement import Report, Row
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -29,28 +34,37 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import checkpoints
 
 TENSORS = 32
+SIZES = {"small": (64, 50), "full": (1024, 1000)}  # MiB, kills
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--mib", type=int, help="of state, instead of the size's")
+    parser.add_argument("--kills", type=int, help="instead of the size's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--folder", default="/dev/shm")
+    parser.add_argument("--folder", default="/dev/shm", help="a memory file system")
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on a disk")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.manual_seed(args.seed)
-    count = args.mib * (1 << 20) // 4 // TENSORS
-    state = {f"tensor{i}": torch.randn(count) for i in range(TENSORS)}
-    bench = Bench(state)
+    mib, kills = SIZES[args.size]
+    count = (args.mib or mib) * (1 << 20) // 4 // TENSORS
+    bench = Bench({f"tensor{i}": torch.randn(count) for i in range(TENSORS)})
     for _ in range(args.rounds):
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            for world_size in args.worlds:
-                bench.stall(Path(folder), world_size)
-            bench.peers(Path(folder))
-            bench.slow_down(Path(folder))
+        with folder_in(args.folder) as folder:
+            bench.save_and_load(folder, args.worlds)
+            bench.peers(folder)
+            bench.slow_down(folder)
+        with folder_in(args.disk) as folder:
+            bench.disk(folder)
+    with folder_in(args.folder) as folder:
+        kills = kills if args.kills is None else args.kills
+        bad = bad_after_kills(folder / "killed", kills, args.seed)
+        bench.note("unloadable or mixed after a kill", "elastic", bad, f"of {kills}")
     report = Report("checkpoint", args.seed, bench.rows())
     print(report.to_json()) if args.json else report.print_table()
 
@@ -62,7 +76,10 @@ class Bench:
         self._state = state
         self._size = sum(t.numel() * t.element_size() for t in state.values())
         self._host = torch.ones(self._size, dtype=torch.uint8)
+        self._source = torch.ones(self._size, dtype=torch.uint8)  # zeros would all be one page
+        self._live = {name: torch.ones_like(tensor) for name, tensor in state.items()}
         self._samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        self._raw_write_s = self._raw_read_s = 0.0
 
     def rows(self) -> tuple[Row, ...]:
         return tuple(Row(*key, tuple(found)) for key, found in self._samples.items())
@@ -70,48 +87,88 @@ class Bench:
     def note(self, case: str, subject: str, value: float, unit: str = "s") -> None:
         self._samples[case, subject, unit].append(value)
 
-    def stall(self, folder: Path, world_size: int) -> None:
-        """Rank 0's stall against memcpy of 1/W, its write against a raw one of as many bytes."""
-        share = self._size // world_size
-        root = folder / f"w{world_size}"
-        source = torch.ones(share, dtype=torch.uint8)  # zeros would all be one page
-        raw = statistics.median(timed(lambda: self._host[:share].copy_(source)) for _ in range(3))
-        engine = checkpoints.Engine(root, keep=checkpoints.LatestN(1))
-        engine.reserve(self._state, world_size=world_size)
-        world = checkpoints.World(nonce="bench", size=world_size)
-        handle = engine.save_async(self._state, step=1, world=world)
-        if world_size == 1:
-            outcome = handle.wait()
-            assert outcome is not None and not outcome.error, outcome
-            raw_write = timed(lambda: self._raw_write(folder / "raw"))
-            self.note("write", "raw", raw_write)
-            self.note("write", "elastic", outcome.write_s)
-            self.note("write / raw", "elastic", outcome.write_s / raw_write, "x")
-        else:
-            engine.close(timeout_s=0.0)  # the other ranks are not there
-            outcome = handle.wait()
-            assert outcome is not None
-        engine.close()
-        case = f"stall W={world_size}"
-        self.note(case, "memcpy of 1/W", raw)
-        self.note(case, "elastic", outcome.stall_s)
-        self.note(f"{case} / memcpy", "elastic", outcome.stall_s / raw, "x")
-        if world_size > 1:
-            shutil.rmtree(root, ignore_errors=True)
+    def against(self, case: str, subject: str, value_s: float, raw: str, raw_s: float) -> None:
+        """Seconds, and their ratio to the raw bytes of the same round."""
+        self.note(case, subject, value_s)
+        self.note(f"{case} / {raw}", subject, value_s / raw_s, "x")
+
+    # --- ours
+
+    def save_and_load(self, folder: Path, worlds: list[int]) -> None:
+        self._raw_write_s = self._timed_raw_write(folder / "raw", 1)
+        self.note("write W=1", "raw", self._raw_write_s)
+        self._raw_read_s = timed(lambda: self._raw_read(folder / "raw"))
+        self.note("load W=1", "raw read", self._raw_read_s)
+        for world_size in worlds:
+            root = folder / f"w{world_size}"
+            self._save(root, folder / "raw", world_size)
+            if world_size == 1:
+                self._load_alone(root)
+            else:
+                took = load_together(folder, world_size, self._state, "elastic", root)
+                self.against(f"load W={world_size}", "elastic", took, "raw", self._raw_read_s)
+            shutil.rmtree(root)
+
+    def _save(self, root: Path, raw: Path, size: int) -> None:
+        """Rank 0's stall against memcpy of 1/W, and its write against a raw one of as much."""
+        share = self._size // size
+        memcpy_s = statistics.median(
+            timed(lambda: self._host[:share].copy_(self._source[:share])) for _ in range(3)
+        )
+        engines, handles = [], []
+        for rank in range(size):
+            engine = checkpoints.Engine(root, keep=None)
+            engine.reserve(self._state, rank=rank, world_size=size)
+            world = checkpoints.World(nonce="bench", rank=rank, size=size)
+            handles.append(engine.save_async(self._state, step=1, world=world))
+            part = f"*/part-{rank:05d}-*.json"
+            while not (list(root.glob(part)) or handles[-1].outcome):
+                time.sleep(0.001)
+            engines.append(engine)
+        for engine in engines:
+            engine.close()
+        first = handles[0].outcome
+        assert first is not None and first.ending is checkpoints.Ending.COMMITTED, first
+        self.note(f"stall W={size}", "memcpy of 1/W", memcpy_s)
+        self.against(f"stall W={size}", "elastic", first.stall_s, "memcpy", memcpy_s)
+        raw_s = self._raw_write_s if size == 1 else self._timed_raw_write(raw, size)
+        self.against(f"write W={size}", "elastic", first.write_s, "raw", raw_s)
+
+    def _load_alone(self, root: Path) -> None:
+        name = checkpoints.list_checkpoints(root)[0].name
+        into = timed(lambda: checkpoints.load(root, name, into=self._live))
+        self.against("load W=1", "elastic", into, "raw", self._raw_read_s)
+        fresh = timed(lambda: checkpoints.load(root, name))
+        self.against("load W=1", "elastic, into fresh memory", fresh, "raw", self._raw_read_s)
+        verify = timed(lambda: checkpoints.verify(root, name))
+        self.against("verify", "elastic", verify, "raw", self._raw_read_s)
+
+    def slow_down(self, folder: Path) -> None:
+        """A training step's time while a save is written, against alone, on all cores."""
+        work = torch.randn(512, 512)
+
+        def step() -> None:
+            for _ in range(4):
+                work @ work
+
+        statistics.median(timed(step) for _ in range(20))
+        alone = [timed(step) for _ in range(60)]
+        with checkpoints.Engine(folder / "slow") as engine:
+            engine.reserve(self._state)
+            handle = engine.save_async(self._state, step=1, world=checkpoints.World(nonce="b"))
+            beside = []
+            while handle.outcome is None:
+                beside.append(timed(step))
+        shutil.rmtree(folder / "slow")
+        if beside:
+            slower = statistics.mean(beside) / statistics.mean(alone) - 1
+            self.note("training slowed while writing", "elastic", 100 * slower, "%")
+
+    # --- others
 
     def peers(self, folder: Path) -> None:
-        """Writing and loading by others, and loading by us, against raw bytes."""
-        state, raw = self._state, folder / "raw"
-        raw_write = timed(lambda: self._raw_write(raw))
-        into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
-        raw_read = timed(lambda: self._raw_read(raw))
-        self.note("load", "raw", raw_read)
-        newest = checkpoints.latest(folder / "w1").checkpoint
-        assert newest is not None
-        self._load(
-            "elastic", lambda: checkpoints.load(folder / "w1", newest.name, into=into), raw_read
-        )
-        shutil.rmtree(folder / "w1")
+        """Writing and loading by others, each durable, as ours is."""
+        state = self._state
         cases: tuple[tuple[str, Callable[[Path], object], Callable[[Path], object]], ...] = (
             ("torch.save", lambda p: torch.save(state, p), lambda p: torch.load(p)),
             (
@@ -122,58 +179,62 @@ class Bench:
             (
                 "DCP",
                 lambda p: dcp_save(dict(state), checkpoint_id=p, no_dist=True),
-                lambda p: dcp_load(dict(into), checkpoint_id=p, no_dist=True),
+                lambda p: dcp_load(dict(self._live), checkpoint_id=p, no_dist=True),
             ),
         )
         for subject, write, load in cases:
             path = folder / subject
             took = timed(lambda w=write, p=path: durably(w, p))  # type: ignore[misc]
-            self.note("write", subject, took)
-            self.note("write / raw", subject, took / raw_write, "x")
-            self._load(subject, lambda r=load, p=path: r(p), raw_read)  # type: ignore[misc]
+            self.against("write W=1", subject, took, "raw", self._raw_write_s)
+            took = timed(lambda r=load, p=path: r(p))  # type: ignore[misc]
+            self.against("load W=1", subject, took, "raw", self._raw_read_s)
+            if subject == "DCP":
+                for size in (2, 4):
+                    took = load_together(folder, size, state, "DCP", path)
+                    self.against(f"load W={size}", "DCP", took, "raw", self._raw_read_s)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self._dcp_async(folder / "async", raw_write)
-        raw.unlink()
+        self._dcp_async(folder / "async")
 
-    def _load(self, subject: str, load: Callable[[], object], raw_read: float) -> None:
-        took = timed(load)
-        self.note("load", subject, took)
-        self.note("load / raw", subject, took / raw_read, "x")
-
-    def _dcp_async(self, path: Path, raw_write: float) -> None:
+    def _dcp_async(self, path: Path) -> None:
+        memcpy_s = timed(lambda: self._host.copy_(self._source))
         began = time.perf_counter()
         future = dcp_async_save(dict(self._state), checkpoint_id=path, no_dist=True)
-        self.note("stall W=1", "DCP async", time.perf_counter() - began)
+        self.against("stall W=1", "DCP async", time.perf_counter() - began, "memcpy", memcpy_s)
         upload = future if isinstance(future, Future) else future.upload_completion
         upload.result()
+        sync(path)
         took = time.perf_counter() - began
-        self.note("write", "DCP async", took)
-        self.note("write / raw", "DCP async", took / raw_write, "x")
+        self.against("write W=1", "DCP async", took, "raw", self._raw_write_s)
         shutil.rmtree(path)
 
-    def slow_down(self, folder: Path) -> None:
-        """A training step's time while a save is written, against alone."""
-        work = torch.randn(512, 512)
-
-        def step() -> None:
-            for _ in range(20):
-                work @ work
-
-        alone = statistics.median(timed(step) for _ in range(30))
-        with checkpoints.Engine(folder / "slow") as engine:
+    def disk(self, folder: Path) -> None:
+        """The same on a disk, read without the kernel's copy of it."""
+        raw_write = self._timed_raw_write(folder / "raw", 1)
+        self.note("disk: write", "raw", raw_write)
+        forget(folder)
+        raw_read = timed(lambda: self._raw_read(folder / "raw"))
+        self.note("disk: load", "raw read", raw_read)
+        with checkpoints.Engine(folder / "ours") as engine:
             engine.reserve(self._state)
             handle = engine.save_async(self._state, step=1, world=checkpoints.World(nonce="b"))
-            beside = []
-            while handle.outcome is None:
-                beside.append(timed(step))
-        shutil.rmtree(folder / "slow")
-        slower = 100 * (statistics.median(beside or [alone]) / alone - 1)
-        self.note("training slowed while writing", "elastic", slower, "%")
+            outcome = handle.wait()
+        assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED, outcome
+        self.against("disk: write", "elastic", outcome.write_s, "raw", raw_write)
+        forget(folder)
+        took = timed(lambda: checkpoints.load(folder / "ours", outcome.name, into=self._live))
+        self.against("disk: load", "elastic", took, "raw", raw_read)
 
-    def _raw_write(self, path: Path) -> None:
+    # --- raw bytes
+
+    def _timed_raw_write(self, path: Path, size: int) -> float:
+        """Into a new file: an old one's pages would be there already."""
+        path.unlink(missing_ok=True)
+        return timed(lambda: self._raw_write(path, self._size // size))
+
+    def _raw_write(self, path: Path, size: int) -> None:
         with open(path, "wb", buffering=0) as file:
-            view = self._host.numpy().data
-            for begin in range(0, self._size, 16 << 20):
+            view = self._host[:size].numpy().data
+            for begin in range(0, size, 16 << 20):
                 file.write(view[begin : begin + (16 << 20)])
             os.fsync(file.fileno())
 
@@ -182,6 +243,12 @@ class Bench:
             view = self._host.numpy().data
             for begin in range(0, self._size, 16 << 20):
                 file.readinto(view[begin : begin + (16 << 20)])
+
+
+@contextmanager
+def folder_in(place: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
 
 
 def durably(write: Callable[[Path], object], path: Path) -> None:
@@ -195,6 +262,15 @@ def sync(path: Path) -> None:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def forget(folder: Path) -> None:
+    """Have the kernel drop its copies of the files, so that reads reach the disk."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -1,0 +1,122 @@
+"""Parts of the checkpoint benchmark that need processes: loading together, and being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+import checkpoints
+
+State = dict[str, torch.Tensor]
+
+
+def load_together(folder: Path, size: int, state: State, subject: str, path: Path) -> float:
+    """Seconds that the slowest of ``size`` ranks, real processes with gloo, needs for a load."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = folder / f"store-{subject}-{size}-{time.monotonic_ns()}"
+
+    def rank_of(rank: int) -> Callable[[], None]:
+        def work() -> None:
+            files = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+            limit = timedelta(seconds=300)
+            dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=limit)
+            into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+            dist.barrier()
+            began = time.perf_counter()
+            if subject == "elastic":
+                found = checkpoints.list_checkpoints(path)[0]
+                checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
+            else:
+                dcp_load(into, checkpoint_id=path)
+            took = time.perf_counter() - began
+            assert all(bool((into[name][-3:] == state[name][-3:]).all()) for name in state)
+            store.with_suffix(f".{rank}").write_text(json.dumps(took))
+
+        return work
+
+    pids = [fork(rank_of(rank)) for rank in range(size)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise RuntimeError(f"{subject}: ranks ended with {codes}")
+    return max(float(store.with_suffix(f".{rank}").read_text()) for rank in range(size))
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run ``work`` in a fork of this process, which has imported everything."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the parent's pool of threads did not come along
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def bad_after_kills(root: Path, kills: int, seed: int) -> int:
+    """How many of ``kills`` saving processes left something that is listed and not whole.
+
+    A child saves in the background, step after step, and is killed at a random instant after
+    its first commit. Each tensor tells its step: a mixture of steps is seen.
+    """
+    chance = random.Random(seed)
+    bad = 0
+    for generation in range(1, kills + 1):
+        told = _killed(root, generation, chance.uniform(0, 0.02))
+        listed = checkpoints.list_checkpoints(root)
+        newest = checkpoints.latest(root)
+        right = bool(told and listed and not newest.passed_over)
+        for info in listed:
+            try:
+                state = checkpoints.load(root, info.name).state
+            except checkpoints.LoadError:
+                right = False
+            else:
+                right &= all(bool((t == info.step).all()) for t in state.values())
+        bad += not right
+    return bad
+
+
+def _killed(root: Path, generation: int, delay_s: float) -> bytes:
+    reader, writer = os.pipe()
+    pid = fork(lambda: _save_for_ever(root, generation, writer))
+    os.close(writer)
+    select.select([reader], [], [], 60)
+    time.sleep(delay_s)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    told = os.read(reader, 1)
+    os.close(reader)
+    return told
+
+
+def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
+    nonce = f"{generation:04x}"
+    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    origin = checkpoints.latest(root).checkpoint
+    step = origin.step if origin else 0
+    world = checkpoints.World(
+        nonce=nonce, generation=generation, lineage=checkpoints.descend(origin, generation)
+    )
+    state = {name: torch.zeros(40_000, dtype=torch.int64) for name in "ab"}
+    engine = checkpoints.Engine(root, busy="wait")
+    while True:
+        step += 1
+        for tensor in state.values():
+            tensor.fill_(step)
+        engine.save_async(state, step=step, world=world)
+        if any(o.ending is checkpoints.Ending.COMMITTED for o in engine.outcomes()):
+            os.write(pipe, b"c")
