@@ -194,7 +194,7 @@ class Saver:
         if self.due is None or self.writer is None:
             return
         self.writer.poll()
-        in_flight = self.writer.in_flight
+        in_flight = int(self.writer.is_busy)
         is_stuck = heard is not None and heard.stuck
         if is_stuck and not self._others_are_stuck:
             reason = "the disk of a rank hangs: nobody saves until it goes on"
@@ -208,7 +208,7 @@ class Saver:
     def word(self, step: int, *, leaving: bool) -> Word:
         """What this rank says to all others during ``step``."""
         assert self.due is not None and self.writer is not None
-        wants = self.due.wants(step + 1, self._saved_step, self.writer.in_flight)
+        wants = self.due.wants(step + 1, self._saved_step, int(self.writer.is_busy))
         return Word(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
 
     def save(self, job: JobState, *, wait_s: float | None = None) -> Handle | None:
@@ -341,6 +341,8 @@ class Saver:
         for note in outcome.notes:
             self._skipped(outcome.name, note)
         self._memory_limit.saw_share(outcome.bytes_written, self.world_size)
+        # All ranks know of it; one line in the logs is enough.
+        is_told = self.rank > 0 and self.nonce in outcome.name
         self._journal.emit(
             CheckpointSaved(
                 name=outcome.name,
@@ -348,7 +350,8 @@ class Saver:
                 duration_s=round(outcome.took_s, 4),
                 stall_s=round(outcome.stall_s, 4),
                 bytes=outcome.bytes_written,
-            )
+            ),
+            level=logging.DEBUG if is_told else logging.INFO,
         )
 
     def _skipped(self, name: str, reason: str) -> None:

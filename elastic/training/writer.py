@@ -20,6 +20,7 @@ from elastic.telemetry.journal import EventSink
 
 # A save that nobody could commit by then is given up: a peer of it, or the disk, is gone.
 DEADLINE_S = 600.0
+PATIENCE_S = 60.0
 MAX_DEATHS = 3
 _SLICE_S = 0.02
 
@@ -43,7 +44,7 @@ class Writer:
         self._clock = clock
         self._engine: checkpoints.Engine | None = None
         self._deaths = 0
-        self._open: list[Handle] = []  # not reported yet
+        self._open: list[tuple[Handle, float]] = []  # not reported yet, and when they began
         self._is_stuck = False
         self._is_closed = False
 
@@ -51,6 +52,18 @@ class Writer:
     def in_flight(self) -> int:
         """Saves that are neither committed nor given up."""
         return self._engine.in_flight if self._engine is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is on its way that may still become a checkpoint.
+
+        One that is written and waits for long lacks a share that failed elsewhere: whoever saves
+        "when none is in flight" need not wait for it until its deadline.
+        """
+        now_s = self._clock.monotonic()
+        return any(
+            not handle.is_written or now_s - began_s < PATIENCE_S for handle, began_s in self._open
+        )
 
     @property
     def is_stuck(self) -> bool:
@@ -90,7 +103,7 @@ class Writer:
             except WriterDied as death:
                 self._bury(death)
                 continue
-            self._open.append(handle)
+            self._open.append((handle, self._clock.monotonic()))
             self.poll()
             return handle
         self._save_at_once(tree, step, world, data_position)
@@ -113,10 +126,9 @@ class Writer:
                 self._engine.outcomes()
             except WriterDied as death:
                 self._bury(death)
-        if not any(handle.outcome is not None for handle in self._open):
-            return
-        ended = [handle.outcome for handle in self._open if handle.outcome is not None]
-        self._open = [handle for handle in self._open if handle.outcome is None]
+        ended = [handle.outcome for handle, _ in self._open if handle.outcome is not None]
+        if ended:
+            self._open = [item for item in self._open if item[0].outcome is None]
         for outcome in ended:
             self._is_stuck = self._is_stuck or outcome.ending is Ending.SKIPPED
             self._report(outcome)
@@ -127,7 +139,7 @@ class Writer:
 
     def finish_writing(self, budget_s: float) -> bool:
         """Until this rank's part of every save is done: others may still commit it."""
-        return self._wait(lambda: all(handle.is_written for handle in self._open), budget_s)
+        return self._wait(lambda: all(handle.is_written for handle, _ in self._open), budget_s)
 
     def close(self, budget_s: float) -> None:
         """End the engine's thread, and report what became of its saves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from checkpoints.faulty import Died, FaultyStorage
 from checkpoints.memory import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
-from elastic.training import last_save
+from elastic.training import last_save, writer
 from elastic.training.last_save import LastSave
 from elastic.training.run import Run, start
 from elastic.training.saver import Saver
@@ -164,6 +165,23 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
     assert heard.saved == [3, 9, 10]
     (reason,) = heard.skipped
     assert "failed" in reason and "No space left" in reason
+
+
+def test_who_saves_when_none_is_in_flight_does_not_wait_for_a_share_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
+    rank = Rank(MemoryStorage(), 0, 2)
+    rank.save(1)
+    waiting = rank.saver.writer
+    assert waiting is not None and waiting.finish_writing(LONG_S)
+    seen = [waiting.is_busy]
+    until_s = time.monotonic() + LONG_S
+    while seen[-1] and time.monotonic() < until_s:
+        seen.append(waiting.is_busy)
+    assert seen[0] and not seen[-1]
+    assert waiting.in_flight == 1, "it may still be completed"
+    rank.saver.close(0.0)
 
 
 def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchronous(
