@@ -10,10 +10,13 @@ import pytest
 from training_job import TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.journal import read_journal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-OUTAGE_S = 30.0  # many times the lease
+OUTAGE_S = 60.0  # many times the lease
+# Promised are 2 s (benchmarks/recovery.py measures it); the rest is for a busy machine.
+RECOVERED_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +62,29 @@ def test_etcd_restarts_with_its_data(job: TrainingJob, etcd: EmbeddedEtcd) -> No
     assert_no_generation_was_spent(job, generation)
 
 
-def test_etcd_is_down_for_half_a_minute(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
-    job.bring_to(3)
+def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
+    job: TrainingJob, etcd: EmbeddedEtcd
+) -> None:
+    """No step waits for etcd. A death does: the survivors pause until etcd is back, no longer."""
+    nodes = job.bring_to(3)
     generation = job.generation()
-    train_through_an_outage(job, etcd, OUTAGE_S)
-    assert_no_generation_was_spent(job, generation)
-    # And the job is as able to change as before.
-    job.running[-1].kill()
+    etcd.kill()
+    until = time.monotonic() + OUTAGE_S
+    while time.monotonic() < until:
+        job.wait_progress(1, timeout_s=10.0)  # each must come within its time
+    assert job.training_nodes()[0] == generation
+    nodes[-1].kill()
+    survivors = {node.name: node.workers()[0].pid for node in nodes[:-1]}
+    etcd.start()
+    back_s = time.monotonic()
     job.wait_training(nodes=2, after_generation=generation)
+    joined = [
+        event["monotonic"] - back_s
+        for event in read_journal(job.folder / "journal")
+        if event["event"] == "world-joined" and event["generation"] > generation
+    ]
+    assert min(joined) < RECOVERED_S
+    assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 
 def test_etcd_is_wiped(job: TrainingJob, etcd: EmbeddedEtcd) -> None:

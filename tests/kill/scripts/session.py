@@ -67,6 +67,7 @@ def main() -> None:
     hurry = options.folder / "hurry"
     width = options.width
     module = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)).double()
+    module.to(run.device)
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(optimizer=optimizer)
@@ -84,6 +85,7 @@ def main() -> None:
     def train() -> None:
         for _ in run.epochs(options.epochs):
             for x, y in loader:
+                x, y = x.to(run.device), y.to(run.device)
                 loss = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]

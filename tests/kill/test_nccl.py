@@ -1,0 +1,49 @@
+"""A peer dies on NCCL while the host has queued this step and the next: no parameter may change.
+
+PROTOCOL section 8, history 1. What was queued behind a collective runs when the group is aborted:
+an update on half-reduced gradients would show in the final weights.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from training_job import TrainingJob, Workload, train_undisturbed
+
+from elastic.coordination.embedded import EmbeddedEtcd
+
+GPUS = torch.cuda.device_count()
+KILLS = 10
+WORKLOAD = Workload(samples=2000, batch=100, epochs=500, step_s=0.02, extra=("--width=4096",))
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(GPUS < 2, reason=f"NCCL takes a GPU for each rank: 2 needed, {GPUS} here"),
+]
+
+
+def test_deaths_in_queued_steps_change_no_parameter(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with TrainingJob(
+        [etcd.endpoint], tmp_path / "job", workload=WORKLOAD, min_nodes=1, max_nodes=2
+    ) as job:
+
+        def start(gpu: int) -> None:
+            job.start_node(f"gpu{gpu}", env={"CUDA_VISIBLE_DEVICES": str(gpu)})
+
+        start(0)
+        start(1)
+        for _ in range(KILLS):
+            generation = job.wait_training(nodes=2)
+            job.wait_progress(rng.randrange(1, 20))
+            gpu = rng.randrange(2)
+            job.node(f"gpu{gpu}").kill()
+            job.wait_training(nodes=1, after_generation=generation)
+            start(gpu)
+            job.wait_training(nodes=2, after_generation=generation)
+        alone = train_undisturbed(tmp_path / "alone", WORKLOAD)
+        job.assert_finishes_whole(alone, timeout_s=300.0)
