@@ -3,6 +3,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two files at a time: most of what a cluster of nodes does in a test is waiting.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
 .PHONY: demo test check unit cluster soak bench format clean
 
@@ -24,13 +26,13 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -m "not soak"
+	$(PYTEST) -m "not soak"
 
 unit: $(STAMP)
-	$(BIN)/pytest -m "not soak and not cluster"
+	$(PYTEST) -m "not soak and not cluster"
 
 cluster: $(STAMP)
-	$(BIN)/pytest -m "cluster and not soak"
+	$(PYTEST) -m "cluster and not soak"
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 7200
