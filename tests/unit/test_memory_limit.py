@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
+from elastic.telemetry.log import get_logger
 from elastic.training.memory_limit import MemoryLimit, resident_bytes
 from elastic.tuning.memory import shm_shortages, staging_shortage
 
@@ -37,14 +40,22 @@ def test_what_a_node_would_stage_alone_counts(limit: int, fits: bool) -> None:
         assert f"{20 + 12}.0 GiB" in said
 
 
-def test_a_worker_says_it_once(capsys: pytest.CaptureFixture[str]) -> None:
-    environ = {"ELASTIC_MEMORY_LIMIT_BYTES": str(8 * GIB), "LOCAL_WORLD_SIZE": "1"}
-    limit = MemoryLimit(environ, lambda: 7 * GIB)
-    limit.saw_share(GIB // 4, 1)
-    assert capsys.readouterr().err == ""
-    limit.saw_share(GIB // 4, 8)
-    limit.saw_share(GIB // 4, 8)
-    assert capsys.readouterr().err.count("Raise the limit") == 1
+def test_a_worker_says_it_once() -> None:
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = said.append  # type: ignore[method-assign]
+    get_logger().addHandler(listener)
+    try:
+        environ = {"ELASTIC_MEMORY_LIMIT_BYTES": str(8 * GIB), "LOCAL_WORLD_SIZE": "1"}
+        limit = MemoryLimit(environ, lambda: 7 * GIB)
+        limit.saw_share(GIB // 4, 1)
+        assert said == []
+        limit.saw_share(GIB // 4, 8)
+        limit.saw_share(GIB // 4, 8)
+    finally:
+        get_logger().removeHandler(listener)
+    (record,) = said
+    assert "Raise the limit" in record.getMessage()
 
 
 def test_without_a_limit_nothing_is_measured() -> None:
