@@ -17,6 +17,7 @@ deletes these, and never moves data. An object store has no folders: an empty on
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 from collections.abc import Mapping
 from enum import Enum
@@ -165,22 +166,28 @@ class ObjectStorage:
 
 
 class _ObjectSink:
-    """Written when it is synced: before, nobody sees it, and without, it never was."""
+    """Seen from its sync or close on, whole: before, and if a write fails, it never was."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
-        self._finished = False
+        self._is_open = True
 
     def write(self, data: bytes | memoryview) -> None:
-        self._upload.write(data)
+        try:
+            self._upload.write(data)
+        except BaseException:
+            self._is_open = False
+            with contextlib.suppress(OSError):  # the first failure is the one to report
+                self._upload.abandon()
+            raise
 
     def sync(self) -> None:
-        self._upload.finish()
-        self._finished = True
+        if self._is_open:
+            self._is_open = False
+            self._upload.finish()
 
     def close(self) -> None:
-        if not self._finished:
-            self._upload.abandon()
+        self.sync()
 
 
 class _ObjectSource:

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from s3_server import S3Server, s3_server
 
-from checkpoints.faulty import FaultyStorage
+from checkpoints.faulty import Fault, FaultyObjects, FaultyStorage
 from checkpoints.fsspec_objects import PART_BYTES, FsspecObjects, open_url
 from checkpoints.memory import MemoryStorage
 from checkpoints.node_memory import NodeMemory
@@ -204,22 +204,47 @@ def test_a_file_is_renamed_onto_another(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("size", [3, PART_BYTES + 5])
-def test_an_object_is_seen_when_it_is_synced_and_not_before(objects: Storage, size: int) -> None:
+def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
+    objects: Storage, size: int
+) -> None:
     """Else a reader could take the beginning of a file for all of it."""
     half = bytes(size // 2)
-    lost = objects.create(f"{ATTEMPT}/lost")
-    kept = objects.create(f"{ATTEMPT}/kept")
-    for sink in (lost, kept):
+    synced = objects.create(f"{ATTEMPT}/synced")
+    closed = objects.create(f"{ATTEMPT}/closed")
+    for sink in (synced, closed):
         sink.write(half)
         sink.write(memoryview(b"x" * (size - len(half))))
     with pytest.raises(FileNotFoundError):
         objects.list(ATTEMPT)
-    lost.close()
-    kept.sync()
-    kept.close()
-    assert objects.list(ATTEMPT) == ["kept"]
-    assert objects.size(f"{ATTEMPT}/kept") == size
-    assert _get(objects, f"{ATTEMPT}/kept", size - 2) == b"xx"
+    synced.sync()
+    assert objects.list(ATTEMPT) == ["synced"]
+    synced.close()
+    closed.close()
+    for file in ("synced", "closed"):
+        assert objects.size(f"{ATTEMPT}/{file}") == size
+        assert _get(objects, f"{ATTEMPT}/{file}", size - 2) == b"xx"
+
+
+def test_an_object_whose_write_failed_never_was(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
+    inner = FsspecObjects(fs, "/a/root")
+    storage = ObjectStorage(FaultyObjects(inner, at=2, fault=Fault.IO_ERROR))
+    sink = storage.create(f"{ATTEMPT}/file")  # call 0 looks whether it is committed
+    sink.write(b"one")
+    with pytest.raises(OSError, match="injected"):
+        sink.write(b"two")
+    sink.close()
+    assert inner.list("") == {}
+
+
+def test_a_closed_file_is_there(storage: Storage) -> None:
+    """Also one that was not synced: that is for power cuts."""
+    storage.make_folder("")
+    sink = storage.create("file")
+    sink.write(b"content")
+    sink.close()
+    storage.rename("file", "other")
+    assert _get(storage, "other") == b"content"
 
 
 def test_an_empty_file(storage: Storage) -> None:
