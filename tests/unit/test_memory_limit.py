@@ -42,8 +42,12 @@ def test_what_a_node_would_stage_alone_counts(limit: int, fits: bool) -> None:
 
 def test_a_worker_says_it_once() -> None:
     said: list[logging.LogRecord] = []
-    listener = logging.Handler()
-    listener.emit = said.append  # type: ignore[method-assign]
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record)
+
+    listener = Listener()
     get_logger().addHandler(listener)
     try:
         environ = {"ELASTIC_MEMORY_LIMIT_BYTES": str(8 * GIB), "LOCAL_WORLD_SIZE": "1"}
