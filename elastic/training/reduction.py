@@ -46,6 +46,8 @@ class Reduction:
                 SYSTEM_CLOCK.sleep(WAIT_SLICE_S)
             if not work.is_success():
                 work.wait()  # raises what went wrong
+        if self.works and self.words is not None:
+            self.words.settle()
         self.works.clear()
 
     def weigh(self, bucket: GradBucket) -> torch.Tensor:

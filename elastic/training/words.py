@@ -58,6 +58,10 @@ class Words:
         """The summed words of a bucket; on a GPU perhaps not there yet."""
         self._ends.append(end)
 
+    def settle(self) -> None:
+        """The collectives have ended: copy from a GPU now, before more is queued behind them."""
+        self._ends = [end.cpu() for end in self._ends]
+
     def heard(self) -> Word | None:
         """What anybody has said in this step; None if no bucket has carried words."""
         if not self._ends:
