@@ -7,6 +7,7 @@ is unpickled. A rank that dies makes the group fail, or its timeout end, on the 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from checkpoints.spare import Spare
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_WINDOW_BYTES = 32 << 20  # what each rank gives in one collective
+_ALONE_BYTES = 1 << 20  # from here on, a chunk travels from and to where it lies
+_PACKED_BYTES = 16 << 20
+_IN_FLIGHT = 4  # messages at once: it bounds the memory for packed ones
 _ALIGNMENT = 64
 
 
@@ -89,24 +92,63 @@ class Exchange:
                 )
 
     def all_gather(self, shares: Sequence[Sequence[Item]], spares: Mapping[str, Spare]) -> None:
-        """Give what this rank has read to all others, and take what they have."""
-        windows = [list(_windows(share)) for share in shares]
-        for number in range(max(map(len, windows))):
-            now = [of[number] if number < len(of) else [] for of in windows]
-            room = max(sum(_room(item) for item in window) for window in now)
-            given = torch.zeros(room, dtype=torch.uint8)
-            for (tensor, chunk), place in _placed(now[self.rank]):
-                data = spares[tensor.spec.name].get(chunk.place).view(torch.uint8)
-                given[place : place + data.numel()] = data
-            taken = self._gathered(given)
-            for rank, window in enumerate(now):
-                for (tensor, chunk), place in _placed(window) if rank != self.rank else ():
-                    data = taken[rank][place : place + chunk.end - chunk.begin]
-                    spares[tensor.spec.name].put(
-                        chunk.place, data.view(BY_NAME[tensor.spec.dtype].torch)
-                    )
+        """Give what this rank has read to all others, and take what they have.
+
+        By broadcasts: gloo's all_gather moved 0.2 GB/s where its broadcast moved 1.2 [measured].
+        """
+        messages = [list(_messages(share)) for share in shares]
+        turns = itertools.zip_longest(*messages, fillvalue=())
+        flow = [(rank, m) for turn in turns for rank, m in enumerate(turn) if m]
+        for first in range(0, len(flow), _IN_FLIGHT):
+            now = flow[first : first + _IN_FLIGHT]
+            with self._told():
+                sent = [(*of, *self._start(*of, spares)) for of in now]
+                for rank, message, buffer, work in sent:
+                    work.wait()
+                    if rank != self.rank:
+                        self._unpack(message, buffer, spares)
         with self.together():  # nobody touches a live tensor before everybody has all
             pass
+
+    def _start(
+        self, rank: int, message: Sequence[Item], spares: Mapping[str, Spare]
+    ) -> tuple[torch.Tensor, Any]:
+        """Broadcast a message of ``rank``: where it lies, if it is one piece, else packed."""
+        buffer = self._in_place(message, spares)
+        if buffer is None:
+            buffer = torch.empty(sum(map(_room, message)), dtype=torch.uint8)
+            if rank == self.rank:
+                for (tensor, chunk), place in _placed(message):
+                    data = spares[tensor.spec.name].get(chunk.place).view(torch.uint8)
+                    buffer[place : place + data.numel()] = data
+        buffer = buffer.to(self._device)
+        return buffer, self._dist.broadcast(
+            buffer, group=self._group, group_src=rank, async_op=True
+        )
+
+    def _unpack(
+        self, message: Sequence[Item], buffer: torch.Tensor, spares: Mapping[str, Spare]
+    ) -> None:
+        room = self._in_place(message, spares)
+        if room is not None:
+            if room.data_ptr() != buffer.data_ptr():
+                room.copy_(buffer)
+            return
+        here = buffer.cpu()
+        for (tensor, chunk), place in _placed(message):
+            data = here[place : place + chunk.end - chunk.begin]
+            spare = spares[tensor.spec.name]
+            spare.put(chunk.place, data.view(BY_NAME[tensor.spec.dtype].torch))
+
+    def _in_place(
+        self, message: Sequence[Item], spares: Mapping[str, Spare]
+    ) -> torch.Tensor | None:
+        """The same answer on all ranks: whole tensors lie alike everywhere."""
+        if len(message) != 1:
+            return None
+        tensor, chunk = message[0]
+        room = spares[tensor.spec.name].room(chunk.place)
+        return None if room is None else room.view(torch.uint8)
 
     def _tell(self, report: Mapping[str, object]) -> list[dict[str, Any]]:
         """Every rank's report."""
@@ -120,9 +162,14 @@ class Exchange:
         """Equally many elements of every rank, on the CPU."""
         here = given.to(self._device)
         taken = torch.empty((self.size, *given.shape), dtype=given.dtype, device=self._device)
-        try:
+        with self._told():
             self._dist.all_gather(list(taken), here, group=self._group)
-            return list(taken.cpu())
+        return list(taken.cpu())
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise LoadError(
                 f"the process group failed while loading: {error}",
@@ -130,22 +177,26 @@ class Exchange:
             ) from error
 
 
-def _windows(share: Sequence[Item]) -> Iterator[list[Item]]:
-    window: list[Item] = []
+def _messages(share: Sequence[Item]) -> Iterator[list[Item]]:
+    """Large chunks by themselves, small ones together."""
+    packed: list[Item] = []
     size = 0
     for item in share:
-        if window and size + _room(item) > _WINDOW_BYTES:
-            yield window
-            window, size = [], 0
-        window.append(item)
+        if _size(item) >= _ALONE_BYTES:
+            yield [item]
+            continue
+        if packed and size + _room(item) > _PACKED_BYTES:
+            yield packed
+            packed, size = [], 0
+        packed.append(item)
         size += _room(item)
-    if window:
-        yield window
+    if packed:
+        yield packed
 
 
-def _placed(window: Sequence[Item]) -> Iterator[tuple[Item, int]]:
+def _placed(message: Sequence[Item]) -> Iterator[tuple[Item, int]]:
     place = 0
-    for item in window:
+    for item in message:
         yield item, place
         place += _room(item)
 

@@ -253,9 +253,9 @@ def refused(rank: int, size: int, folder: Path) -> Result:
     return told
 
 
-def exchanged(rank: int, size: int, folder: Path, window: int) -> Result:
-    """Replicated tensors, in small windows; how many bytes this rank read of the disk."""
-    exchange._WINDOW_BYTES = window
+def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int) -> Result:
+    """Replicated tensors, in messages of any size; how many bytes this rank read of the disk."""
+    exchange._ALONE_BYTES, exchange._PACKED_BYTES = alone, packed
     storage = Counting(folder)
     live = {name: torch.zeros_like(values(name)) for name in SHAPES}
     live["large"] = torch.zeros(200_000)

@@ -148,10 +148,14 @@ def replicated(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("window", [32 << 20, 1])
-def test_each_rank_reads_its_share_and_has_all(run: Run, replicated: Path, window: int) -> None:
+@pytest.mark.parametrize(
+    ("alone", "packed"), [(1 << 20, 16 << 20), (1 << 20, 1), (100, 200), (1, 1)]
+)
+def test_each_rank_reads_its_share_and_has_all(
+    run: Run, replicated: Path, alone: int, packed: int
+) -> None:
     size = checkpoints.verify(replicated, NAME).size_bytes
-    results = run("exchanged", 3, replicated, window=window)
+    results = run("exchanged", 3, replicated, alone=alone, packed=packed)
     for result in results:
         assert all(result["same"].values()), result
         assert result["read"] < size / 3 + 10_000
