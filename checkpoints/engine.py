@@ -29,7 +29,7 @@ from checkpoints.commit import is_committed
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.keep import Keep, LatestN
 from checkpoints.naming import CheckpointName
-from checkpoints.outcome import Ending, Handle, Outcome, World
+from checkpoints.outcome import Ending, Handle, Outcome, World, WriterDied
 from checkpoints.plan import share
 from checkpoints.saving import check_json, check_world, lineage_of
 from checkpoints.staging import Buffer
@@ -39,10 +39,6 @@ from checkpoints.tree import pack, spec_of
 THREAD_NAME = "checkpoint-writer"
 _NICENESS = 10
 _LOOK_AGAIN_S = 0.1  # for the other writers' parts
-
-
-class WriterDied(RuntimeError):
-    """The engine's thread died of the cause: a bug. Nothing is saved any more."""
 
 
 @dataclass(eq=False)
@@ -113,10 +109,8 @@ class Engine:
         pieces = share([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
         size = sum(span.count * spec.element_bytes for spec, span in pieces)
         pinned = any(t.is_cuda for t in tensors.values())
-        if background:
-            self.later(lambda: self._grow(size, pinned=pinned))
-        else:
-            self._grow(size, pinned=pinned)
+        grow = functools.partial(self._grow, size, pinned=pinned)
+        self.later(grow) if background else grow()
 
     def _grow(self, size_bytes: int, *, pinned: bool) -> None:
         """One after the other: a save meanwhile finds the second one."""

@@ -25,6 +25,10 @@ class World:
     fence: Callable[[], bool] | None = field(default=None, compare=False)
 
 
+class WriterDied(RuntimeError):
+    """The engine's thread died of the cause: a bug. Nothing is saved any more."""
+
+
 class Ending(Enum):
     """How a save ended."""
 
