@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from checkpoints import Root
 from elastic.training.loader import ElasticLoader
 from elastic.training.run import Run, start
 from elastic.training.saving import Checkpoints
@@ -63,7 +63,7 @@ class Job:
 
 @contextmanager
 def process(
-    folder: Path | None = None, *, seed: int = 0, every_steps: int = 3, clean: bool = True
+    folder: Root | None = None, *, seed: int = 0, every_steps: int = 3, clean: bool = True
 ) -> Iterator[Run]:
     """What one process is to the job. With ``clean=False`` it ends as if it had been killed."""
     policy = Checkpoints(folder=folder, every_steps=every_steps) if folder else None

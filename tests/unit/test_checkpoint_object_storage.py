@@ -9,7 +9,9 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from checkpoint_states import odd_state, same, save_all, small_state
+from run_kit import job, process
 
 import checkpoints
 from checkpoints.commit import commit
@@ -197,6 +199,22 @@ def test_an_engine_saves_to_a_url() -> None:
     newest = checkpoints.latest(root).checkpoint
     assert newest is not None
     assert same(checkpoints.load(root, newest.name).state, small_state(3))
+
+
+def test_a_job_saves_into_a_url_and_goes_on_from_there() -> None:
+    root = f"memory://job-{checkpoints.new_nonce()}"
+    with process(root) as run:
+        script = job(run)
+        assert script.train(stop_after=8) == 8
+        weights = script.weights()
+    newest = checkpoints.latest(root).checkpoint
+    assert newest is not None and newest.step == 8
+    with process(root) as run:
+        script = job(run)
+        for _ in run.epochs(2):
+            next(iter(script.loader))
+            assert torch.equal(script.weights(), weights)
+            break
 
 
 def test_what_is_a_url_and_what_a_path(tmp_path: Path) -> None:
