@@ -63,8 +63,7 @@ class PeerServer:
         self._threads: dict[Wire, threading.Thread] = {}
         self._ended: set[Wire] = set()
         self._closing = threading.Event()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self._listener = _listener_on(host)
         self._thread = threading.Thread(
             target=self._listen, name="checkpoint-peer-server", daemon=True
         )
@@ -244,6 +243,15 @@ class PeerServer:
             sink.sync()
         finally:
             sink.close()
+
+
+def _listener_on(host: str) -> socket.socket:
+    """On that address; on all, if it is none of this machine's own (behind NAT)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
+    except OSError:
+        return socket.create_server(("", 0), family=family, backlog=MAX_CONNECTIONS)
 
 
 @contextlib.contextmanager

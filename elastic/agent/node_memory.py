@@ -88,6 +88,7 @@ def host_memory(
             return AgentMemory(None)
         host = MemoryHost(
             parent / _name(node),
+            host=node.address,
             limit_bytes=_limit_bytes(options, shm_bytes),
             neighbours=lambda: neighbours(running(), node.node_id),
             on_outcome=told.outcome,

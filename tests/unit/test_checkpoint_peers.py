@@ -321,6 +321,17 @@ def test_a_connection_that_the_server_closed_meanwhile_is_made_again(node: Node)
     assert peer.list("") == []
 
 
+def test_an_address_that_is_not_this_machines_own_is_served_on_all(tmp_path: Path) -> None:
+    """Behind NAT, others come in by another address."""
+    memory = NodeMemory(tmp_path)
+    server = PeerServer(memory, memory, token=TOKEN, host="192.0.2.1")
+    client = PeerStorage(PeerAddress("a", "127.0.0.1", server.port, TOKEN))
+    memory.make_folder("")
+    assert client.list("") == []
+    client.close()
+    server.close()
+
+
 def test_a_server_that_ends_is_gone_for_its_clients(tmp_path: Path) -> None:
     node = Node(tmp_path / "b")
     peer = node.client()
