@@ -148,7 +148,7 @@ def _script(
     lines += [
         f"mount -t proc proc {at}/proc",
         f"mount -t tmpfs -o mode=1777 none {at}/tmp",
-        f"mount -t tmpfs -o mode=1777 none {at}/dev/shm",
+        f"mount -t tmpfs -o mode=1777,size=256m none {at}/dev/shm",
         setup,
         f"mount -o remount,ro {at}",
         f"exec env -i {shlex.join(f'{k}={v}' for k, v in environ.items())} /usr/sbin/chroot {at} "
