@@ -32,10 +32,9 @@ def test_every_path_exists() -> None:
 def test_every_object_exists(prod: Rendered) -> None:
     claim = prod.one("StatefulSet", "etcd")["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
     assert set(re.findall(r"[a-z]+-etcd-\d", RUNBOOK)) == {f"{claim}-etcd-{i}" for i in range(3)}
-    for kind, name in re.findall(
-        r"kubectl -n \$N (?:scale|patch|delete|rollout status) (statefulset|configmap|job) ([\w-]+)",
-        RUNBOOK,
-    ):
+    verbs = "scale|patch|delete|rollout status"
+    named = rf"kubectl -n \$N (?:{verbs}) (statefulset|configmap|job) ([\w-]+)"
+    for kind, name in re.findall(named, RUNBOOK):
         real = {"statefulset": "StatefulSet", "configmap": "ConfigMap", "job": "Job"}[kind]
         assert name == "etcd-restore" or prod.of(real, name), f"{kind} {name}"
 
