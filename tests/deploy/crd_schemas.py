@@ -3,7 +3,7 @@
 kubernetes-validate has schemas of Kubernetes' own kinds only. These are ours and small: they refuse
 a slip in a name or a type, not everything that the real admission would. Written against
 cert-manager.io/v1, jobset.x-k8s.io/v1alpha2 (JobSet 0.10), trainer.kubeflow.org/v1alpha1 (Trainer
-2.2), kueue.x-k8s.io/v1beta1 and scheduling.volcano.sh/v1beta1.
+2.2), kueue.x-k8s.io/v1beta2 and scheduling.volcano.sh/v1beta1.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "TrainJob": of_kind("trainer.kubeflow.org/v1alpha1", "TrainJob", TRAINJOB),
     "LocalQueue": of_kind(
-        "kueue.x-k8s.io/v1beta1", "LocalQueue", record(("clusterQueue",), clusterQueue=STRING)
+        "kueue.x-k8s.io/v1beta2", "LocalQueue", record(("clusterQueue",), clusterQueue=STRING)
     ),
     "PodGroup": of_kind(
         "scheduling.volcano.sh/v1beta1",
