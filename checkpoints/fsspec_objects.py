@@ -22,6 +22,7 @@ from checkpoints.errors import ArgumentError
 
 # Below, an object is sent in one request; above, in parts of this size (S3 takes 10,000).
 PART_BYTES = 64 << 20
+_CONFLICTS = 5  # S3 says 409 while another conditional put of the same object is under way
 
 
 @dataclass(frozen=True)
@@ -134,17 +135,44 @@ class FsspecObjects:
     def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
         path = self._key(key)
         with self._asking():
-            if not self._puts_at_once:
-                if only_new and self._fs.exists(path):
-                    raise FileExistsError(path)
-                upload = self._fs.open(path, "wb", autocommit=False)
-                upload.write(data)
-                upload.close()
-                upload.commit()
-            elif only_new:
-                self._fs.pipe_file(path, data, mode="create")
+            if not only_new:
+                self._put(path, data)
+            elif self._puts_at_once:
+                self._put_new(path, data)
+            elif self._fs.exists(path):
+                raise FileExistsError(path)
             else:
-                self._fs.pipe_file(path, data)
+                self._put(path, data)
+
+    def _put(self, path: str, data: bytes) -> None:
+        if self._puts_at_once:
+            self._fs.pipe_file(path, data)
+            return
+        upload = self._fs.open(path, "wb", autocommit=False)
+        upload.write(data)
+        upload.close()
+        upload.commit()
+
+    def _put_new(self, path: str, data: bytes) -> None:
+        """By a conditional put; where there is none, by looking first.
+
+        What two committers put is the same, so the second way is no worse for them: it only
+        tells both that they were first.
+        """
+        for _ in range(_CONFLICTS):
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+                return
+            except Exception as error:
+                self._fs.invalidate_cache()
+                if self._fs.exists(path):
+                    raise FileExistsError(path) from error
+                if _is_unknown_to_the_store(error):
+                    self._put(path, data)
+                    return
+                if "ConditionalRequestConflict" not in str(error):
+                    raise
+        raise OSError(errno.EAGAIN, "others put the same object, and none of them stays", path)
 
     def upload(self, key: str) -> Upload:
         return _Upload(self, key)
@@ -221,6 +249,11 @@ class _Upload:
                 self._parts.discard()
                 with contextlib.suppress(AttributeError):
                     self._parts.closed = True  # else its destructor would send what is left
+
+
+def _is_unknown_to_the_store(error: Exception) -> bool:
+    """Whether the driver, or the store, does not know conditional puts."""
+    return isinstance(error, (TypeError, NotImplementedError)) or "NotImplemented" in str(error)
 
 
 def _is_memory(fs: Any) -> bool:

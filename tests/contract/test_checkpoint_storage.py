@@ -10,8 +10,9 @@ import fsspec
 import pytest
 from s3_server import S3Server, s3_server
 
+from checkpoints import fsspec_objects
 from checkpoints.faulty import Fault, FaultyObjects, FaultyStorage
-from checkpoints.fsspec_objects import PART_BYTES, FsspecObjects, open_url
+from checkpoints.fsspec_objects import FsspecObjects, open_url
 from checkpoints.memory import MemoryStorage
 from checkpoints.node_memory import NodeMemory
 from checkpoints.objects import ObjectStorage
@@ -19,6 +20,7 @@ from checkpoints.storage import LocalStorage, Storage
 
 NAME = "step-000000001.g2.ab"
 ATTEMPT = f".tmp-{NAME}"
+PART_BYTES = 5 << 20  # S3 takes no smaller ones
 REMOVED = f".tmp-removed-{NAME}"
 DISKS = ["local", "memory", "faulty without a fault", "node memory"]
 OBJECTS = ["objects in memory", "objects on disk", "objects in s3"]
@@ -205,9 +207,10 @@ def test_a_file_is_renamed_onto_another(storage: Storage) -> None:
 
 @pytest.mark.parametrize("size", [3, PART_BYTES + 5])
 def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
-    objects: Storage, size: int
+    objects: Storage, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a reader could take the beginning of a file for all of it."""
+    monkeypatch.setattr(fsspec_objects, "PART_BYTES", PART_BYTES)
     half = bytes(size // 2)
     synced = objects.create(f"{ATTEMPT}/synced")
     closed = objects.create(f"{ATTEMPT}/closed")

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 from checkpoint_states import odd_state, same, save_all, small_state
+from fsspec.implementations.memory import MemoryFileSystem
 from run_kit import job, process
 
 import checkpoints
@@ -184,6 +185,49 @@ def test_a_sweep_leaves_what_has_an_owner() -> None:
     swept = checkpoints.sweep(storage, generation=2, nonce="mine")
     assert swept.removed == (".tmp-step-000000005.g1.old",)
     assert len(swept.left_alone) == 2
+
+
+class Store(MemoryFileSystem):  # type: ignore[misc]
+    """A store whose conditional puts go wrong first, as told."""
+
+    cachable = False
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__(global_store=False)
+        self.errors = list(errors)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        if mode == "create" and self.errors:
+            raise self.errors.pop(0)
+        super().pipe_file(path, value, mode=mode, **more)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("pipe_file() got an unexpected keyword argument 'mode'"),
+        OSError(5, "An error occurred (NotImplemented) when calling the PutObject operation"),
+        OSError(5, "An error occurred (ConditionalRequestConflict) when calling PutObject"),
+    ],
+)
+def test_a_store_that_knows_no_conditional_puts_or_is_busy_with_one(error: Exception) -> None:
+    objects = FsspecObjects(Store(error), "/bucket")
+    objects.put("one", b"first", only_new=True)
+    assert objects.get("one", 0, 5) == b"first"
+    objects = FsspecObjects(Store(error), "/bucket")
+    objects.put("one", b"first")
+    with pytest.raises(FileExistsError):
+        objects.put("one", b"second", only_new=True)
+    assert objects.get("one", 0, 5) == b"first"
+    storage = ObjectStorage(FsspecObjects(Store(error), "/bucket"))
+    assert save_both(storage).committed
+
+
+def test_another_failure_of_a_conditional_put_is_one() -> None:
+    objects = FsspecObjects(Store(OSError(5, "the store burns")), "/bucket")
+    with pytest.raises(OSError, match="burns"):
+        objects.put("one", b"first", only_new=True)
+    assert objects.list("") == {}
 
 
 def test_an_engine_saves_to_a_url() -> None:
