@@ -134,6 +134,9 @@ def _script(
         f"mount -t tmpfs -o mode=755 none {at}",
         f"bind() {{ mkdir -p {at}$1; mount --rbind $1 {at}$1; mount -o remount,bind,ro {at}$1; }}",
         f"mkdir -p {at}/proc {at}/dev/shm {at}/tmp",
+        # Before the binds: this checkout may itself stand in /tmp.
+        f"mount -t tmpfs -o mode=1777 none {at}/tmp",
+        f"mount -t tmpfs -o mode=1777,size=256m none {at}/dev/shm",
     ]
     for path in (*_SYSTEM, *_PYTHON, *_PACKAGES):
         if os.path.islink(path):
@@ -147,8 +150,6 @@ def _script(
         )
     lines += [
         f"mount -t proc proc {at}/proc",
-        f"mount -t tmpfs -o mode=1777 none {at}/tmp",
-        f"mount -t tmpfs -o mode=1777,size=256m none {at}/dev/shm",
         setup,
         f"mount -o remount,ro {at}",
         f"exec env -i {shlex.join(f'{k}={v}' for k, v in environ.items())} /usr/sbin/chroot {at} "

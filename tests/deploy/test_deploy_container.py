@@ -98,13 +98,13 @@ def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:
             assert not container.ended, container.output
             return start.probe("/readyz") == 200 and any(start.checkpoints.rglob("manifest.json"))
 
-        wait_until(training, "ready, with a checkpoint", within_s=90)
+        wait_until(training, "ready, with a checkpoint", within_s=200)
         assert start.probe("/livez") == 200
         assert container.status("Uid").split() == [str(UID)] * 4
         assert container.status("NoNewPrivs") == "1"
         assert int(container.status("CapEff"), 16) == 0
         container.terminate()
-        assert container.wait(timeout_s=60) == PREEMPTED, container.output
+        assert container.wait(timeout_s=90) == PREEMPTED, container.output
     assert "Read-only file system" not in container.output
 
 
@@ -114,7 +114,7 @@ def test_sigterm_ends_a_pod_that_has_only_just_started(start: Start) -> None:
         # Until dumb-init has its handlers, a few instructions long, PID 1 loses signals.
         wait_until(lambda: catches_sigterm(container), "dumb-init is PID 1")
         container.terminate()
-        assert container.wait(timeout_s=30) in (PREEMPTED, TERMINATED), container.output
+        assert container.wait(timeout_s=90) in (PREEMPTED, TERMINATED), container.output
 
 
 def catches_sigterm(container: Container) -> bool:
