@@ -94,8 +94,8 @@ def test_the_command_line_takes_urls(root: str, capsys: pytest.CaptureFixture[st
 
 
 def test_passing_failures_of_the_store_are_tried_again(server: S3Server, root: str) -> None:
-    """Every sixth request is answered with a 500."""
-    server.fails = lambda count, request: count % 6 == 0
+    """Every twelfth request is answered with a 500."""
+    server.fails = lambda count, request: count % 12 == 0
     assert save(root, 1).committed
     server.fails = lambda count, request: False
     assert checkpoints.latest(root).passed_over == ()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 EVERY = 5
 NEVER = 1_000_000
-WORKLOAD = Workload(samples=240, epochs=40, step_s=0.1, save_every=NEVER)
+WORKLOAD = Workload(samples=240, epochs=30, step_s=0.1, save_every=NEVER)
 
 
 def restored(job: TrainingJob) -> list[dict[str, Any]]:
@@ -51,8 +51,8 @@ def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
             job.wait_training(nodes=2 if fault == "node" else 3, after_generation=generation)
             went_on = restored(job)[before:]
             assert len({e["source"] for e in went_on}) == 1, went_on
-            # A save may be half way round the ring: then it is the one before.
-            assert all(e["step"] >= step - 3 * EVERY > 0 for e in went_on), (step, went_on)
+            # The newest may not have been written everywhere, or copied; a busy machine skips some.
+            assert all(e["step"] >= step - 5 * EVERY > 0 for e in went_on), (step, went_on)
             assert checkpoints.list_checkpoints(job.folder / "checkpoints") == ()
         job.assert_finishes_whole(undisturbed)
 
