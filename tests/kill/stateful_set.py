@@ -285,7 +285,7 @@ class StatefulSet(TrainingJob):
             if "fieldRef" in source:
                 values[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
             elif "resourceFieldRef" in source:
-                values[variable["name"]] = str(16 << 30)
+                values[variable["name"]] = str(64 << 30)
             else:
                 values[variable["name"]] = _expand(variable["value"], values)
         return values
