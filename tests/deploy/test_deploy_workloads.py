@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 import pytest
-from manifests import Object, Pod, Rendered
+from manifests import DEPLOY, Object, Pod, Rendered, kustomize
 
 from elastic.cli.flags import node_range
 
@@ -92,6 +92,11 @@ def test_shared_memory_is_less_than_memory(manifests: Rendered) -> None:
         ]
         assert sum(shared) < limit, pod
         assert len(shared) == (pod.component == "worker")
+
+
+def test_shared_memory_is_less_than_memory_in_the_base() -> None:
+    """Every overlay of ours says its own sizes; those of others may not."""
+    test_shared_memory_is_less_than_memory(Rendered("base", kustomize(DEPLOY / "base")))
 
 
 def test_whatever_is_referred_to_exists(manifests: Rendered) -> None:
