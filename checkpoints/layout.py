@@ -78,6 +78,7 @@ def held(layout: Layout, shape: Shape, coordinate: Shape) -> tuple[Region, ...]:
     )
 
 
+@functools.lru_cache(maxsize=65536)
 def local_shape(layout: Layout, shape: Shape, coordinate: Shape) -> Shape:
     """The shape of what the rank at ``coordinate`` holds.
 

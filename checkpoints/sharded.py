@@ -15,7 +15,8 @@ from checkpoints.boxes import Box
 from checkpoints.errors import StateError
 from checkpoints.layout import Layout, Split, held, local_shape
 
-_RANKS: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+# Of each mesh, while it lives: a state has thousands of tensors, placed in a few ways.
+_LAYOUTS: weakref.WeakKeyDictionary[Any, dict[object, Layout]] = weakref.WeakKeyDictionary()
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -25,19 +26,23 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def layout_of(tensor: Any, where: str = "a tensor") -> Layout:
     """The layout of a DTensor. Raises :class:`StateError` for one whose parts must be summed."""
-    mesh = tensor.device_mesh
-    return Layout(
-        mesh_shape=tuple(int(n) for n in mesh.shape),
-        ranks=_ranks(mesh),
-        splits=tuple(_split(placement, where, tensor.dim()) for placement in tensor.placements),
-    )
+    mesh, placements, dims = tensor.device_mesh, tensor.placements, tensor.dim()
+    known = _LAYOUTS.setdefault(mesh, {})
+    layout = known.get((placements, dims))
+    if layout is None:
+        layout = known[placements, dims] = Layout(
+            mesh_shape=tuple(int(n) for n in mesh.shape),
+            ranks=tuple(mesh.mesh.flatten().tolist()),
+            splits=tuple(_split(placement, where, dims) for placement in placements),
+        )
+    return layout
 
 
 def local_of(tensor: Any) -> torch.Tensor:
     """The part of a DTensor in this rank's memory: a view of it, without autograd."""
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local().detach()
-    return local
+        local: torch.Tensor = tensor.to_local()
+    return local.detach() if local.requires_grad else local
 
 
 def blocks_of(tensor: Any, where: str = "a tensor") -> tuple[tuple[Box, torch.Tensor], ...]:
@@ -84,12 +89,6 @@ def identity_of(tensor: Any) -> tuple[object, ...]:
         tensor.dtype,
         tuple(tensor.placements),
     )
-
-
-def _ranks(mesh: Any) -> tuple[int, ...]:
-    if mesh not in _RANKS:
-        _RANKS[mesh] = tuple(mesh.mesh.flatten().tolist())
-    return _RANKS[mesh]
 
 
 def _split(placement: Any, where: str, dims: int) -> Split | None:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import checkpoints
-from checkpoints import exchange
+from checkpoints import exchange, loading
 from checkpoints.faulty import FaultyStorage
 from checkpoints.storage import LocalStorage
 
@@ -92,12 +92,12 @@ def save(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int) 
     return {"bytes": saved.bytes_written}
 
 
-def load(
-    rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int, together: bool
-) -> Result:
+def load(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int, how: str) -> Result:
+    """How: each rank ``alone``, all ``together``, or as from a ``memory`` file system."""
+    vars(loading)["in_memory"] = lambda storage: how == "memory"
     live = state_of(mesh_of(size, mesh), turn, empty=True)
     before = {name: t.to_local().data_ptr() for name, t in live["sharded"].items()}
-    group = dist.group.WORLD if together else None
+    group = dist.group.WORLD if how == "together" else None
     loaded = checkpoints.load(folder, NAME, into=live, group=group)
     assert loaded.state["sharded"]["even"] is live["sharded"]["even"]
     after = {name: t.to_local().data_ptr() for name, t in live["sharded"].items()}

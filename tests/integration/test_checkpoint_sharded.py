@@ -81,8 +81,9 @@ def test_any_sharding_is_loaded_into_any_other(run: Run, root: Path, turn: int) 
     """Two ranks save; three, a mesh of two by two and one load, each placed otherwise."""
     run("save", 2, root, mesh=None, turn=turn)
     assert checkpoints.verify(root, NAME).world_size == 2
-    assert_loaded(run("load", 3, root, mesh=None, turn=turn + 1, together=False))
-    assert_loaded(run("load", 4, root, mesh=[2, 2], turn=turn + 2, together=True))
+    assert_loaded(run("load", 3, root, mesh=None, turn=turn + 1, how="alone"))
+    assert_loaded(run("load", 4, root, mesh=[2, 2], turn=turn + 2, how="together"))
+    assert_loaded(run("load", 3, root, mesh=None, turn=turn + 2, how="memory"))
     state = checkpoints.load(root, NAME).state
     assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
     assert state["tied"] is state["sharded"]["even"]
@@ -95,7 +96,7 @@ def test_a_mesh_of_copies_and_shards_writes_each_element_once(
     run("save", 4, root, mesh=[2, 2], turn=turn)
     state = checkpoints.load(root, NAME).state
     assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
-    assert_loaded(run("load", 3, root, mesh=None, turn=turn, together=True))
+    assert_loaded(run("load", 3, root, mesh=None, turn=turn, how="together"))
 
 
 def test_the_engine_saves_shards_that_training_changes_meanwhile(run: Run, root: Path) -> None:
