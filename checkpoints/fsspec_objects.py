@@ -5,6 +5,9 @@ credentials, retries and multipart uploads. It is imported when the first URL is
 
 An object appears whole or not at all, and its name does not change: everything above
 (:mod:`checkpoints.objects`) is built on these two properties, nothing on folders or renames.
+
+A writer that is killed in the middle of a multipart upload leaves parts that nobody sees, and
+that are paid for: give the bucket a lifecycle rule that aborts incomplete uploads.
 """
 
 from __future__ import annotations
