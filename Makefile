@@ -40,6 +40,7 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/restart.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
