@@ -330,8 +330,10 @@ class Engine:
         return True
 
     def _write(self, job: _Job) -> None:
-        if not self._is_open(job):
-            return  # given up while it was queued
+        if not self._is_open(job) or not self._may_commit(job):
+            # Given up while it was queued; or who swept behind its world need not do so twice.
+            self._finish(job, Ending.STALE, reason="its world was over before it was written")
+            return
         began_s = self._monotonic()
         try:
             saved = run(

@@ -132,6 +132,8 @@ class Changes:
         self._laps.clear()
         with self._lap("leave_s"):
             self._interrupt()
+            # A peer's death may be heard of between two steps, before anything has failed here.
+            session.saver.leave(broken=not is_planned or self._worlds.is_superseded())
             session.end_world(broken=not is_planned)
         self.enter_next()
         # Last, since it may wait for data workers: the frames of the attempt hold its loader,
