@@ -331,7 +331,6 @@ class Engine:
 
     def _write(self, job: _Job) -> None:
         if not self._is_open(job) or not self._may_commit(job):
-            # Given up while it was queued; or who swept behind its world need not do so twice.
             self._finish(job, Ending.STALE, reason="its world was over before it was written")
             return
         began_s = self._monotonic()
