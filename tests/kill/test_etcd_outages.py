@@ -87,6 +87,18 @@ def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 
+def test_etcd_is_wiped_while_a_newcomer_registers(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+    job.bring_to(2)
+    generation = job.generation()
+    newcomer = job.start_node()
+    job.wait_for(lambda: len(job.store.list(job.keys.nodes).entries) == 3 or None, 60.0, "its key")
+    etcd.wipe()
+    etcd.start()
+    new = job.wait_training(nodes=3, after_generation=generation)
+    assert new > generation
+    assert newcomer.name in job.training_nodes()[1]
+
+
 def test_etcd_is_wiped(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
     job.bring_to(3)
     generation = job.generation()

@@ -35,7 +35,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
     folder = tmp_path_factory.mktemp("in-process")
     with TrainingJob(
-        [etcd.endpoint], folder, script=SCRIPT, workload=WORKLOAD, min_nodes=2, max_nodes=3
+        [etcd.endpoint],
+        folder,
+        script=SCRIPT,
+        workload=WORKLOAD,
+        min_nodes=2,
+        max_nodes=3,
     ) as job:
         yield job
 
@@ -126,12 +131,9 @@ def test_workers_end_with_their_agent(job: TrainingJob, nodes: list[LocalNode]) 
     job.wait_training(nodes=2, after_generation=generation)
 
 
-def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
-    job: TrainingJob, nodes: list[LocalNode]
-) -> None:
-    survivor = nodes[0]
-    before = pids([survivor])
-    for node in nodes[1:]:
+def pause_saved(job: TrainingJob, lost: list[LocalNode]) -> int:
+    """Kill so many that the job pauses; returns its last step, which is in a checkpoint."""
+    for node in lost:
         node.kill()
     job.wait_for(
         lambda: ((w := job.world()) is not None and w.state is WorldState.PAUSED) or None,
@@ -139,16 +141,34 @@ def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
         "a paused world",
     )
     last = job.ledger().last_step
-    saved = job.wait_for(
+    assert job.wait_for(
         lambda: list((job.folder / "checkpoints").glob(f"step-{last + 1:09d}.*")) or None,
         15.0,
         f"a checkpoint of step {last + 1}",
     )
-    assert saved
     assert job.ledger().last_step == last
+    return last
+
+
+def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
+    job: TrainingJob, nodes: list[LocalNode]
+) -> None:
+    survivor = nodes[0]
+    before = pids([survivor])
+    pause_saved(job, nodes[1:])
     job.start_nodes(2)
     job.wait_training(nodes=3, after_generation=job.generation())
     assert pids([survivor]) == before
+
+
+def test_the_last_one_of_a_paused_job_dies_too(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    last = pause_saved(job, nodes[1:])
+    generation = job.generation()
+    nodes[0].kill()
+    job.start_nodes(3)
+    job.wait_training(nodes=3, after_generation=generation)
+    new = [s.step for s in job.ledger().steps if s.generation > generation]
+    assert min(new) == last + 1
 
 
 def test_sigterm_to_a_worker_alone_ends_it(job: TrainingJob, nodes: list[LocalNode]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.records import Cause
+from elastic.coordination.records import Cause, World
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
@@ -74,6 +74,10 @@ def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
 
 def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
+
+
+def is_planned(world: World | None) -> bool:
+    return world is not None and world.switch_at_step is not None
 
 
 def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
@@ -135,6 +139,18 @@ def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Befo
     job.running[1].kill_worker()
     all_back(job, before)
     swallow.unlink()
+
+
+def test_a_broken_connection_while_a_planned_world_is_pending(
+    job: TrainingJob, nodes: list[LocalNode]
+) -> None:
+    nodes[1].kill()
+    generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
+    before = Before(generation, pids(job.running))
+    job.start_node()
+    job.wait_for(lambda: is_planned(job.world()), 60.0, "a planned world")
+    obeyed(job, order(job, "give-up", job.running[0].name))
+    all_back(job, before, dead=0)
 
 
 def test_death_in_the_step_after_a_join(job: TrainingJob, nodes: list[LocalNode]) -> None:

@@ -42,7 +42,8 @@ def test_survivors_go_on_in_their_own_loop(etcd: EmbeddedEtcd, tmp_path: Path, a
         script=SCRIPT,
         workload=workload(api),
         min_nodes=2,
-        max_nodes=3,
+        max_nodes=4,
+        conf={"last_call_s": 1.0},
     ) as job:
         nodes = job.start_nodes(3)
         generation = job.wait_training(nodes=3)
@@ -61,6 +62,7 @@ def test_survivors_go_on_in_their_own_loop(etcd: EmbeddedEtcd, tmp_path: Path, a
         assert seen[generation] == 3
         assert set(seen.values()) == {2, 3}
 
+        job.start_node()  # arrives at about the end, and finds it well
         job.hurry()
         assert set(job.wait_ended(60.0).values()) == {0}
         job.ledger().final_hash()

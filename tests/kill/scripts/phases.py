@@ -32,6 +32,14 @@ class Orders:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
         self.step = -1
+        self.crash_at = int(os.environ.get("CRASH_AFTER_STEPS", "0"))  # of this process's own
+        self.steps = 0
+
+    def next_step(self, number: int) -> None:
+        """Crash-loop, if this node is made for that."""
+        self.step, self.steps = number, self.steps + 1
+        if self.steps == self.crash_at:
+            raise ValueError("crashes every time")
 
     def obey(self, point: str) -> None:
         """Die, if that is the order."""
@@ -158,7 +166,7 @@ def main() -> None:
     def train() -> None:
         for _ in run.epochs(options.epochs):
             for step in run.steps(loader):
-                orders.step = step.number
+                orders.next_step(step.number)
                 for x, real in step:
                     try:
                         update(step, x, real)

@@ -1,0 +1,53 @@
+"""A newcomer that crashes every time disturbs a healthy job once per cool-down, and not more."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+COOL_DOWN_S = 15.0
+WORKLOAD = Workload(samples=500, epochs=1000, step_s=0.05)
+
+
+def test_a_newcomer_that_crashes_every_time_disturbs_once(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path,
+        script=SCRIPTS / "phases.py",
+        workload=WORKLOAD,
+        min_nodes=2,
+        max_nodes=3,
+        conf={"cool_down_s": COOL_DOWN_S, "last_call_s": 1.0},
+    ) as job:
+        healthy = job.start_nodes(2)
+        job.wait_training(nodes=2)
+        before = {node.name: node.workers()[0].pid for node in healthy}
+        job.start_node("crashing", env={"CRASH_AFTER_STEPS": "3"})
+
+        def crashes() -> int:
+            journal = read_journal(job.folder / "journal")
+            return sum(e["event"] == "worker-died" for e in journal)
+
+        job.wait_for(crashes, 60.0, "the first crash")
+        crashed = time.monotonic()
+        # Its worker is back and ready again within seconds, and stays out.
+        while time.monotonic() - crashed < 0.7 * COOL_DOWN_S:
+            job.wait_progress(1, timeout_s=10.0)
+        joined = [
+            event
+            for event in read_journal(job.folder / "journal")
+            if event["event"] == "world-formed" and event["cause"] == "joined"
+        ]
+        assert len(joined) == 1, joined
+        assert job.node("crashing").workers(), "its workers are kept ready"
+        assert {node.name: node.workers()[0].pid for node in healthy} == before
