@@ -116,7 +116,9 @@ class Container:
         trace: TracebackType | None,
     ) -> None:
         if not self.ended:
-            self._unshare.kill()  # --kill-child takes PID 1 along, and that one the rest
+            # PID 1 takes the rest along. Not unshare: the kernel forgets --kill-child for a
+            # process that changes its user, as this one has.
+            os.kill(self.pid, signal.SIGKILL)
             self._unshare.wait()
 
 
