@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic.agent.pulse import Pulse
+from elastic.coordination.keyvalue import Entry
 from elastic.coordination.pace import Pace
-from elastic.coordination.records import Done, Keys, Node, NodeState, World
+from elastic.coordination.records import Done, Keys, Node, NodeState, World, decode
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
     ConfigError,
     ElasticError,
     JobFailed,
+    RecordError,
 )
 
 
@@ -66,6 +68,30 @@ class Board:
     def set_world_revision(self, mod_revision: int) -> None:
         """The key changed to something older or unreadable: what is known stands."""
         self.set_world(replace(self.world, mod_revision=mod_revision))
+
+    def learn_world(self, entry: Entry, now: float) -> None:
+        """The key as the store has it. Raises RecordError for one that cannot be read."""
+        known = self.world.world
+        if entry.mod_revision < self.world.mod_revision:
+            return  # an older event than what this node wrote itself
+        try:
+            world = decode(World, entry.key, entry.value)
+        except RecordError:
+            # The key can still be swapped: the next world heals it.
+            self.set_world_revision(entry.mod_revision)
+            raise
+        if (known is not None and world.generation < known.generation) or world == known:
+            self.set_world_revision(entry.mod_revision)
+        else:
+            self.set_world(WorldEntry(world, entry.mod_revision, now))
+
+    def learn_pushed(self, record: bytes, now: float) -> None:
+        """A record from the leader. Its revision is left to the watch: one that was on its way
+        while the store was wiped would make every later event look old."""
+        known = self.world
+        world = decode(World, self._keys.world, record)
+        if known.world is None or world.generation > known.world.generation:
+            self.set_world(WorldEntry(world, known.mod_revision, now))
 
     def set_done(self, done: Done) -> bool:
         """True the first time."""

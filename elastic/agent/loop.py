@@ -42,7 +42,7 @@ from elastic.coordination.keyvalue import (
     WatchEvent,
 )
 from elastic.coordination.membership import Policy
-from elastic.coordination.records import Done, Keys, NodeState, World, decode, encode
+from elastic.coordination.records import Done, Keys, NodeState, decode, encode
 from elastic.errors import (
     CoordinationError,
     ElasticError,
@@ -332,29 +332,11 @@ class NodeLoop:
             self._at.board.set_world_revision(0)
 
     def _learn_world(self, entry: Entry) -> None:
-        known = self._at.board.world.world
-        if entry.mod_revision < self._at.board.world.mod_revision:
-            return  # an older event than what this node wrote itself
-        try:
-            world = decode(World, entry.key, entry.value)
-        except RecordError:
-            # The key can still be swapped: the next world heals it.
-            self._at.board.set_world_revision(entry.mod_revision)
-            raise
-        if (known is not None and world.generation < known.generation) or world == known:
-            self._at.board.set_world_revision(entry.mod_revision)
-        else:
-            now = self._at.clock.monotonic()
-            self._at.board.set_world(WorldEntry(world, entry.mod_revision, now))
+        self._at.board.learn_world(entry, self._at.clock.monotonic())
 
     def _on_pushed(self, record: bytes) -> None:
-        """The leader's world, ahead of the watch. Its revision is left to the watch: one that was
-        on its way while the store was wiped would make every later event look old."""
-        known = self._at.board.world
-        world = decode(World, self._at.keys.world, record)
-        if known.world is None or world.generation > known.world.generation:
-            now = self._at.clock.monotonic()
-            self._at.board.set_world(WorldEntry(world, known.mod_revision, now))
+        """The leader's world, ahead of the watch."""
+        self._at.board.learn_pushed(record, self._at.clock.monotonic())
 
     def _set_done(self, done: Done) -> None:
         if self._at.board.set_done(done):

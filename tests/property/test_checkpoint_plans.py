@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
+from checkpoints.boxes import Span
 from checkpoints.dtypes import BY_DTYPE, BY_NAME
 from checkpoints.memory import MemoryStorage
 from checkpoints.plan import TensorSpec, chunks, share
@@ -31,6 +32,7 @@ def test_shares_are_equal_and_cover_every_element_once(
         size = 0
         for spec, span in pieces:
             for piece in chunks(span, spec.element_bytes):
+                assert isinstance(piece, Span)  # nothing here is sharded
                 seen[spec.name].extend(range(piece.start, piece.start + piece.count))
             assert size % spec.element_bytes == 0  # aligned in its file
             size += span.count * spec.element_bytes
