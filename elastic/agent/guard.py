@@ -5,8 +5,8 @@ An agent killed with SIGKILL leaves its workers running (torch 2.13.0, measured)
 once the agent is gone the guard ends every process with that mark. Scanning the environment
 rather than keeping a list of pids leaves no moment in which a worker exists unregistered.
 
-Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID``, with a pipe
-from the agent as standard input. A byte on the pipe is the agent's word that it ended in order.
+Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID LINK``, with a
+pipe from the agent as standard input. A byte on it is the agent's word that it ended in order.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ def _is_dead(pid: int) -> bool:
 class Guard:
     """The agent's handle on its guard process."""
 
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: str, link: str = "") -> None:
+        """``link``: the path of the workers' socket, if there is one, in a folder of its own."""
         environment = {k: v for k, v in os.environ.items() if k != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(os.getpid()), node_id],
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), node_id, link],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -129,14 +130,15 @@ class Guard:
             self._process.wait()
 
 
-def give_back_memory() -> None:
-    """Remove the agent's folder in memory (node_memory.py): nobody serves it any more."""
-    folder = Path(os.environ.get("ELASTIC_NODE_MEMORY", ""))
-    if folder.name.startswith("elastic-memory-"):
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_folders(link: str) -> None:
+    """What only the agent served: its folder in memory (node_memory.py), and the workers' link."""
+    memory = Path(os.environ.get("ELASTIC_NODE_MEMORY", ""))
+    for folder, prefix in ((memory, "elastic-memory-"), (Path(link).parent, "elastic-")):
+        if folder.name.startswith(prefix):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(agent_pid: int, node_id: str) -> None:
+def main(agent_pid: int, node_id: str, link: str) -> None:
     """Wait for the agent's end; end its workers unless it said that all is well."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -146,7 +148,7 @@ def main(agent_pid: int, node_id: str) -> None:
         watched.append(os.pidfd_open(agent_pid))
     except ProcessLookupError:
         end_marked(node_id)
-        give_back_memory()
+        remove_folders(link)
         return
     except (AttributeError, OSError):  # before Linux 5.3: the pipe alone
         pass
@@ -154,8 +156,8 @@ def main(agent_pid: int, node_id: str) -> None:
     if 0 in readable and os.read(0, 1) == b"x":
         return
     end_marked(node_id)
-    give_back_memory()
+    remove_folders(link)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

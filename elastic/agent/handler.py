@@ -280,7 +280,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _first_time(self, agent: torch_private.CallingAgent) -> None:
         if self._guard is not None:
             return
-        self._guard = Guard(os.environ[MARK])
+        self._guard = Guard(os.environ[MARK], self._service.link_path)
         parameters = self._parameters
         if agent.max_restarts == 0 and parameters.min_nodes < parameters.max_nodes:
             self._log.warning(

@@ -20,7 +20,7 @@ AGENT = textwrap.dedent(
     """
     import os, subprocess, sys
     from elastic.agent.guard import Guard
-    guard = Guard(os.environ["TOKEN"])
+    guard = Guard(os.environ["TOKEN"], os.environ.get("LINK", ""))
     environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     for code in ("import time; time.sleep(600)", stubborn):
@@ -101,6 +101,22 @@ def test_the_memory_of_a_killed_agent_is_given_back(
             assert folder.exists() is stays
         finally:
             agent.end()
+
+
+def test_the_link_of_a_killed_agent_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elastic-x1y2"
+    folder.mkdir()
+    (folder / "link").touch()
+    monkeypatch.setenv("LINK", str(folder / "link"))
+    agent = FakeAgent()
+    try:
+        agent.process.kill()
+        agent.process.wait()
+        wait_until(lambda: not folder.exists())
+    finally:
+        agent.end()
 
 
 def test_workers_end_even_if_the_agent_was_told_to_terminate_and_died(agent: FakeAgent) -> None:
