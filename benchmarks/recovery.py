@@ -230,7 +230,7 @@ def measure_torchft(options: argparse.Namespace, rng: random.Random) -> list[Row
                 known = tuple(t for t in took if t is not None)
                 rows.append(Row(case, subject, "s", known, len(took) - len(known)))
         ratios = []
-        for number in range(min(options.steady, 5)):
+        for number in range(min(options.steady, 3)):
             plain = timed_run(C10D, options.steps, "--plain")
             theirs = torchft.timed_run(python, torchft.TIGHT, options.steps)
             ratios.append(theirs["wall_s"] / plain["wall_s"])

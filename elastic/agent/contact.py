@@ -37,13 +37,13 @@ class Contact:
         """Whether this node has stopped for want of etcd: there is nobody to say farewell to."""
         return self._is_lost
 
-    @property
-    def is_away(self) -> bool:
-        """Whether etcd has been out of reach for a while: a call would only keep the node's thread
-        from what it has to do for its workers."""
-        if self.watch_is_cut and self._last_contact_s is not None:
-            return self._at.clock.monotonic() - self._last_contact_s() > _AWAY_S
-        return False
+    def require(self) -> None:
+        """Raise StoreUnreachable if etcd has been out of reach for a while: a call would only keep
+        the node's thread from what it has to do for its workers."""
+        if not self.watch_is_cut or self._last_contact_s is None:
+            return
+        if self._at.clock.monotonic() - self._last_contact_s() > _AWAY_S:
+            raise StoreUnreachable(f"etcd has been out of reach for more than {_AWAY_S:g} s")
 
     def check(self) -> None:
         """Stop this node if it is cut off, once its workers have left or their time is up."""

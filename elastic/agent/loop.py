@@ -176,7 +176,7 @@ class NodeLoop:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
             self._tell_workers()
-        if self._guarded(self._duties) and not self._contact.is_away:
+        if self._guarded(self._duties):
             self._at.board.store_trouble = ""
         self._tell_workers()
         self._contact.check()
@@ -246,8 +246,9 @@ class NodeLoop:
     def _duties(self) -> None:
         now = self._at.clock.monotonic()
         self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
-        if self._contact.is_lost or self._contact.is_away:
+        if self._contact.is_lost:
             return
+        self._contact.require()
         if not self._registered and self._at.board.node.nproc > 0:
             self._register()
         if self._workers is not None and self._lease is not None and not self._lease.lost:

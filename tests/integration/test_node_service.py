@@ -389,6 +389,25 @@ def test_a_node_cut_off_for_half_of_takeover_s_stops(start: Callable[..., TestNo
     eventually(stopped)
 
 
+def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    last_contact = [time.monotonic() + DEADLINE_S]
+    a = start(min_nodes=1, max_nodes=1, contact=lambda: last_contact[0]).arrive()
+    a.enter()
+    server.disconnect()
+    eventually(lambda: a.service._loop._contact.watch_is_cut)
+    last_contact[0] = time.monotonic() - 5.0
+    a.service._board.store_trouble = ""  # as after a turn that needed nothing of the store
+    ended: list[Done | None] = []
+    main = threading.Thread(
+        target=lambda: ended.append(a.service.finish(patience_s=0.2)), name="main", daemon=True
+    )
+    main.start()
+    main.join(DEADLINE_S)
+    assert ended == [None]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"max_nodes": 4}, "2 to 4 nodes"), ({"library": "9.9.9"}, "9.9.9")],
