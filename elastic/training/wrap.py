@@ -62,7 +62,10 @@ class ElasticDDP(DDP):
         kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
         training, module = self.training, self.module
         # State is agreed before, by restore: init_sync would broadcast all of it once more.
-        DDP.__init__(self, module, **{"init_sync": False, **self.options})
+        # Gradients that are views of the buckets are not copied back out of them: that pays for
+        # the weighting, which plain DDP does in its copy into them.
+        defaults = {"init_sync": False, "gradient_as_bucket_view": True}
+        DDP.__init__(self, module, **{**defaults, **self.options})
         self.__dict__.update(kept)
         self.training = training
         self.register_comm_hook(self.reduction, weighted_sum)
