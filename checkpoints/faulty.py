@@ -12,9 +12,18 @@ import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, Protocol, TypeVar
 
 from checkpoints.fsspec_objects import Entry, Objects, Upload
 from checkpoints.storage import Sink, Source, Storage
+
+
+class _Placed(Protocol):
+    @property
+    def place(self) -> str: ...
+
+
+_Inner = TypeVar("_Inner", bound=_Placed)
 
 
 class Died(BaseException):
@@ -78,16 +87,12 @@ class _Plan:
         raise Died(label)
 
 
-class FaultyStorage:
-    """Wraps a storage. ``at`` is the number of the call that fails, from 0; None fails none.
-
-    ``before`` is called with the label of every call: a place to delay, or to let another writer
-    act in between. ``calls`` are the labels so far.
-    """
+class _Faulty(Generic[_Inner]):
+    """What is wrapped, and the plan for its calls."""
 
     def __init__(
         self,
-        inner: Storage,
+        inner: _Inner,
         *,
         at: int | None = None,
         fault: Fault = Fault.DIE_BEFORE,
@@ -103,6 +108,14 @@ class FaultyStorage:
     @property
     def place(self) -> str:
         return self._inner.place
+
+
+class FaultyStorage(_Faulty[Storage]):
+    """Wraps a storage. ``at`` is the number of the call that fails, from 0; None fails none.
+
+    ``before`` is called with the label of every call: a place to delay, or to let another writer
+    act in between. ``calls`` are the labels so far.
+    """
 
     def make_folder(self, path: str) -> None:
         self._plan.run(f"make_folder {path}", lambda: self._inner.make_folder(path))
@@ -194,30 +207,11 @@ class _FaultySource:
         self._inner.close()
 
 
-class FaultyObjects:
+class FaultyObjects(_Faulty[Objects]):
     """Wraps an object store, as :class:`FaultyStorage` does a storage.
 
     Nothing tears here: a put is whole or never was.
     """
-
-    def __init__(
-        self,
-        inner: Objects,
-        *,
-        at: int | None = None,
-        fault: Fault = Fault.DIE_BEFORE,
-        before: Callable[[str], None] | None = None,
-    ) -> None:
-        self._inner = inner
-        self._plan = _Plan(at, fault, before, [])
-
-    @property
-    def calls(self) -> list[str]:
-        return self._plan.calls
-
-    @property
-    def place(self) -> str:
-        return self._inner.place
 
     def list(self, prefix: str) -> Mapping[str, Entry]:
         found: dict[str, Entry] = {}

@@ -64,7 +64,8 @@ class MemoryHost:
         self._known = Neighbours()
         self._lock = threading.Lock()
         self._folder.mkdir(mode=0o700)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
             own, copies = (
                 NodeMemory(self._folder / name, limit_bytes=limit_bytes) for name in (OWN, COPIES)
             )
@@ -75,10 +76,9 @@ class MemoryHost:
             self._server = PeerServer(
                 own, copies, token=self.token, host=host, keep=KEEP, on_error=on_error
             )
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        self._copier = Copier(own, self.look, on_outcome=on_outcome, on_error=on_error)
+            undo.callback(self._server.close)
+            self._copier = Copier(own, self.look, on_outcome=on_outcome, on_error=on_error)
+            undo.pop_all()
 
     @property
     def folder(self) -> Path:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 
 from checkpoints.fsspec_objects import Entry, Objects, Upload
@@ -173,21 +173,27 @@ class _ObjectSink:
         self._is_open = True
 
     def write(self, data: bytes | memoryview) -> None:
-        try:
+        with self._abandoned_on_failure():
             self._upload.write(data)
+
+    def sync(self) -> None:
+        if self._is_open:
+            with self._abandoned_on_failure():
+                self._upload.finish()
+            self._is_open = False
+
+    def close(self) -> None:
+        self.sync()
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self._is_open = False
             with contextlib.suppress(OSError):  # the first failure is the one to report
                 self._upload.abandon()
             raise
-
-    def sync(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._upload.finish()
-
-    def close(self) -> None:
-        self.sync()
 
 
 class _ObjectSource:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from checkpoints.manifest import info_of
 from checkpoints.reader import read_manifest
 from checkpoints.retention import committed_names
 from checkpoints.storage import storage_for
+from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
 
 DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoint
@@ -92,7 +92,7 @@ def _ls(args: argparse.Namespace) -> int:
             info.name,
             str(info.step),
             str(info.generation),
-            age(time.time() - info.wall_time_s),
+            age(SYSTEM_CLOCK.wall() - info.wall_time_s),
             size(info.size_bytes),
             str(info.world_size),
             str(info.tensor_count),
@@ -114,7 +114,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _headline(info: checkpoints.CheckpointInfo) -> str:
     return (
-        f"{info.name}: step {info.step}, {age(time.time() - info.wall_time_s)} old, "
+        f"{info.name}: step {info.step}, {age(SYSTEM_CLOCK.wall() - info.wall_time_s)} old, "
         f"{size(info.size_bytes)}, written by {info.world_size}"
     )
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.telemetry.log import get_logger
 from elastic.worker.worlds import Worlds
 
 # A scheduler may signal the worker before the agent knows: ask again for so long.
@@ -85,5 +86,7 @@ class _Handler:
         try:
             if self._is_for_good():
                 self._last_words()
+        except BaseException:  # noqa: BLE001  logged, and the process ends
+            get_logger().exception("saving at SIGTERM failed")
         finally:
             os._exit(EXIT_CODE)

@@ -7,12 +7,12 @@ import random
 import select
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fork_kit import fork
 
 import checkpoints
 
@@ -36,20 +36,6 @@ def assert_whole(root: Path, info: checkpoints.CheckpointInfo) -> None:
     assert state["value"] == expected["value"]
     assert torch.equal(state["weight"], expected["weight"])
     assert all(map(torch.equal, state["small"], expected["small"]))
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        torch.set_num_threads(1)  # the parent's pool of threads did not come along
-        work()
-        status = 0
-    finally:
-        os._exit(status)
 
 
 def train(root: Path, generation: int, size: int, pipe: int) -> None:

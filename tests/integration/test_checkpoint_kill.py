@@ -7,12 +7,12 @@ import random
 import select
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fork_kit import fork
 
 import checkpoints
 
@@ -39,20 +39,6 @@ def _assert_whole(root: Path, name: str) -> None:
     assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
     assert torch.equal(state["model"]["bias"], expected["model"]["bias"])
     assert torch.equal(state["optimizer"][0], expected["optimizer"][0])
-
-
-def _fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        torch.set_num_threads(1)  # the parent's pool of threads did not come along
-        work()
-        status = 0
-    finally:
-        os._exit(status)
 
 
 def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> None:
@@ -84,7 +70,7 @@ def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> N
 def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
     """Kill a saving child ``delay_s`` after its first commit; the last one that it told."""
     reader, writer = os.pipe()
-    pid = _fork(lambda: _save_for_ever(root, generation, 1 + generation % 3, writer))
+    pid = fork(lambda: _save_for_ever(root, generation, 1 + generation % 3, writer))
     os.close(writer)
     try:
         assert select.select([reader], [], [], 60)[0], "the child saves nothing"
@@ -139,7 +125,7 @@ def test_writers_in_processes_of_their_own_make_one_checkpoint(
                 keep=None,
             )
 
-    pids = [_fork(lambda rank=rank: write(rank)) for rank in range(world_size)]  # type: ignore[misc]
+    pids = [fork(lambda rank=rank: write(rank)) for rank in range(world_size)]  # type: ignore[misc]
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * world_size
     listed = checkpoints.list_checkpoints(tmp_path)
     assert [info.step for info in listed] == list(range(steps, 0, -1))

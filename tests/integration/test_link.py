@@ -9,7 +9,6 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,20 +26,6 @@ from elastic.link.protocol import (
     Trouble,
 )
 from elastic.link.server import LinkServer, WorkerDeath
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes()
-    yield made
-    made.close()
 
 
 def test_the_socket_is_for_this_user_alone(agent: Agent) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 
 import pytest
 from link_kit import DEADLINE_S, Agent, Processes, connect, eventually, hang_up
@@ -17,20 +16,6 @@ from elastic.link.client import LinkClient
 from elastic.link.protocol import Beat, Entered, Hello, Message, Ready, SigtermAnswer
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes()
-    yield made
-    made.close()
 
 
 def line(process: subprocess.Popen[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,20 +21,6 @@ from elastic.link.protocol import (
     WorldMessage,
     encode,
 )
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def main() -> None:
         when = EverySeconds(options.seconds) | OnPreemption()
     run = elastic.join(checkpoint_dir=disk, when=when, keep=100)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-    model = run.wrap(module, gradient_as_bucket_view=True)
+    model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(optimizer=optimizer)
     generator = torch.Generator().manual_seed(7)
