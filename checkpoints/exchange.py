@@ -43,14 +43,20 @@ def shares_of(items: Sequence[Item], size: int) -> tuple[tuple[Item, ...], ...]:
 
 
 class Together:
-    """What this rank tells the others at the end of a stage."""
+    """What this rank tells the others at the end of a stage, and then what all have said."""
 
     def __init__(self) -> None:
         self.fact = ""
+        self.files: str | None = None
+        self.have_same_files = False  # known after the stage
 
     def must_agree(self, fact: str) -> None:
         """All ranks must say the same here."""
         self.fact = fact
+
+    def reads(self, files: str | None) -> None:
+        """Which files these are, among all that ranks may mean; None where that is not known."""
+        self.files = files
 
 
 class Exchange:
@@ -64,6 +70,7 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         backend = str(dist.get_backend(group))
+        self.tensors = "The tensors are as they were."  # what a failure may say about them
         only_gpu = "nccl" in backend and "gloo" not in backend
         self._device = torch.device("cuda" if only_gpu else "cpu")
 
@@ -75,7 +82,7 @@ class Exchange:
             yield here
         except Exception as error:  # noqa: BLE001  told to all, and raised below
             failure = error
-        mine = {"failure": failure and _as_json(failure), "fact": here.fact}
+        mine = {"failure": failure and _as_json(failure), "fact": here.fact, "files": here.files}
         reports = self._tell(mine)
         for rank, report in enumerate(reports):
             if report["failure"] is None:
@@ -90,6 +97,8 @@ class Exchange:
                     "than rank 0",
                     hint="Tell all ranks one name; give all of them the same sharding.",
                 )
+        files = {report["files"] for report in reports}
+        here.have_same_files = len(files) == 1 and None not in files
 
     def all_gather(self, shares: Sequence[Sequence[Item]], spares: Mapping[str, Spare]) -> None:
         """Give what this rank has read to all others, and take what they have.
@@ -173,7 +182,7 @@ class Exchange:
         except RuntimeError as error:
             raise LoadError(
                 f"the process group failed while loading: {error}",
-                hint="The tensors are as they were. Make a new group, and load again.",
+                hint=f"{self.tensors} Make a new group, and load again.",
             ) from error
 
 

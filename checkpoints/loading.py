@@ -16,7 +16,7 @@ from checkpoints.dtypes import BY_NAME
 from checkpoints.errors import LoadError, Mismatch, TornLoad
 from checkpoints.exchange import Exchange, shares_of
 from checkpoints.manifest import CheckpointInfo, Chunk, Manifest, Tensor, info_of
-from checkpoints.mounts import in_memory
+from checkpoints.mounts import identity_of, in_memory
 from checkpoints.reader import (
     Item,
     all_chunks,
@@ -86,8 +86,9 @@ def load(
     them; with ``strict=False`` those that fit are copied.
 
     With ``group``, a process group of torch.distributed, its ranks load together: each reads and
-    verifies an equal share of the bytes that all need, and they exchange them; of sharded tensors
-    each reads what it needs. All raise what the first rank that fails raises, before any of them
+    verifies an equal share of the bytes that all need, and they exchange them: over the group, or
+    on one host through the kernel, which keeps what was read; of sharded tensors each reads what
+    it needs. All raise what the first rank that fails raises, before any of them
     has changed a tensor. All must call it, with the same name and form of state.
 
     ``progress`` is called, by several threads, with the number of bytes of each chunk read.
@@ -102,36 +103,47 @@ def load(
         return _load_together(storage, name, into, strict, Exchange(group), progress)
     plan = _prepare(storage, name, into, strict)
     if into is not None and in_memory(storage):
-        return _load_twice(plan, progress)
+        twice = _Twice(plan)
+        twice.verify(all_chunks(plan.manifest), None, progress)
+        return twice.read()
     job = _Job(plan, plan.spares())
     job.read(all_chunks(plan.manifest), progress=progress)
     return job.finish()
 
 
-def _load_twice(plan: _Plan, progress: Progress | None) -> Loaded:
+class _Twice:
     """Verify all without keeping it, then read it again, straight into the live tensors.
 
     From a memory file system this is faster than filling fresh memory and copying from there
     (1.2 against 2.0 times a raw read, measured), and needs no memory for another copy.
     """
-    storage, manifest = plan.storage, plan.manifest
-    files = [f"{manifest.name}/{writer.file}" for writer in manifest.writers]
-    before = _times(storage, files)
-    job = _Job(plan, plan.live_memory())
-    job.read(all_chunks(manifest), progress=progress, keep=False)
-    try:
-        job.read(all_chunks(manifest), again=True)
-        changed = _times(storage, files) != before
-    except LoadError as error:
-        raise TornLoad(str(manifest.name)) from error
-    if changed:
-        raise TornLoad(str(manifest.name))
-    return job.finish()
 
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._job = _Job(plan, plan.live_memory())
+        self._before = self._times()
 
-def _times(storage: Storage, files: Iterable[str]) -> list[float]:
-    with reading(storage.place):
-        return [storage.modified_s(file) for file in files]
+    def verify(
+        self, items: Iterable[Item], headers: Collection[int] | None, progress: Progress | None
+    ) -> None:
+        """Look at each byte of these; others may do so with the rest."""
+        self._job.read(items, headers=headers, progress=progress, keep=False)
+
+    def read(self) -> Loaded:
+        """All was verified: take it. Raises TornLoad if the files have changed meanwhile."""
+        try:
+            self._job.read(all_chunks(self._plan.manifest), again=True)
+            changed = self._times() != self._before
+        except LoadError as error:
+            raise TornLoad(str(self._plan.manifest.name)) from error
+        if changed:
+            raise TornLoad(str(self._plan.manifest.name))
+        return self._job.finish()
+
+    def _times(self) -> list[float]:
+        storage, manifest = self._plan.storage, self._plan.manifest
+        with reading(storage.place):
+            return [storage.modified_s(f"{manifest.name}/{w.file}") for w in manifest.writers]
 
 
 def _load_together(
@@ -145,14 +157,62 @@ def _load_together(
     with exchange.together() as here:
         plan = _prepare(storage, name, into, strict)
         here.must_agree(plan.fingerprint())
-        job = _Job(plan, plan.spares())
-    items = all_chunks(plan.manifest)
-    shares = shares_of([i for i in items if i[0].spec.name in plan.whole], exchange.size)
-    own = [item for item in items if item[0].spec.name not in plan.whole]
+        here.reads(identity_of(storage, name))
+        in_place = into is not None and in_memory(storage)
+    shares = _Shares.of(plan, exchange)
+    if here.have_same_files:
+        return (_read_in_place if in_place else _read_side_by_side)(
+            plan, shares, exchange, progress
+        )
     with exchange.together():
-        ranks = range(exchange.rank, len(plan.manifest.writers), exchange.size)
-        job.read([*shares[exchange.rank], *own], headers=ranks, progress=progress)
-    exchange.all_gather(shares, job.spares)
+        job = _Job(plan, plan.spares())
+        job.read(shares.own, headers=shares.headers, progress=progress)
+    exchange.all_gather(shares.common, job.spares)
+    return job.finish()
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Who of the ranks that load together sees to what."""
+
+    common: tuple[tuple[Item, ...], ...]  # of what all need, by rank
+    own: list[Item]  # this rank's share, and what it alone needs
+    rest: list[Item]  # the other ranks' shares
+    headers: Collection[int]
+
+    @classmethod
+    def of(cls, plan: _Plan, exchange: Exchange) -> _Shares:
+        items = all_chunks(plan.manifest)
+        rank, size = exchange.rank, exchange.size
+        common = shares_of([i for i in items if i[0].spec.name in plan.whole], size)
+        alone = [item for item in items if item[0].spec.name not in plan.whole]
+        rest = [item for of, share in enumerate(common) if of != rank for item in share]
+        headers = range(rank, len(plan.manifest.writers), size)
+        return cls(common, [*common[rank], *alone], rest, headers)
+
+
+def _read_in_place(
+    plan: _Plan, shares: _Shares, exchange: Exchange, progress: Progress | None
+) -> Loaded:
+    """Ranks with the same files, in memory: verify a share each, then read all of it each."""
+    with exchange.together():
+        twice = _Twice(plan)
+        twice.verify(shares.own, shares.headers, progress)
+    exchange.tensors = "The live tensors may hold the checkpoint by now."
+    with exchange.together():
+        return twice.read()
+
+
+def _read_side_by_side(
+    plan: _Plan, shares: _Shares, exchange: Exchange, progress: Progress | None
+) -> Loaded:
+    """Ranks with the same files under one kernel: what one has read, it has for the others, and
+    gives it to them faster than they could (1 GiB among four: 0.7 s against 2.4 s, measured)."""
+    with exchange.together():
+        job = _Job(plan, plan.spares())
+        job.read(shares.own, headers=shares.headers, progress=progress)
+    with exchange.together():
+        job.read(shares.rest, headers=(), progress=progress)
     return job.finish()
 
 

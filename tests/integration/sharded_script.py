@@ -253,8 +253,17 @@ def refused(rank: int, size: int, folder: Path) -> Result:
     return told
 
 
-def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int) -> Result:
+def go(way: str) -> None:
+    """How ranks that load together get at what others have read."""
+    same_files = None if way == "exchange" else "these"
+    vars(loading).update(
+        identity_of=lambda storage, name: same_files, in_memory=lambda storage: way == "memory"
+    )
+
+
+def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: str) -> Result:
     """Replicated tensors, in messages of any size; how many bytes this rank read of the disk."""
+    go(way)
     exchange._ALONE_BYTES, exchange._PACKED_BYTES = alone, packed
     storage = Counting(folder)
     live = {name: torch.zeros_like(values(name)) for name in SHAPES}
@@ -285,10 +294,11 @@ class Counting(LocalStorage):
         return source
 
 
-def together_but(rank: int, size: int, folder: Path, trouble: str) -> Result:
+def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> Result:
     """One rank meets trouble: what every rank is told, and whether its tensors were touched."""
     live: dict[str, Any] = {name: torch.zeros_like(values(name)) for name in SHAPES}
     live["large"] = torch.zeros(200_000)
+    go(way)
     storage: Any = folder
     name = NAME
     if rank == 1 and trouble == "disk":

@@ -15,6 +15,9 @@ import sharded_script as script
 import torch
 
 import checkpoints
+from checkpoints.faulty import FaultyStorage
+from checkpoints.mounts import identity_of
+from checkpoints.storage import LocalStorage
 
 NAME = script.NAME
 pytestmark = pytest.mark.cluster
@@ -149,6 +152,9 @@ def replicated(root: Path) -> Path:
     return root
 
 
+WAYS = pytest.mark.parametrize("way", ["exchange", "kernel", "memory"])
+
+
 @pytest.mark.parametrize(
     ("alone", "packed"), [(1 << 20, 16 << 20), (1 << 20, 1), (100, 200), (1, 1)]
 )
@@ -156,13 +162,32 @@ def test_each_rank_reads_its_share_and_has_all(
     run: Run, replicated: Path, alone: int, packed: int
 ) -> None:
     size = checkpoints.verify(replicated, NAME).size_bytes
-    results = run("exchanged", 3, replicated, alone=alone, packed=packed)
+    results = run("exchanged", 3, replicated, alone=alone, packed=packed, way="exchange")
     for result in results:
         assert all(result["same"].values()), result
         assert result["read"] < size / 3 + 10_000
     assert sum(result["read"] for result in results) >= size * 0.99
 
 
+@pytest.mark.parametrize("way", ["kernel", "memory"])
+def test_ranks_under_one_kernel_read_what_others_have_verified(
+    run: Run, replicated: Path, way: str
+) -> None:
+    for result in run("exchanged", 3, replicated, alone=1 << 20, packed=1 << 20, way=way):
+        assert all(result["same"].values()), result
+
+
+def test_whose_kernel_has_the_same_files_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    one, two, link = (identity_of(LocalStorage(tmp_path), name) for name in ("one", "two", "link"))
+    assert one is not None and one == link and one != two
+    assert identity_of(LocalStorage(tmp_path), "none") is None
+    assert identity_of(FaultyStorage(LocalStorage(tmp_path)), "one") is None
+
+
+@WAYS
 @pytest.mark.parametrize(
     ("trouble", "error", "text"),
     [
@@ -173,9 +198,9 @@ def test_each_rank_reads_its_share_and_has_all(
     ],
 )
 def test_the_trouble_of_one_rank_is_told_to_all(
-    run: Run, replicated: Path, trouble: str, error: str, text: str
+    run: Run, replicated: Path, trouble: str, error: str, text: str, way: str
 ) -> None:
-    results = run("together_but", 3, replicated, trouble=trouble)
+    results = run("together_but", 3, replicated, trouble=trouble, way=way)
     for rank, result in enumerate(results):
         if rank != 1:
             assert result["error"] == error
@@ -186,22 +211,24 @@ def test_the_trouble_of_one_rank_is_told_to_all(
 
 def test_ranks_that_were_told_different_names_say_so(run: Run, replicated: Path) -> None:
     save_all(replicated, {}, step=2)
-    for result in run("together_but", 2, replicated, trouble="name"):
+    for result in run("together_but", 2, replicated, trouble="name", way="kernel"):
         assert result["error"] in ("LoadError", "Mismatch") and not result["touched"]
 
 
-def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path) -> None:
+@WAYS
+def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path, way: str) -> None:
     damaged = replicated / NAME / "00002-of-00003.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    for result in run("together_but", 2, replicated, trouble="none"):
+    for result in run("together_but", 2, replicated, trouble="none", way=way):
         assert (result["error"], result["touched"]) == ("Corrupt", False)
         assert result["file"] == f"{NAME}/00002-of-00003.safetensors"
 
 
-def test_a_rank_that_dies_while_loading_hangs_nobody(run: Run, replicated: Path) -> None:
-    results = run("together_but", 3, replicated, trouble="dies")
+@WAYS
+def test_a_rank_that_dies_while_loading_hangs_nobody(run: Run, replicated: Path, way: str) -> None:
+    results = run("together_but", 3, replicated, trouble="dies", way=way)
     assert results[1] == {"dead": True}
     for result in (results[0], results[2]):
         assert (result["error"], result["touched"]) == ("LoadError", False)
