@@ -55,9 +55,12 @@ class Pending:
 
     def _finish(self, key: int, future: Any) -> None:
         with self._lock:
-            _, done = self._works.pop(key, (None, None))
+            work, done = self._works.get(key, (None, None))
+            if work is not None:
+                self._works[key] = work, None
         if done is not None:
             done(_error_of(future))
+        self._works.pop(key, None)  # last: this thread is one of gloo's, and in Python until here
 
     def wait(self, work: dist.Work | None) -> None:
         """Return when the collective has ended well; raise what went wrong, or GroupAborted."""

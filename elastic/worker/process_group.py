@@ -36,6 +36,7 @@ from elastic.worker.collectives import broadcast_json
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.greeting import greet
 from elastic.worker.pending import keep_for_ever, pending
+from elastic.worker.waiting import make_waits_end_with_the_group
 from elastic.worker.world import World, fresh_nonce, world_from_environment
 
 __all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
@@ -121,6 +122,8 @@ class ProcessGroup:
             raise _build_failed(spec, error) from error
 
     def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
+        if self._backend == "gloo":
+            make_waits_end_with_the_group()
         pending.open()
         with self._lock:
             self._owned = True

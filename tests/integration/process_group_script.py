@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ class Rank:
         self.ports = ports
         self.folder = folder
         self.group = ProcessGroup(torch.device("cpu"), None)
+        self.aborted_s = 0.0
 
     def spec(self, generation: int, rank: int | None = None, size: int | None = None) -> GroupSpec:
         return GroupSpec(
@@ -200,6 +204,34 @@ def half_broken_ring(me: Rank) -> Result:
         "error": str(error),
         "total": total,
     }
+
+
+def own_collectives(me: Rank) -> Result:
+    """A script's own all-reduces, aborted at random moments: how long each wait went on then."""
+    chance, took_s = random.Random(me.rank), []
+    for cycle in range(int(os.environ["CYCLES"])):
+        me.build(me.spec(cycle))
+        me.say(f"built{cycle}")
+        for rank in range(me.size):
+            me.hear(f"built{cycle}", rank)
+        ended = threading.Event()
+        thread = threading.Thread(target=abort_later, args=(me, chance.random() * 0.004, ended))
+        thread.start()
+        error = failure_of(lambda: [summed() for _ in itertools.count()])
+        ended.wait()
+        took_s.append(time.monotonic() - me.aborted_s)
+        thread.join()
+        assert error is not None and is_world_fault(error), error
+        traceback.clear_frames(error.__traceback__)  # they hold the group
+        me.group.destroy()
+    return {"longest_s": max(took_s)}
+
+
+def abort_later(me: Rank, delay_s: float, ended: threading.Event) -> None:
+    time.sleep(delay_s)
+    me.aborted_s = time.monotonic()
+    me.group.abort()
+    ended.set()
 
 
 def users_sockets(me: Rank) -> Result:

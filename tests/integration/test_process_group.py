@@ -106,6 +106,13 @@ def test_a_rank_that_waits_for_a_survivor_is_released(
         assert told["total"] == 2.0
 
 
+def test_a_scripts_own_collectives_end_with_the_group(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    for told in run("own_collectives", 3, tmp_path, ports, CYCLES=60):
+        assert told["longest_s"] < 2.0
+
+
 def test_an_abort_leaves_the_users_sockets_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
     for told in run("users_sockets", 2, tmp_path, ports):
         assert told["total"] == 2.0

@@ -1,0 +1,37 @@
+"""Lets an abort end the script's own waits for collectives, too.
+
+``dist.all_reduce(loss)`` waits inside gloo, where nothing can release it for sure (see
+elastic/worker/pending.py). All such calls end in ``Work.wait`` (torch/distributed/
+distributed_c10d.py), so that one is replaced: by a wait that :data:`pending` can end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from elastic.worker.pending import pending
+
+_NO_TIMEOUT = datetime.timedelta(0)
+_in_gloo: Callable[[dist.Work, datetime.timedelta], bool] = dist.Work.wait
+
+
+def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+    """As torch's: true, or raises what went wrong; GroupAborted once the world is over."""
+    if timeout != _NO_TIMEOUT:
+        return _in_gloo(work, timeout)  # it ends by itself
+    try:
+        work.get_future()
+    except RuntimeError:  # sends and receives have none; their sockets' end does release them
+        return _in_gloo(work, timeout)
+    pending.wait(work)
+    return True
+
+
+@functools.cache
+def make_waits_end_with_the_group() -> None:
+    """For all collectives on gloo of this process, from now on."""
+    dist.Work.wait = _wait  # type: ignore[method-assign, assignment]
