@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
+import checkpoints.loading
 
 State = dict[str, torch.Tensor]
 
@@ -34,13 +35,18 @@ def load_together(folder: Path, size: int, state: State, subject: str, path: Pat
             into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
             dist.barrier()
             began = time.perf_counter()
-            if subject == "elastic":
+            if subject == "raw read":
+                read_raw(path, list(into.values()))
+            elif subject.startswith("elastic"):
+                if "other hosts" in subject:  # they exchange over the group
+                    vars(checkpoints.loading).update(identity_of=lambda storage, name: None)
                 found = checkpoints.list_checkpoints(path)[0]
                 checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
             else:
                 dcp_load(into, checkpoint_id=path)
             took = time.perf_counter() - began
-            assert all(bool((into[name][-3:] == state[name][-3:]).all()) for name in state)
+            if subject != "raw read":
+                assert all(bool((into[name][-3:] == state[name][-3:]).all()) for name in state)
             store.with_suffix(f".{rank}").write_text(json.dumps(took))
 
         return work
@@ -50,6 +56,13 @@ def load_together(folder: Path, size: int, state: State, subject: str, path: Pat
     if any(codes):
         raise RuntimeError(f"{subject}: ranks ended with {codes}")
     return max(float(store.with_suffix(f".{rank}").read_text()) for rank in range(size))
+
+
+def read_raw(path: Path, into: list[torch.Tensor]) -> None:
+    """The floor: the same bytes into the same tensors, whatever they are."""
+    with open(path, "rb", buffering=0) as file:
+        for tensor in into:
+            file.readinto(tensor.numpy().data)
 
 
 def fork(work: Callable[[], None]) -> int:

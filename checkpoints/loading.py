@@ -18,6 +18,7 @@ from checkpoints.exchange import Exchange, shares_of
 from checkpoints.manifest import CheckpointInfo, Chunk, Manifest, Tensor, info_of
 from checkpoints.mounts import identity_of, in_memory
 from checkpoints.reader import (
+    STEP_BYTES,
     Item,
     all_chunks,
     into_spare,
@@ -223,7 +224,7 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
     """
     storage = storage_for(root)
     manifest = read_manifest(storage, name)
-    room = scratch()
+    room = scratch(STEP_BYTES)
 
     def target(tensor: Tensor, chunk: Chunk) -> memoryview:
         if progress is not None:
@@ -303,7 +304,7 @@ class _Job:
         again: bool = False,
     ) -> None:
         """Read and verify those of ``items`` that are needed."""
-        target, put = into_spare(self.spares) if keep else (scratch(), None)
+        target, put = into_spare(self.spares) if keep else (scratch(STEP_BYTES), None)
 
         def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
             if put is not None:

@@ -23,7 +23,7 @@ from checkpoints.strict import parse_manifest
 
 _SIDE_BY_SIDE_BYTES = 64 << 20  # below, threads cost more than they save
 _BATCH_BYTES = 32 << 20
-_STEP_BYTES = 1 << 20
+STEP_BYTES = 1 << 20  # that a verification holds at a time
 _READERS = min(8, os.cpu_count() or 1)
 
 Item = tuple[Tensor, Chunk]
@@ -144,12 +144,14 @@ def _side_by_side(work: Callable[[_Batch], None], batches: Sequence[_Batch]) -> 
             raise
 
 
-def scratch() -> Target:
-    """A target for reading without keeping: one buffer for each thread."""
+def scratch(limit: int | None = None) -> Target:
+    """A target for reading without keeping: one buffer for each thread, no longer than ``limit``:
+    of a chunk that is longer, only the last bytes are there in the end."""
     own = threading.local()
 
     def target(_: Tensor, chunk: Chunk) -> memoryview:
         size = chunk.end - chunk.begin
+        size = size if limit is None else min(size, limit)
         buffer: torch.Tensor | None = getattr(own, "buffer", None)
         if buffer is None or buffer.numel() < size:
             buffer = own.buffer = torch.empty(size, dtype=torch.uint8)
@@ -211,14 +213,13 @@ def _read_chunk(
     *,
     verify: bool,
 ) -> None:
+    size = chunk.end - chunk.begin
     if verify:
-        count, found = _read_hashed(source, chunk.begin, into)
+        count, found = _read_hashed(source, chunk.begin, size, into)
     else:
         count, found = source.read_at(chunk.begin, into), chunk.xxh3_128
-    if count != len(into) or found != chunk.xxh3_128:
-        what = (
-            "became shorter" if count != len(into) else "do not have the hash they were saved with"
-        )
+    if count != size or found != chunk.xxh3_128:
+        what = "became shorter" if count != size else "do not have the hash they were saved with"
         raise Corrupt(
             f"bytes {chunk.begin} to {chunk.end} {what}",
             file=f"{name}/{chunk.file}",
@@ -226,13 +227,15 @@ def _read_chunk(
         )
 
 
-def _read_hashed(source: Source, begin: int, into: memoryview) -> tuple[int, str]:
+def _read_hashed(source: Source, begin: int, size: int, into: memoryview) -> tuple[int, str]:
     """Read and hash in steps that stay in the processor's cache between the two."""
     hashed = Hasher()
-    for low in range(0, len(into), _STEP_BYTES):
-        step = into[low : low + _STEP_BYTES]
+    for low in range(0, size, STEP_BYTES):
+        length = min(STEP_BYTES, size - low)
+        place = low if len(into) == size else 0
+        step = into[place : place + length]
         count = source.read_at(begin + low, step)
-        if count != len(step):
+        if count != length:
             return low + count, ""
         hashed.update(step)
-    return len(into), hashed.hexdigest()
+    return size, hashed.hexdigest()
