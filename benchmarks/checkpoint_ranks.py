@@ -33,18 +33,11 @@ def load_together(folder: Path, size: int, state: State, subject: str, path: Pat
             limit = timedelta(seconds=300)
             dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=limit)
             into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
-            dist.barrier()
-            began = time.perf_counter()
-            if subject == "raw read":
-                read_raw(path, list(into.values()))
-            elif subject.startswith("elastic"):
-                if "other hosts" in subject:  # they exchange over the group
-                    vars(checkpoints.loading).update(identity_of=lambda storage, name: None)
-                found = checkpoints.list_checkpoints(path)[0]
-                checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
-            else:
-                dcp_load(into, checkpoint_id=path)
-            took = time.perf_counter() - began
+            for _ in range(2):  # the first time finds the memory
+                dist.barrier()
+                began = time.perf_counter()
+                load(subject, path, into)
+                took = time.perf_counter() - began
             if subject != "raw read":
                 assert all(bool((into[name][-3:] == state[name][-3:]).all()) for name in state)
             store.with_suffix(f".{rank}").write_text(json.dumps(took))
@@ -56,6 +49,18 @@ def load_together(folder: Path, size: int, state: State, subject: str, path: Pat
     if any(codes):
         raise RuntimeError(f"{subject}: ranks ended with {codes}")
     return max(float(store.with_suffix(f".{rank}").read_text()) for rank in range(size))
+
+
+def load(subject: str, path: Path, into: State) -> None:
+    if subject == "raw read":
+        read_raw(path, list(into.values()))
+    elif subject == "DCP":
+        dcp_load(into, checkpoint_id=path)
+    else:
+        if "other hosts" in subject:  # they exchange over the group
+            vars(checkpoints.loading).update(identity_of=lambda storage, name: None)
+        found = checkpoints.list_checkpoints(path)[0]
+        checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
 
 
 def read_raw(path: Path, into: list[torch.Tensor]) -> None:

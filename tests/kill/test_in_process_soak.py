@@ -22,6 +22,8 @@ WORKLOAD = Workload(samples=500, epochs=100_000, step_s=0.02, save_every=50)
 # gloo forgets a queued send when its connection ends; what waits for it is left behind, two
 # threads and two descriptors at a time (elastic/worker/pending.py). About 3 % of the kills.
 LEFT_BEHIND = max(4, KILLS // 10)
+# What leading a job takes: the witness may lead at one of the two looks and not at the other.
+LEADING = 8
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(KILLS * 30)]
 
@@ -89,7 +91,7 @@ def test_nothing_grows_in_many_kills(job: TrainingJob) -> None:
     for what in ("threads", "descriptors"):
         grown = after[f"worker {what}"] - before[f"worker {what}"]
         assert grown <= 2 * LEFT_BEHIND, (before, after)
-        assert after[f"agent {what}"] - before[f"agent {what}"] <= 4, (before, after)
+        assert after[f"agent {what}"] - before[f"agent {what}"] <= LEADING, (before, after)
     assert after["worker MiB"] - before["worker MiB"] < 64, (before, after)
     assert after["agent MiB"] - before["agent MiB"] < 64, (before, after)
     ledger = job.ledger()
