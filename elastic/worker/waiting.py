@@ -25,7 +25,7 @@ def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         return _in_gloo(work, timeout)  # it ends by itself
     try:
         work.get_future()
-    except RuntimeError:  # sends and receives have none; their sockets' end does release them
+    except RuntimeError:  # sends and receives have none
         return _in_gloo(work, timeout)
     pending.wait(work)
     return True

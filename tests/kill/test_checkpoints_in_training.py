@@ -178,6 +178,7 @@ def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: 
     assert newest_step(job) == WORKLOAD.steps
 
 
+@pytest.mark.soak
 def test_restart_mode_a_rank_dies_while_it_writes(restarted: TrainingJob) -> None:
     job = restarted
     nodes = job.bring_to(2)
@@ -190,6 +191,7 @@ def test_restart_mode_a_rank_dies_while_it_writes(restarted: TrainingJob) -> Non
     wait_saved(job)
 
 
+@pytest.mark.soak
 def test_restart_mode_an_exception_of_the_script_loses_no_step(restarted: TrainingJob) -> None:
     job = restarted
     job.bring_to(2)
@@ -202,6 +204,7 @@ def test_restart_mode_an_exception_of_the_script_loses_no_step(restarted: Traini
     assert {s.step for s in ledger.starts if s.generation == generation + 1} == {done}
 
 
+@pytest.mark.soak
 def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
     job = restarted
     job.bring_to(2)
@@ -214,6 +217,7 @@ def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
     assert {s.step for s in job.ledger().starts if s.generation > generation} == {done}
 
 
+@pytest.mark.soak
 def test_restart_mode_ends_as_if_nothing_had_happened(
     restarted: TrainingJob, undisturbed: Path
 ) -> None:

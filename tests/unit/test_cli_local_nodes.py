@@ -145,6 +145,7 @@ def test_a_leash_to_a_parent_that_is_gone_starts_nothing() -> None:
 
 def test_signals_become_a_request_and_a_second_one_is_urgent() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a nohup
     try:
         with stop_on_signals() as stop:
             os.kill(os.getpid(), signal.SIGHUP)  # as under nohup
@@ -156,6 +157,7 @@ def test_signals_become_a_request_and_a_second_one_is_urgent() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def test_the_tree_of_a_process_that_is_gone_is_empty() -> None:
