@@ -17,7 +17,7 @@ import torch
 
 from checkpoints import errors
 from checkpoints.dtypes import BY_NAME
-from checkpoints.errors import Corrupt, LoadError, Mismatch
+from checkpoints.errors import Corrupt, LoadError, Mismatch, TornLoad
 from checkpoints.reader import Item
 from checkpoints.spare import Spare
 
@@ -28,6 +28,8 @@ _ALONE_BYTES = 1 << 20  # from here on, a chunk travels from and to where it lie
 _PACKED_BYTES = 16 << 20
 _IN_FLIGHT = 4  # messages at once: it bounds the memory for packed ones
 _ALIGNMENT = 64
+_SIZE_BYTES = 8
+_SHORT_BYTES = 1024  # what nearly every report fits into
 
 
 def shares_of(items: Sequence[Item], size: int) -> tuple[tuple[Item, ...], ...]:
@@ -160,20 +162,22 @@ class Exchange:
         return None if room is None else room.view(torch.uint8)
 
     def _tell(self, report: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Every rank's report."""
+        """Every rank's report: in one collective, unless there is one that is long."""
         text = json.dumps(report).encode()
-        sizes = self._gathered(torch.tensor([len(text)], dtype=torch.int64))
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        return [json.loads(bytes(data.tolist())) for data in self._gathered(padded)]
+        size = len(text).to_bytes(_SIZE_BYTES, "little")
+        told = self._gathered((size + text)[:_SHORT_BYTES], _SHORT_BYTES)
+        longest = max(int.from_bytes(data[:_SIZE_BYTES], "little") for data in told)
+        if _SIZE_BYTES + longest > _SHORT_BYTES:
+            told = self._gathered(size + text, _SIZE_BYTES + longest)
+        return [json.loads(data[_SIZE_BYTES:]) for data in told]
 
-    def _gathered(self, given: torch.Tensor) -> list[torch.Tensor]:
-        """Equally many elements of every rank, on the CPU."""
-        here = given.to(self._device)
-        taken = torch.empty((self.size, *given.shape), dtype=given.dtype, device=self._device)
+    def _gathered(self, data: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, filled up with spaces to ``size``."""
+        padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
+        taken = torch.empty((self.size, size), dtype=torch.uint8, device=self._device)
         with self._told():
-            self._dist.all_gather(list(taken), here, group=self._group)
-        return list(taken.cpu())
+            self._dist.all_gather(list(taken), padded.to(self._device), group=self._group)
+        return [row.numpy().tobytes() for row in taken.cpu()]
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -239,6 +243,8 @@ def _from_json(found: Mapping[str, Any], rank: int) -> LoadError:
     elif kind is Mismatch:
         lists = {key: tuple(found[key]) for key in ("missing", "extra", "mis_shaped")}
         error = Mismatch("the checkpoint", **lists)
+    elif kind is TornLoad:
+        error = TornLoad("the checkpoint")
     else:
         known = isinstance(kind, type) and issubclass(kind, LoadError)
         error = (kind if known else LoadError)(found["message"], hint=found["hint"])

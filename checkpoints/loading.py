@@ -89,8 +89,8 @@ def load(
     With ``group``, a process group of torch.distributed, its ranks load together: each reads and
     verifies an equal share of the bytes that all need, and they exchange them: over the group, or
     on one host through the kernel, which keeps what was read; of sharded tensors each reads what
-    it needs. All raise what the first rank that fails raises, before any of them
-    has changed a tensor. All must call it, with the same name and form of state.
+    it needs. All raise what the first rank that fails raises, before any of them has changed a
+    tensor. All must call it, with the same name and form of state.
 
     ``progress`` is called, by several threads, with the number of bytes of each chunk read.
 
@@ -104,7 +104,7 @@ def load(
         return _load_together(storage, name, into, strict, Exchange(group), progress)
     plan = _prepare(storage, name, into, strict)
     if into is not None and in_memory(storage):
-        twice = _Twice(plan)
+        twice = _Twice(plan, _modified_s(plan))
         twice.verify(all_chunks(plan.manifest), None, progress)
         return twice.read()
     job = _Job(plan, plan.spares())
@@ -117,12 +117,13 @@ class _Twice:
 
     From a memory file system this is faster than filling fresh memory and copying from there
     (1.2 against 2.0 times a raw read, measured), and needs no memory for another copy.
+    ``before`` is when its files were modified, looked up before anybody verifies.
     """
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _Plan, before: Sequence[float]) -> None:
         self._plan = plan
         self._job = _Job(plan, plan.live_memory())
-        self._before = self._times()
+        self._before = before
 
     def verify(
         self, items: Iterable[Item], headers: Collection[int] | None, progress: Progress | None
@@ -134,17 +135,18 @@ class _Twice:
         """All was verified: take it. Raises TornLoad if the files have changed meanwhile."""
         try:
             self._job.read(all_chunks(self._plan.manifest), again=True)
-            changed = self._times() != self._before
+            changed = _modified_s(self._plan) != self._before
         except LoadError as error:
             raise TornLoad(str(self._plan.manifest.name)) from error
         if changed:
             raise TornLoad(str(self._plan.manifest.name))
         return self._job.finish()
 
-    def _times(self) -> list[float]:
-        storage, manifest = self._plan.storage, self._plan.manifest
-        with reading(storage.place):
-            return [storage.modified_s(f"{manifest.name}/{w.file}") for w in manifest.writers]
+
+def _modified_s(plan: _Plan) -> list[float]:
+    storage, manifest = plan.storage, plan.manifest
+    with reading(storage.place):
+        return [storage.modified_s(f"{manifest.name}/{w.file}") for w in manifest.writers]
 
 
 def _load_together(
@@ -159,12 +161,12 @@ def _load_together(
         plan = _prepare(storage, name, into, strict)
         here.must_agree(plan.fingerprint())
         here.reads(identity_of(storage, name))
-        in_place = into is not None and in_memory(storage)
+        before = _modified_s(plan) if into is not None and in_memory(storage) else None
     shares = _Shares.of(plan, exchange)
+    if here.have_same_files and before is not None:
+        return _read_in_place(plan, shares, exchange, before, progress)
     if here.have_same_files:
-        return (_read_in_place if in_place else _read_side_by_side)(
-            plan, shares, exchange, progress
-        )
+        return _read_side_by_side(plan, shares, exchange, progress)
     with exchange.together():
         job = _Job(plan, plan.spares())
         job.read(shares.own, headers=shares.headers, progress=progress)
@@ -193,11 +195,15 @@ class _Shares:
 
 
 def _read_in_place(
-    plan: _Plan, shares: _Shares, exchange: Exchange, progress: Progress | None
+    plan: _Plan,
+    shares: _Shares,
+    exchange: Exchange,
+    before: Sequence[float],
+    progress: Progress | None,
 ) -> Loaded:
     """Ranks with the same files, in memory: verify a share each, then read all of it each."""
     with exchange.together():
-        twice = _Twice(plan)
+        twice = _Twice(plan, before)
         twice.verify(shares.own, shares.headers, progress)
     exchange.tensors = "The live tensors may hold the checkpoint by now."
     with exchange.together():

@@ -15,6 +15,7 @@ import sharded_script as script
 import torch
 
 import checkpoints
+from checkpoints import exchange
 from checkpoints.faulty import FaultyStorage
 from checkpoints.mounts import identity_of
 from checkpoints.storage import LocalStorage
@@ -224,6 +225,31 @@ def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path, way: str) -> N
     for result in run("together_but", 2, replicated, trouble="none", way=way):
         assert (result["error"], result["touched"]) == ("Corrupt", False)
         assert result["file"] == f"{NAME}/00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        checkpoints.NoCheckpoint("none", hint="look"),
+        checkpoints.UnsupportedFormat("new", hint="upgrade"),
+        checkpoints.ReadFailed("disk", hint="look"),
+        checkpoints.Corrupt("a hash", file="a/b", tensor="w"),
+        checkpoints.Mismatch("a", missing=("x",), extra=("y",), mis_shaped=("z",)),
+        checkpoints.TornLoad("a"),
+        checkpoints.LoadError("other", hint="look"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_another_rank_is_of_the_same_kind(error: checkpoints.LoadError) -> None:
+    told = exchange._from_json(json.loads(json.dumps(exchange._as_json(error))), 3)
+    assert type(told) is type(error)
+    assert told.message == f"on rank 3: {error.message}"
+    assert told.hint == error.hint
+
+
+def test_a_file_that_changes_meanwhile_is_told_to_all(run: Run, replicated: Path) -> None:
+    for result in run("together_but", 3, replicated, trouble="changes", way="memory"):
+        assert result["error"] == "TornLoad"
 
 
 @WAYS
