@@ -61,7 +61,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     mib, kills = SIZES[args.size]
     count = (args.mib or mib) * (1 << 20) // 4 // TENSORS
-    bench = Bench({f"tensor{i}": torch.randn(count) for i in range(TENSORS)})
+    bench = Bench({f"tensor{i}": torch.randn(count) for i in range(TENSORS)}, args.folder)
     for _ in range(args.rounds):
         with folder_in(args.folder) as folder:
             bench.save_and_load(folder, args.worlds)
@@ -80,8 +80,9 @@ def main() -> None:
 class Bench:
     """Measures; samples by (case, subject, unit)."""
 
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+    def __init__(self, state: dict[str, torch.Tensor], memory: str) -> None:
         self._state = state
+        self._memory = memory  # a folder in it
         self._size = sum(t.numel() * t.element_size() for t in state.values())
         self._host = torch.ones(self._size, dtype=torch.uint8)  # zeros would all be one page
         self._source = torch.cat([t.view(torch.uint8) for t in state.values()])
@@ -144,7 +145,7 @@ class Bench:
         for step in range(1, AGAIN + 1):
             memcpy_s.append(timed(lambda: into.copy_(self._source[:share])))
             if step == AGAIN:
-                make_ready(root.parent, self._size)
+                self._make_ready(self._size)
             handles = []
             for rank, engine in enumerate(engines):
                 world = checkpoints.World(nonce="bench", rank=rank, size=size)
@@ -170,7 +171,7 @@ class Bench:
         name = checkpoints.list_checkpoints(root)[0].name
         into = timed(lambda: checkpoints.load(root, name, into=self._live))
         self.against("load W=1", "elastic", into, "raw", self._raw_read_s)
-        make_ready(root.parent, self._size)
+        self._make_ready(self._size)
         fresh = timed(lambda: checkpoints.load(root, name))
         self.against("load W=1", "elastic, into fresh memory", fresh, "raw", self._raw_read_s)
         verify = timed(lambda: checkpoints.verify(root, name))
@@ -196,7 +197,7 @@ class Bench:
         with checkpoints.Engine(folder / "slow", keep=checkpoints.LatestN(1)) as engine:
             engine.reserve(self._state)
             for number in range(1, AGAIN):
-                make_ready(folder, self._size)
+                self._make_ready(self._size)
                 alone += [timed(step) for _ in range(60)]
                 world = checkpoints.World(nonce="bench")
                 handle = engine.save_async(self._state, step=number, world=world)
@@ -228,10 +229,10 @@ class Bench:
         )
         for subject, write, load in cases:
             path = folder / subject
-            make_ready(folder, self._size)
+            self._make_ready(self._size)
             took = timed(lambda w=write, p=path: durably(w, p))  # type: ignore[misc]
             self.against("write W=1", subject, took, "raw", self._raw_write_s)
-            make_ready(folder, self._size)
+            self._make_ready(self._size)
             took = timed(lambda r=load, p=path: r(p))  # type: ignore[misc]
             self.against("load W=1", subject, took, "raw", self._raw_read_s)
             if subject == "DCP":
@@ -242,7 +243,7 @@ class Bench:
 
     def _dcp_async(self, path: Path) -> None:
         memcpy_s = timed(lambda: self._host.copy_(self._source))
-        make_ready(path.parent, 2 * self._size)
+        self._make_ready(2 * self._size)
         began = time.perf_counter()
         future = dcp_async_save(dict(self._state), checkpoint_id=path, no_dist=True)
         self.against("stall W=1", "DCP async", time.perf_counter() - began, "memcpy", memcpy_s)
@@ -263,7 +264,7 @@ class Bench:
         with checkpoints.Engine(folder / "ours", keep=checkpoints.LatestN(1)) as engine:
             engine.reserve(self._state)
             for step in (1, 2):
-                make_ready(folder, self._size)
+                self._make_ready(self._size)
                 world = checkpoints.World(nonce="bench")
                 outcome = engine.save_async(self._state, step=step, world=world).wait()
         assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED, outcome
@@ -274,10 +275,20 @@ class Bench:
 
     # --- raw bytes
 
+    def _make_ready(self, size: int) -> None:
+        """See to it that the kernel has memory of its own for so many bytes.
+
+        Three times as many: it need not give back first what it has got last.
+        """
+        chunk = bytes(16 << 20)
+        with tempfile.TemporaryFile(dir=self._memory, buffering=0) as file:
+            for _ in range(-(-3 * size // len(chunk))):
+                file.write(chunk)
+
     def _timed_raw_write(self, path: Path, size: int) -> float:
         """Into a new file: an old one's pages would be there already."""
         path.unlink(missing_ok=True)
-        make_ready(path.parent, self._size // size)
+        self._make_ready(self._size // size)
         return timed(lambda: self._raw_write(path, self._size // size))
 
     def _raw_write(self, path: Path, size: int) -> None:
@@ -298,14 +309,6 @@ class Bench:
 def folder_in(place: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=place) as folder:
         yield Path(folder)
-
-
-def make_ready(folder: Path, size: int) -> None:
-    """See to it that the kernel has memory of its own for so many bytes."""
-    chunk = bytes(16 << 20)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        for _ in range(-(-size // len(chunk))):
-            file.write(chunk)
 
 
 def durably(write: Callable[[Path], object], path: Path) -> None:
