@@ -11,7 +11,7 @@ measured. So before a write, or a load into new memory, as many bytes are writte
 (but not before a stall is measured: it slows down the next copy), and of two loads by the same
 processes the second counts.
 
-``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about nine minutes on two cores.
+``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about 15 minutes on two cores.
 """
 
 from __future__ import annotations
