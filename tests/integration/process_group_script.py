@@ -303,10 +303,15 @@ def missing_rank(me: Rank) -> Result:
         me.build(me.spec(4))
         return {"total": summed()}
     timeout = failure_of(lambda: me.build(me.spec(1), timeout_s=1.0))
+    # Rank 0 has the store: it gives up last, or rank 1 would only see that the store is gone.
+    newer = newer_after(5) if me.rank == 1 else (me.folder / "announced.1").exists
     announced = failure_of(
-        lambda: me.group.build(me.spec(2), superseded=newer_after(5), timeout_s=DEADLINE_S)
+        lambda: me.group.build(me.spec(2), superseded=newer, timeout_s=DEADLINE_S)
     )
-    aborted = failure_of(lambda: build_and_abort(me, me.spec(3)))
+    me.say("announced")
+    last = None if me.rank == 1 else "aborted"
+    aborted = failure_of(lambda: build_and_abort(me, me.spec(3), after=last))
+    me.say("aborted")
     me.say("tried")
     me.build(me.spec(4))
     return {
@@ -318,8 +323,9 @@ def missing_rank(me: Rank) -> Result:
     }
 
 
-def build_and_abort(me: Rank, spec: GroupSpec) -> None:
-    """Abort from another thread once the main thread is waiting for the others."""
+def build_and_abort(me: Rank, spec: GroupSpec, after: str | None = None) -> None:
+    """Abort from another thread once the main thread is waiting for the others, and ``after``
+    rank 1 has said that."""
     waits = threading.Event()
 
     def superseded() -> bool:
@@ -331,6 +337,8 @@ def build_and_abort(me: Rank, spec: GroupSpec) -> None:
 
     def abort() -> None:
         waits.wait()
+        if after is not None:
+            me.hear(after, 1)
         me.group.abort()
 
     threading.Thread(target=abort, daemon=True).start()
