@@ -60,7 +60,8 @@ class Pending:
                 self._works[key] = work, None
         if done is not None:
             done(_error_of(future))
-        self._works.pop(key, None)  # last: this thread is one of gloo's, and in Python until here
+        with self._lock:  # last: this thread is one of gloo's, and in Python until here
+            self._works.pop(key, None)
 
     def wait(self, work: dist.Work | None) -> None:
         """Return when the collective has ended well; raise what went wrong, or GroupAborted."""

@@ -1,0 +1,98 @@
+"""Collectives under way: ended, aborted, and both at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.worker.faults import GroupAborted
+from elastic.worker.pending import Pending
+
+DEADLINE_S = 20.0
+
+
+class FakeWork:
+    """A collective that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[int] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[int]:
+        return self.future
+
+    def end(self) -> None:
+        self.future.set_result(1)
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def start(pending: Pending, count: int) -> tuple[list[FakeWork], list[BaseException | None]]:
+    told: list[BaseException | None] = []
+    works: list[Any] = [FakeWork() for _ in range(count)]
+    for work in works:
+        pending.start(work, told.append)
+    return works, told
+
+
+def test_what_has_ended_is_told_once_and_is_not_under_way() -> None:
+    pending = Pending()
+    (work,), told = start(pending, 1)
+    assert not pending.drain(0.0)
+    work.end()
+    assert told == [None]
+    assert pending.drain(0.0)
+    pending.abort()
+    assert told == [None]
+
+
+def test_what_is_aborted_is_told_at_once_and_stays_under_way_until_it_ends() -> None:
+    pending = Pending()
+    (work,), told = start(pending, 1)
+    pending.abort()
+    assert isinstance(told[0], GroupAborted)
+    assert not pending.drain(0.0)
+    work.end()
+    assert len(told) == 1 and pending.drain(0.0)
+
+
+def test_a_collective_is_under_way_until_its_owner_has_been_told() -> None:
+    pending = Pending()
+    work: Any = FakeWork()
+    drained: list[bool] = []
+    pending.start(work, lambda error: drained.append(pending.drain(0.0)))
+    work.end()
+    assert drained == [False]
+
+
+@pytest.mark.usefixtures("restless")
+def test_an_abort_while_collectives_end_tells_each_once() -> None:
+    for _ in range(20):
+        pending = Pending()
+        works, told = start(pending, 500)
+        begun = threading.Event()
+
+        def end_all(works: list[FakeWork] = works, begun: threading.Event = begun) -> None:
+            begun.set()
+            for work in works:
+                work.end()
+
+        thread = threading.Thread(target=end_all)
+        thread.start()
+        begun.wait(DEADLINE_S)
+        while thread.is_alive():
+            pending.abort()
+        thread.join()
+        assert len(told) == len(works)
+        assert pending.drain(0.0)
