@@ -137,8 +137,8 @@ class EmbeddedEtcd:
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP): connections stay open, nothing answers."""
-        self._running().signal(signal.SIGSTOP)
+        """Freeze it (SIGSTOP), and wait until it is: connections stay open, nothing answers."""
+        self._running().freeze()
 
     def resume(self) -> None:
         """End a pause."""

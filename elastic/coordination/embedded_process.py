@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from signal import SIGCONT, SIGKILL, Signals
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
@@ -127,6 +128,15 @@ class BoundProcess:
         """Send a signal; a process that has ended is not an error."""
         assert self._child is not None
         self._child.send_signal(number)
+
+    def freeze(self) -> None:
+        """SIGSTOP; returns when no thread of it runs any more, or when it has ended.
+
+        On a busy machine its threads may run on for a while after the signal was sent.
+        """
+        self.signal(SIGSTOP)
+        with contextlib.suppress(ChildProcessError):  # it has ended, and its owner knows
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def end(self, how: Signals, within_s: float) -> None:
         """Send ``how`` and wait; SIGKILL after ``within_s``."""

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.testing.processes import TOKEN, Process, is_alive, kill_at_once, marked_with, send
+from elastic.testing.processes import (
+    TOKEN,
+    Process,
+    freeze,
+    is_alive,
+    kill_at_once,
+    marked_with,
+    send,
+)
 
 
 class LocalNode:
@@ -102,9 +110,8 @@ class LocalNode:
         self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP every process of the node: it hangs, with all its connections open."""
-        for process in self.processes():
-            send(process.pid, signal.SIGSTOP)
+        """Freeze every process of the node: it hangs, with all its connections open."""
+        freeze(process.pid for process in self.processes())
 
     def resume(self) -> None:
         """SIGCONT every process of the node."""

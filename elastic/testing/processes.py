@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastic.clock import SYSTEM_CLOCK
+
 TOKEN = "ELASTIC_TEST_TOKEN"
 """Environment variable that marks every process of a test cluster: ``<cluster>/<node>``."""
+
+_STOPS_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,25 @@ def kill_at_once(token: str) -> list[int]:
     """
     stopped: set[int] = set()
     while fresh := {p.pid for p in marked_with(token)} - stopped:
-        for pid in fresh:
-            send(pid, signal.SIGSTOP)
+        freeze(fresh)
         stopped |= fresh
     for pid in stopped:
         send(pid, signal.SIGKILL)
     return sorted(stopped)
+
+
+def freeze(pids: Iterable[int]) -> None:
+    """SIGSTOP all; returns when no thread of them runs any more.
+
+    On a busy machine threads may run on for a while after the signal was sent. One that is deep
+    in the kernel, in a write to a slow disk for instance, is waited for a second at most.
+    """
+    stopping = [pid for pid in pids if send(pid, signal.SIGSTOP)]
+    deadline_s = SYSTEM_CLOCK.monotonic() + _STOPS_WITHIN_S
+    while stopping := [pid for pid in stopping if _runs(pid)]:
+        if SYSTEM_CLOCK.monotonic() > deadline_s:
+            return
+        SYSTEM_CLOCK.sleep(0.001)
 
 
 def send(pid: int, number: signal.Signals) -> bool:
@@ -77,8 +94,24 @@ def send(pid: int, number: signal.Signals) -> bool:
 def is_alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     stat = _read(f"/proc/{pid}/stat")
+    return _state_of(stat) not in b"ZX"
+
+
+def _runs(pid: int) -> bool:
+    """Whether any thread of the process may still do something: none is, if it is gone."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return any(
+        _state_of(_read(f"/proc/{pid}/task/{thread}/stat")) not in b"TtZX" for thread in threads
+    )
+
+
+def _state_of(stat: bytes) -> bytes:
+    """One letter; nothing of a process that is gone."""
     # The command, in brackets, may hold brackets and blanks itself: the state follows the last.
-    return bool(stat) and stat[stat.rfind(b")") + 2 :][:1] not in (b"Z", b"X")
+    return stat[stat.rfind(b")") + 2 :][:1]
 
 
 def _parent_of(pid: int) -> int:

@@ -177,7 +177,7 @@ def test_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
         mine = [e for e in events if e["node"] == node.name and "node_id" in e]
         starts = sum(e["event"] == "node-arrived" for e in mine)
         deaths = sum(e["event"] == "worker-died" for e in mine)
-        assert starts <= deaths + 1, [e["event"] for e in mine]
+        assert starts <= deaths + 1, "\n".join([f"{node.name}:", *map(str, mine)])
 
 
 def test_only_the_world_and_its_end_are_left_in_the_store(job: TrainingJob) -> None:
