@@ -112,7 +112,7 @@ class Bench:
         for world_size in worlds:
             root = folder / f"w{world_size}"
             self._save(root, folder / "raw", world_size)
-            self._timed_raw_write(folder / "raw", 1)
+            self._timed_raw_write(folder / "raw", 1)  # whole again, for the raw readers
             if world_size == 1:
                 self._load_alone(root)
             else:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
 import checkpoints.loading
+from elastic.testing.forked import fork
 
 State = dict[str, torch.Tensor]
 
@@ -68,20 +69,6 @@ def read_raw(path: Path, into: list[torch.Tensor]) -> None:
     with open(path, "rb", buffering=0) as file:
         for tensor in into:
             file.readinto(tensor.numpy().data)
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this process, which has imported everything."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        torch.set_num_threads(1)  # the parent's pool of threads did not come along
-        work()
-        status = 0
-    finally:
-        os._exit(status)
 
 
 def bad_after_kills(root: Path, kills: int, seed: int) -> int:

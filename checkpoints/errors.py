@@ -60,7 +60,11 @@ class WriteFailed(SaveError):
 
 
 class LoadError(CheckpointError):
-    """A load failed. Live tensors are as they were."""
+    """A load failed. Live tensors are as they were.
+
+    Not after TornLoad, and not where the hint says something else: when the group of ranks that
+    load together broke at the very end.
+    """
 
 
 class NoCheckpoint(LoadError):
@@ -124,8 +128,8 @@ class Mismatch(LoadError):
 class TornLoad(LoadError):
     """Files of a checkpoint changed between their verification and their use.
 
-    The one LoadError after which live tensors are not as they were. It takes somebody who writes
-    into a committed checkpoint on a memory file system in the very moment of a load.
+    Live tensors hold parts of it then. It takes somebody who writes into a committed checkpoint
+    on a memory file system in the very moment of a load.
     """
 
     def __init__(self, name: str) -> None:

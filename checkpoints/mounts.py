@@ -32,11 +32,15 @@ def in_memory(storage: Storage) -> bool:
 
 def identity_of(storage: Storage, name: str) -> str | None:
     """The same for two processes if they read the same files of a checkpoint through one kernel,
-    whatever they call the folder; None where that cannot be known."""
+    whatever they call the folder; None where that cannot be known.
+
+    Virtual machines started from one snapshot have one boot id: their names tell them apart.
+    """
     if not isinstance(storage, LocalStorage):
         return None
     try:
         folder = os.stat(Path(storage.place) / name)
-        return f"{_BOOT.read_text().strip()} {folder.st_dev} {folder.st_ino}"
+        kernel = f"{_BOOT.read_text().strip()} {os.uname().nodename}"
+        return f"{kernel} {folder.st_dev} {folder.st_ino}"
     except OSError:
         return None

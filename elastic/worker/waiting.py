@@ -31,7 +31,7 @@ def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
     return True
 
 
-@functools.cache
+@functools.cache  # once per process
 def make_waits_end_with_the_group() -> None:
     """For all collectives on gloo of this process, from now on."""
     dist.Work.wait = _wait  # type: ignore[method-assign, assignment]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from fork_kit import fork
 
 import checkpoints
+from elastic.testing.forked import fork
 
 KEEP = 3
 ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a write

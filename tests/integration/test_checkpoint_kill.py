@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from fork_kit import fork
 
 import checkpoints
+from elastic.testing.forked import fork
 
 KEEP = 3
 ROUNDS = 40

@@ -128,6 +128,20 @@ def test_a_folder_that_exists_is_not_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "file").exists()
 
 
+def test_a_host_that_cannot_begin_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThread:
+        def __init__(self, *args: object, **options: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("checkpoints.memory_host.Copier", NoThread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        MemoryHost(tmp_path / "node", host="127.0.0.1")
+    assert list(tmp_path.iterdir()) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-")]
+
+
 def test_workers_are_told_the_limit(tmp_path: Path) -> None:
     host = MemoryHost(tmp_path / "node", host="127.0.0.1", limit_bytes=1234)
     assert own_memory(host.folder).room()[1] == "the limit of 1234 bytes"

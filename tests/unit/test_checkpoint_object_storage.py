@@ -17,7 +17,7 @@ from run_kit import job, process
 import checkpoints
 from checkpoints.commit import commit
 from checkpoints.faulty import Died, Fault, FaultyObjects, FaultyStorage
-from checkpoints.fsspec_objects import FsspecObjects
+from checkpoints.fsspec_objects import FsspecObjects, Upload
 from checkpoints.naming import CheckpointName
 from checkpoints.objects import ObjectStorage
 from checkpoints.storage import LocalStorage, Storage, storage_for
@@ -134,6 +134,46 @@ def test_a_refusal_at_any_request(fault: Fault, error: type[checkpoints.SaveErro
             left = [e for e in ObjectStorage(objects).list("") if e.startswith(".tmp-step")]
             assert left == [], call
     assert failed > 15
+
+
+class Uploads(FaultyObjects):
+    """Knows how its uploads ended."""
+
+    def __init__(self, inner: FsspecObjects, *, at: int) -> None:
+        super().__init__(inner, at=at, fault=Fault.IO_ERROR)
+        self.begun: list[Part] = []
+
+    def upload(self, key: str) -> Part:
+        self.begun.append(Part(super().upload(key)))
+        return self.begun[-1]
+
+
+class Part:
+    def __init__(self, inner: Upload) -> None:
+        self.end = ""
+        self._inner = inner
+        self.write = inner.write
+
+    def finish(self) -> None:
+        self._inner.finish()
+        self.end = "finished"
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+        self.end = "abandoned"
+
+
+def test_an_upload_that_fails_at_any_write_or_at_its_end_is_abandoned() -> None:
+    counted = FaultyObjects(in_memory())
+    save_all(ObjectStorage(counted), small_state(1), step=1)
+    writes = [call.startswith("write ") and "safetensors" in call for call in counted.calls]
+    of_tensors = [at for at, is_one in enumerate(writes) if is_one]
+    assert len(of_tensors) >= 2
+    for at in of_tensors:
+        objects = Uploads(in_memory(), at=at)
+        with pytest.raises(checkpoints.WriteFailed):
+            save_all(ObjectStorage(objects), small_state(1), step=1)
+        assert [part.end for part in objects.begun] == ["abandoned"]
 
 
 def test_committers_that_race_at_any_request_both_succeed() -> None:

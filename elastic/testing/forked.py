@@ -1,4 +1,4 @@
-"""A child process of a test, ready at once."""
+"""A child process, ready at once."""
 
 from __future__ import annotations
 
