@@ -17,10 +17,12 @@ processes the second counts.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -41,7 +43,10 @@ import checkpoints
 
 TENSORS = 32
 SETTLE_S = 0.5  # after a save, in which the one before it is removed
-AGAIN = 4  # saves: the stalls of all but the last one count, and the last one's write
+AGAIN = 7  # saves: the stalls of all but the last one count, and the last one's write
+SAVES = 5  # beside training
+ALONE = 60  # steps without a save, before one and after it
+NICENESS = 10  # the engine's
 SIZES = {"small": (64, 50), "full": (1024, 1000)}  # MiB, kills
 
 
@@ -134,36 +139,42 @@ class Bench:
         return took
 
     def _save(self, root: Path, raw: Path, size: int) -> None:
-        """The median stall against memcpy of 1/W; the last write against a raw one of as much."""
+        """Each stall against memcpy of 1/W beside it; the last write against a raw one of as much.
+
+        memcpy has as much memory to go round in as the engines: two buffers for each rank.
+        """
         share = self._size // size
-        engines = []
+        engines, copies = [], []
         for rank in range(size):
             engines.append(checkpoints.Engine(root, keep=checkpoints.LatestN(1)))
             engines[-1].reserve(self._state, rank=rank, world_size=size)
-        into = torch.ones(share, dtype=torch.uint8)  # as new as the staging buffers
-        memcpy_s, stall_s = [], []
+            source = self._source[rank * share : (rank + 1) * share]
+            copies.append([(torch.ones(share, dtype=torch.uint8), source) for _ in range(2)])
+        case, stalls = f"stall W={size}", list[tuple[float, checkpoints.Handle]]()
         for step in range(1, AGAIN + 1):
-            memcpy_s.append(timed(lambda: into.copy_(self._source[:share])))
             if step == AGAIN:
                 self._make_ready(self._size)
             handles = []
             for rank, engine in enumerate(engines):
+                into, source = copies[rank][step % 2]
+                memcpy_s = timed(functools.partial(into.copy_, source))
                 world = checkpoints.World(nonce="bench", rank=rank, size=size)
                 handles.append(engine.save_async(self._state, step=step, world=world))
                 while not handles[-1].is_written:
                     time.sleep(0.01)
+                if step < AGAIN:
+                    stalls.append((memcpy_s, handles[-1]))
             for engine in engines:
                 engine.wait()
             time.sleep(SETTLE_S)
-            if step < AGAIN:
-                stall_s += [handle.outcome.stall_s for handle in handles if handle.outcome]
         for engine in engines:
             engine.close()
         first = handles[0].outcome
         assert first is not None and first.ending is checkpoints.Ending.COMMITTED, first
-        memcpy = statistics.median(memcpy_s)
-        self.note(f"stall W={size}", "memcpy of 1/W", memcpy)
-        self.against(f"stall W={size}", "elastic", statistics.median(stall_s), "memcpy", memcpy)
+        for memcpy_s, handle in stalls:
+            assert handle.outcome is not None
+            self.note(case, "memcpy of 1/W", memcpy_s)
+            self.against(case, "elastic", handle.outcome.stall_s, "memcpy", memcpy_s)
         raw_s = self._raw_write_s if size == 1 else self._timed_raw_write(raw, size)
         self.against(f"write W={size}", "elastic", first.write_s, "raw", raw_s)
 
@@ -186,28 +197,58 @@ class Bench:
         torch.set_num_threads(cores)
 
     def _slow_down(self, folder: Path, case: str) -> None:
+        """Each save against the same time without one, before and after; beside it what a thread
+        costs that only writes the raw bytes, as low in priority."""
+        with checkpoints.Engine(folder / "slow", keep=checkpoints.LatestN(1)) as engine:
+            engine.reserve(self._state)
+            for number in range(1, SAVES + 1):
+                self._make_ready(self._size)
+                save = functools.partial(self._saved, engine, number)
+                took_s = self._beside(case, "elastic", save)
+                self.note(f"{case}: write", "elastic", took_s)
+                self._make_ready(self._size)
+                took_s = self._beside(
+                    case, "raw write", lambda: self._raw_writing(folder / "beside")
+                )
+                self.note(f"{case}: write", "raw write", took_s)
+        shutil.rmtree(folder / "slow")
+
+    def _beside(self, case: str, subject: str, begin: Callable[[], Callable[[], bool]]) -> float:
+        """Note by how much steps are slower until what was begun has ended; how long it took."""
         work = torch.randn(512, 512)
 
         def step() -> None:
             for _ in range(4):
                 work @ work
 
-        statistics.median(timed(step) for _ in range(20))
-        alone, beside, write_s = [], [], []
-        with checkpoints.Engine(folder / "slow", keep=checkpoints.LatestN(1)) as engine:
-            engine.reserve(self._state)
-            for number in range(1, AGAIN):
-                self._make_ready(self._size)
-                alone += [timed(step) for _ in range(60)]
-                world = checkpoints.World(nonce="bench")
-                handle = engine.save_async(self._state, step=number, world=world)
-                while handle.outcome is None:
-                    beside.append(timed(step))
-                write_s.append(handle.outcome.write_s)
-        shutil.rmtree(folder / "slow")
+        alone = [timed(step) for _ in range(ALONE)]
+        has_ended = begin()
+        began, beside = time.perf_counter(), []
+        while not has_ended():
+            beside.append(timed(step))
+        took_s = time.perf_counter() - began
+        time.sleep(SETTLE_S)
+        alone += [timed(step) for _ in range(ALONE)]
         slower = statistics.mean(beside) / statistics.mean(alone) - 1
-        self.note(case, "elastic", 100 * slower, "%")
-        self.note(f"{case}: write", "elastic", statistics.median(write_s))
+        self.note(case, subject, 100 * slower, "%")
+        return took_s
+
+    def _saved(self, engine: checkpoints.Engine, step: int) -> Callable[[], bool]:
+        world = checkpoints.World(nonce="bench")
+        handle = engine.save_async(self._state, step=step, world=world)
+        return lambda: handle.outcome is not None
+
+    def _raw_writing(self, path: Path) -> Callable[[], bool]:
+        """A writer's thread without anything else."""
+
+        def write() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            self._raw_write(path, self._size)
+
+        path.unlink(missing_ok=True)
+        thread = threading.Thread(target=write, name="raw-writer")
+        thread.start()
+        return lambda: not thread.is_alive()
 
     # --- others
 
