@@ -16,10 +16,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeArrived(Event):
-    """This node waits for a world."""
+    """This node waits for a world; ``failure`` and ``exit_code`` are those of its worker, if it
+    is because one has failed."""
 
     after_generation: int
     failure: str | None
+    exit_code: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +45,6 @@ class WorldEntered(Event):
     first_rank: int
     size: int
     waited_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkersEnded(Event):
-    """This node's workers ended, or were stopped, by themselves or by torchrun."""
-
-    generation: int
-    failure: str | None
-    exit_code: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

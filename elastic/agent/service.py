@@ -119,7 +119,9 @@ class NodeService:
             self._refuse_if_it_cannot_mix(node)
         self._board.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
-        self._journal.emit(NodeArrived(after_generation=after, failure=failure))
+        self._journal.emit(
+            NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code)
+        )
         self._change(
             lambda node: replace(
                 node,

@@ -4,9 +4,10 @@ Rank 0 keeps a record in the folder and counts it up every few seconds. A job wi
 that finds one watches it: if it moves, its owner lives. No two clocks are compared, neither of
 two machines nor of one machine at two moments, so a clock that jumps changes nothing.
 
-The same run id is always welcome, a record that was given back is free, and so is that of a plain
-``python train.py`` whose process is gone. Anything else is taken over once it has stood still for
-:data:`WATCH_S`.
+The same run id is welcome, a record that was given back is free, and so is that of a job on one
+node whose process is gone: the launcher's, or that of a plain ``python train.py``. If it is there,
+it is another job, whatever its run id (torchrun's default is "none" for all). Anything else is
+taken over once it has stood still for :data:`WATCH_S`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Owner:
 
     run_id: str
     node: str  # of rank 0
-    process: str  # machine, boot, pid namespace, pid and start; "" if a launcher restarts it
+    process: str  # that the job cannot outlive: boot, pid namespace, pid, start; "" if none
     beat: int = 0
     is_released: bool = False
     running_s: float = 0.0  # how long the job has run, over all its processes
@@ -57,7 +58,7 @@ class Ownership:
         self._storage = storage
         self._report = report
         self._clock = clock
-        self._process = "" if is_launched() else _this_process()
+        self._process = _lasting_process()
         self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"local {self._process}"
         self._before = Owner(run_id=self._run_id, node=node_name(), process=self._process)
         self._began_s = clock.monotonic()
@@ -134,7 +135,10 @@ class Ownership:
             self.beat()
 
     def _is_anothers(self, found: Owner) -> bool:
-        return found.run_id != self._run_id and not found.is_released and not _is_gone(found)
+        is_same = found.run_id == self._run_id
+        if is_same and found.process and self._process:
+            is_same = found.process == self._process
+        return not (is_same or found.is_released or _is_gone(found))
 
     def _watch(self, found: Owner) -> None:
         until_s = self._clock.monotonic() + WATCH_S
@@ -168,30 +172,58 @@ def _words(owner: Owner) -> str:
     return f"job {owner.run_id!r}, rank 0 on node {owner.node}"
 
 
-def _this_process() -> str:
-    return _process(os.getpid())
+def _lasting_process() -> str:
+    """The process that this job cannot outlive; "" if others go on with it, or nobody knows."""
+    if not is_launched():
+        return _process(os.getpid())
+    nodes = os.environ.get("ELASTIC_MAX_NODES") or os.environ.get("GROUP_WORLD_SIZE")
+    return _process(_launcher()) if nodes == "1" else ""
+
+
+def _launcher() -> int:
+    """The pid of the nearest ancestor that was not launched itself; 0 if it cannot be known.
+
+    A parent may be a wrapper, which ends with this process.
+    """
+    pid = os.getppid()
+    while pid and b"TORCHELASTIC_RUN_ID=" in _read_bytes(f"/proc/{pid}/environ"):
+        pid = _parent_of(pid)
+    return pid
 
 
 def _process(pid: int) -> str:
-    """A process, unlike any other one on any machine at any time."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        with open(f"/proc/{pid}/stat") as file:
-            state, *rest = file.read().rpartition(")")[2].split()
-        if state in "ZX":
-            return ""
-        started = rest[18]
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {started}"
-    except (OSError, IndexError):
+    """A process, unlike any other one on any machine at any time; "" if it has ended."""
+    state, _, start = _stat(pid)
+    boot = _read_bytes("/proc/sys/kernel/random/boot_id").decode().strip()
+    if state in "ZX" or not boot:
         return ""
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {start}"
+
+
+def _parent_of(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> tuple[str, str, str]:
+    """State, parent and start; a process that is gone is as good as a zombie."""
+    # The command, in brackets, may hold anything.
+    told = _read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")[2].split()
+    return (told[0], told[1], told[19]) if len(told) > 19 else ("X", "0", "")
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _is_gone(owner: Owner) -> bool:
     """Whether the owner is one process of this machine, and it has ended."""
     place, _, start = owner.process.rpartition(" ")
     place, _, pid = place.rpartition(" ")
-    here = _this_process().rsplit(" ", 2)[0]
+    here = _process(os.getpid()).rsplit(" ", 2)[0]
     if not owner.process or place != here or not pid.isdigit():
         return False
     return _process(int(pid)) != owner.process or not start

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +97,52 @@ def test_a_plain_process_that_is_gone_owns_nothing(
     record["process"] = record["run_id"] = " ".join([*place, pid, str(int(start) - 1)])
     (tmp_path / OWNER_FILE).write_text(json.dumps(record))
     claim("", meanwhile=lambda: pytest.fail("it waits")).claim()
+
+
+def test_a_job_of_one_node_whose_launcher_is_gone_owns_nothing(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        monkeypatch.setattr("elastic.training.ownership._launcher", lambda: launcher.pid)
+        claim("one").claim()
+        launcher.kill()
+    claim("two", meanwhile=lambda: pytest.fail("it waits")).claim()
+
+
+def test_launches_of_one_node_share_a_run_id_but_no_folder(
+    claim: Callable[..., Ownership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    first = claim("none")
+    first.claim()
+    claim("none", meanwhile=lambda: pytest.fail("it waits")).claim()  # restarted by its launcher
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        monkeypatch.setattr("elastic.training.ownership._launcher", lambda: launcher.pid)
+        with pytest.raises(ConfigError, match="'none'"):
+            claim("none", meanwhile=first.beat).claim()
+        launcher.kill()
+
+
+def test_a_job_of_several_nodes_outlives_each_launcher(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")  # at present
+    monkeypatch.setenv("ELASTIC_MAX_NODES", "3")
+    claim("one").claim()
+    assert json.loads((tmp_path / OWNER_FILE).read_text())["process"] == ""
+
+
+def test_the_launcher_is_found_behind_wrappers() -> None:
+    code = "from elastic.training.ownership import _launcher; print(_launcher())"
+    done = subprocess.run(
+        ["sh", "-c", f'{sys.executable} -c "{code}"; exit'],
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "one"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) == os.getpid()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff", b'{"run_id": 1}', b"x" * 100_000])
