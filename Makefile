@@ -3,10 +3,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two files at a time: most of what a cluster of nodes does in a test is waiting.
+# Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check unit cluster soak bench format clean
+.PHONY: demo test beside check unit cluster soak bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -25,8 +25,12 @@ check: $(STAMP)
 	MYPYPATH=benchmarks:benchmarks/scripts $(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports
 
-test: check
-	$(PYTEST) -m "not soak"
+# What nodes do in a test is mostly waiting: the rest runs beside them, out of their way.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
+
+beside: $(STAMP)
+	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST=$(BIN)/pytest
 
 unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster"

@@ -88,8 +88,14 @@ def test_a_killed_agent_takes_its_workers_along(job: TrainingJob, nodes: list[Lo
     job.wait_for(lambda: not victim.processes(), 5.0, "the end of everything of the node")
 
 
-def test_a_killed_node_is_left_behind(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_a_dead_etcd_member_changes_nothing_and_a_killed_node_is_left_behind(
+    job: TrainingJob, nodes: list[LocalNode], etcd_of_three: EmbeddedCluster
+) -> None:
     generation = job.generation()
+    etcd_of_three.members[0].kill()
+    job.wait_progress(10)
+    assert job.training_nodes()[0] == job.generation() == generation
+    # Two of three members are enough for the next change.
     victim = bystander(job)
     victim.kill()
     job.wait_training(nodes=2, after_generation=generation)
@@ -97,6 +103,7 @@ def test_a_killed_node_is_left_behind(job: TrainingJob, nodes: list[LocalNode]) 
     assert world is not None
     assert world.cause is Cause.LOST
     assert victim.name in world.reason
+    etcd_of_three.members[0].start()
 
 
 def test_a_node_joins(job: TrainingJob) -> None:
@@ -138,19 +145,6 @@ def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNod
     assert world is not None
     assert world.cause is Cause.LEFT
     assert victim.processes() == []
-
-
-def test_a_dead_etcd_member_changes_nothing(
-    job: TrainingJob, nodes: list[LocalNode], etcd_of_three: EmbeddedCluster
-) -> None:
-    generation = job.generation()
-    etcd_of_three.members[0].kill()
-    job.wait_progress(10)
-    assert job.training_nodes()[0] == job.generation() == generation
-    # And two of three are enough for the next change.
-    bystander(job).kill()
-    job.wait_training(nodes=2, after_generation=generation)
-    etcd_of_three.members[0].start()
 
 
 def test_the_job_ends_as_if_nothing_had_happened(

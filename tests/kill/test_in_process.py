@@ -21,7 +21,7 @@ from elastic.testing.node import LocalNode
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=120, step_s=0.05)
+WORKLOAD = Workload(samples=500, epochs=75, step_s=0.1)
 # Promised are 1 s; the rest is for a machine that is busy with other tests.
 WORKERS_GONE_S = 3.0
 
@@ -131,8 +131,15 @@ def test_workers_end_with_their_agent(job: TrainingJob, nodes: list[LocalNode]) 
     job.wait_training(nodes=2, after_generation=generation)
 
 
-def pause_saved(job: TrainingJob, lost: list[LocalNode]) -> int:
-    """Kill so many that the job pauses; returns its last step, which is in a checkpoint."""
+def pause_saved(job: TrainingJob, survivor: LocalNode, lost: list[LocalNode]) -> int:
+    """Kill so many that the job pauses; the last step of who is left, which is in a checkpoint.
+
+    One that was killed may have completed a step that nobody else did: it was lost with it.
+    """
+
+    def last_step() -> int:
+        return max(s.step for s in job.ledger().steps if s.node == survivor.name)
+
     for node in lost:
         node.kill()
     job.wait_for(
@@ -140,13 +147,13 @@ def pause_saved(job: TrainingJob, lost: list[LocalNode]) -> int:
         30.0,
         "a paused world",
     )
-    last = job.ledger().last_step
+    last = last_step()
     assert job.wait_for(
         lambda: list((job.folder / "checkpoints").glob(f"step-{last + 1:09d}.*")) or None,
         15.0,
         f"a checkpoint of step {last + 1}",
     )
-    assert job.ledger().last_step == last
+    assert last_step() == last
     return last
 
 
@@ -155,14 +162,14 @@ def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
 ) -> None:
     survivor = nodes[0]
     before = pids([survivor])
-    pause_saved(job, nodes[1:])
+    pause_saved(job, nodes[0], nodes[1:])
     job.start_nodes(2)
     job.wait_training(nodes=3, after_generation=job.generation())
     assert pids([survivor]) == before
 
 
 def test_the_last_one_of_a_paused_job_dies_too(job: TrainingJob, nodes: list[LocalNode]) -> None:
-    last = pause_saved(job, nodes[1:])
+    last = pause_saved(job, nodes[0], nodes[1:])
     generation = job.generation()
     nodes[0].kill()
     job.start_nodes(3)

@@ -23,7 +23,7 @@ from elastic.testing.node import LocalNode
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=100, step_s=0.08)
+WORKLOAD = Workload(samples=500, epochs=60, step_s=0.16)
 IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-scheduler", "evaluation")
 IN_A_RECOVERY = ("before-build", "after-build")
 

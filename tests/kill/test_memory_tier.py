@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import TrainingJob, Workload, train_undisturbed
+from training_job import NEVER, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
@@ -16,7 +16,7 @@ from elastic.testing.journal import read_journal
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 EVERY = 5
-NEVER = 1_000_000
+
 WORKLOAD = Workload(samples=240, epochs=30, step_s=0.1, save_every=NEVER)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SESSION = SCRIPTS / "session.py"  # written with this project's API
 PLAIN = SCRIPTS / "plain_ddp.py"  # plain torch
 FINAL = "final.safetensors"
+NEVER = 1_000_000  # saves: at the end only
 # All agents, after the last step. Promised are 5 s (benchmarks/restart.py measures it); what this
 # must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
 EXIT_WITHIN_S = 20.0
@@ -120,7 +121,8 @@ class TrainingJob(LocalCluster):
 def train_undisturbed(
     folder: Path, workload: Workload, script: Path = SESSION, env: Mapping[str, str] | None = None
 ) -> Path:
-    """The same job in one process with no cluster; returns its final weights."""
+    """The same job in one process with no cluster, and nothing to save; its final weights."""
+    workload = replace(workload, save_every=NEVER)
     for part in ("ledger", "checkpoints"):
         (folder / part).mkdir(parents=True)
     (folder / "hurry").touch()
