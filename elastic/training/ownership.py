@@ -5,9 +5,9 @@ that finds one watches it: if it moves, its owner lives. No two clocks are compa
 two machines nor of one machine at two moments, so a clock that jumps changes nothing.
 
 The same run id is welcome, a record that was given back is free, and so is that of a job on one
-node whose process is gone: the launcher's, or that of a plain ``python train.py``. If it is there,
-it is another job, whatever its run id (torchrun's default is "none" for all). Anything else is
-taken over once it has stood still for :data:`WATCH_S`.
+node whose process is gone: the launcher's, or that of a plain ``python train.py``. If that is
+there, it is another job even with the same run id (torchrun's default is "none" for all).
+Anything else is taken over once it has stood still for :data:`WATCH_S`.
 """
 
 from __future__ import annotations
@@ -135,10 +135,11 @@ class Ownership:
             self.beat()
 
     def _is_anothers(self, found: Owner) -> bool:
-        is_same = found.run_id == self._run_id
-        if is_same and found.process and self._process:
-            is_same = found.process == self._process
-        return not (is_same or found.is_released or _is_gone(found))
+        if found.is_released:
+            return False
+        if found.run_id == self._run_id:
+            return found.process != self._process != "" and _lives(found) is True
+        return _lives(found) is not False
 
     def _watch(self, found: Owner) -> None:
         until_s = self._clock.monotonic() + WATCH_S
@@ -219,11 +220,10 @@ def _read_bytes(path: str) -> bytes:
         return b""
 
 
-def _is_gone(owner: Owner) -> bool:
-    """Whether the owner is one process of this machine, and it has ended."""
-    place, _, start = owner.process.rpartition(" ")
-    place, _, pid = place.rpartition(" ")
-    here = _process(os.getpid()).rsplit(" ", 2)[0]
-    if not owner.process or place != here or not pid.isdigit():
-        return False
-    return _process(int(pid)) != owner.process or not start
+def _lives(owner: Owner) -> bool | None:
+    """Whether the process that the job cannot outlive is there; None if nobody here can know."""
+    *place, pid, _ = ["", "", *owner.process.split()]
+    here = _process(os.getpid()).split()[:2]
+    if place[2:] != here or not pid.isdigit():
+        return None
+    return _process(int(pid)) == owner.process

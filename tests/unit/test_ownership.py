@@ -124,6 +124,31 @@ def test_launches_of_one_node_share_a_run_id_but_no_folder(
         launcher.kill()
 
 
+def test_a_restarted_container_is_the_same_job(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes cannot be looked up from the new one."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    claim("one").claim()
+    record = json.loads((tmp_path / OWNER_FILE).read_text())
+    boot, _, pid, start = record["process"].split()
+    record["process"] = f"{boot} pid:[1] {pid} {start}"
+    (tmp_path / OWNER_FILE).write_text(json.dumps(record))
+    claim("one", meanwhile=lambda: pytest.fail("it waits")).claim()
+
+
+@pytest.mark.parametrize("process", ["", " ", "x", "a b", "a b c d", "a b 1 c d"])
+def test_a_process_that_means_nothing_is_watched(
+    claim: Callable[..., Ownership], tmp_path: Path, process: str
+) -> None:
+    claim("one").claim()
+    record = json.loads((tmp_path / OWNER_FILE).read_text())
+    (tmp_path / OWNER_FILE).write_text(json.dumps({**record, "process": process}))
+    slept: list[None] = []
+    claim("two", meanwhile=lambda: slept.append(None)).claim()
+    assert slept
+
+
 def test_a_job_of_several_nodes_outlives_each_launcher(
     claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
