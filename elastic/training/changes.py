@@ -110,7 +110,7 @@ class Changes:
 
     def _count_versions(self) -> int:
         modules = self._session.job.modules.values()
-        return sum(p._version for m in modules for p in m.module.parameters())
+        return sum(p._version for m in modules for p in m.all_parameters)
 
     # -- worlds -------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ def _check_reduced(name: str, step: Step, modules: Sequence[ElasticDDP]) -> None
 
 
 def _has_gradient(module: ElasticDDP) -> bool:
-    return any(p.grad is not None for p in module.module.parameters())
+    return any(p.grad is not None for p in module.all_parameters)
 
 
 def _version(optimizer: torch.optim.Optimizer) -> int:

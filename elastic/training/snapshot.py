@@ -7,6 +7,7 @@ fault they are put back, so that a step that is done again finds what it found t
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from typing import Any, Protocol
 
@@ -167,16 +168,39 @@ class _Buffers:
     """A module's buffers, copied into the same memory each time.
 
     All of them, whether they have changed or not: batch norm updates its statistics without
-    counting up their version [measured, torch 2.13].
+    counting up their version [measured, torch 2.13]. Which modules there are is looked up once,
+    as DDP does: to walk through a large model in every step costs more than the copies.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self._modules = [
+            (f"{path}." if path else "", part) for path, part in module.named_modules()
+        ]
         self._copies: dict[str, torch.Tensor] = {}
+        self._copied: list[torch.Tensor] = []  # the buffers that these are copies of
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        """By name. The script may have put new tensors in the place of others."""
+        return {
+            f"{path}{name}": buffer
+            for path, part in self._modules
+            if part._buffers
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        }
+
+    def _fit(self, buffers: dict[str, torch.Tensor]) -> bool:
+        """Whether there is a copy of each. Of the same tensors as last time only the shape can
+        have changed."""
+        present = list(buffers.values())
+        known, self._copied = self._copied, present
+        if len(known) == len(present) and all(map(operator.is_, known, present)):
+            return all(self._copies[name].shape == b.shape for name, b in buffers.items())
+        return all(_alike(self._copies.get(name), buffer) for name, buffer in buffers.items())
 
     def take(self) -> dict[str, torch.Tensor]:
-        buffers = dict(self._module.named_buffers())
-        if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
+        buffers = self._present()
+        if not self._fit(buffers):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         if buffers:
             with torch.no_grad():
@@ -186,8 +210,13 @@ class _Buffers:
 
     def put_back(self, taken: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
-                buffer.copy_(taken[name])
+            for name, buffer in self._present().items():
+                before = taken.get(name)
+                if before is None:  # registered within the step
+                    continue
+                if buffer.shape != before.shape:
+                    buffer.resize_(before.shape)
+                buffer.copy_(before)
 
 
 def _alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:

@@ -55,6 +55,7 @@ class ElasticDDP(DDP):
         self.in_world = False
         self.require_backward_grad_sync = True
         self.training = module.training
+        self._in_world_parameters: tuple[nn.Parameter, ...] = ()
 
     def enter_world(self) -> None:
         """Become a working DDP over the present default group. Parameters must agree already."""
@@ -69,6 +70,7 @@ class ElasticDDP(DDP):
         self.__dict__.update(kept)
         self.training = training
         self.register_comm_hook(self.reduction, weighted_sum)
+        self._in_world_parameters = tuple(module.parameters())
         self.in_world = True
 
     def leave_world(self) -> None:
@@ -82,6 +84,7 @@ class ElasticDDP(DDP):
         if self.in_world:
             self.reducer._remove_autograd_hooks()
             del self.reducer, self.logger, self.process_group
+            self._in_world_parameters = ()
             self.in_world = False
 
     @property
@@ -114,6 +117,12 @@ class ElasticDDP(DDP):
             broadcast_tensors({"buffers": flat}, authoritative_rank)
             parts = torch.split(flat, [t.numel() for t in same])
             torch._foreach_copy_(same, [p.view_as(t) for p, t in zip(parts, same, strict=True)])
+
+    @property
+    def all_parameters(self) -> tuple[nn.Parameter, ...]:
+        """In a world those that it began with, as in DDP: a walk through a large model in every
+        step would cost more than a millisecond."""
+        return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are reduced."""

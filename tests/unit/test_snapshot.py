@@ -116,6 +116,33 @@ def test_buffers_that_change_without_a_new_version_are_copied(job: Job) -> None:
     assert job.facts() == before
 
 
+def test_buffers_that_a_step_replaces_resizes_or_adds() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part: Any = nn.Module()
+            self.part.register_buffer("mean", torch.zeros(2))
+            self.part.register_buffer("seen", torch.zeros(0))
+            self.register_buffer("nothing", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.part.mean = self.part.mean + x
+            self.part.seen.resize_(len(self.part.seen) + 1)[-1] = x[0]
+            return x
+
+    state = JobState(seed=0)
+    state.modules["model"] = wrapped = ElasticDDP(Late())
+    small = SmallState(state)
+    for _ in range(3):
+        wrapped(torch.ones(2))
+        taken = small.take()
+    wrapped(torch.ones(2))
+    wrapped.module.part.register_buffer("late", torch.ones(1))
+    small.put_back(taken)
+    found = {name: buffer.tolist() for name, buffer in wrapped.module.named_buffers()}
+    assert found == {"part.mean": [3.0, 3.0], "part.seen": [1.0, 1.0, 1.0], "part.late": [1.0]}
+
+
 def test_large_tracked_objects_are_left_out() -> None:
     """An average of the weights changes at commits only."""
 
