@@ -76,7 +76,7 @@ def by_hand(ledger: Ledger) -> torch.Tensor:
     return torch.tensor(script.weights_of(model), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("size", "micro_batch"), [(1, 2), (2, None), (3, None), (3, 2)])
+@pytest.mark.parametrize(("size", "micro_batch"), [(1, 2), (3, None), (3, 2)])
 def test_uneven_shares_train_like_one_process(
     tmp_path: Path, size: int, micro_batch: int | None
 ) -> None:

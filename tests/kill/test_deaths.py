@@ -118,6 +118,12 @@ def test_a_node_joins(job: TrainingJob) -> None:
     assert [m.name for m in members(job)] == [*seniors, newcomer.name]
 
 
+@pytest.mark.parametrize(
+    # In restart mode the leader is mostly on the node of rank 0, whose death is watched below.
+    "job",
+    ["in-process", pytest.param("restart", marks=pytest.mark.soak)],
+    indirect=True,
+)
 def test_the_leader_dies(job: TrainingJob, nodes: list[LocalNode]) -> None:
     generation = job.generation()
     victim = job.leader()
