@@ -7,7 +7,6 @@ fault they are put back, so that a step that is done again finds what it found t
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from typing import Any, Protocol
 
@@ -177,7 +176,6 @@ class _Buffers:
             (f"{path}." if path else "", part) for path, part in module.named_modules()
         ]
         self._copies: dict[str, torch.Tensor] = {}
-        self._copied: list[torch.Tensor] = []  # the buffers that these are copies of
 
     def _present(self) -> dict[str, torch.Tensor]:
         """By name. The script may have put new tensors in the place of others."""
@@ -189,18 +187,9 @@ class _Buffers:
             if buffer is not None
         }
 
-    def _fit(self, buffers: dict[str, torch.Tensor]) -> bool:
-        """Whether there is a copy of each. Of the same tensors as last time only the shape can
-        have changed."""
-        present = list(buffers.values())
-        known, self._copied = self._copied, present
-        if len(known) == len(present) and all(map(operator.is_, known, present)):
-            return all(self._copies[name].shape == b.shape for name, b in buffers.items())
-        return all(_alike(self._copies.get(name), buffer) for name, buffer in buffers.items())
-
     def take(self) -> dict[str, torch.Tensor]:
         buffers = self._present()
-        if not self._fit(buffers):
+        if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         if buffers:
             with torch.no_grad():
