@@ -124,9 +124,10 @@ def test_torchrun_restarts_the_workers_and_they_resume(
     outcome = launch(tmp_path, 2, *args, restarts=1)
     assert outcome.code == 0, outcome.stderr
     assert torch.allclose(outcome.weights, undisturbed, rtol=0, atol=1e-9)
-    # Checkpoints of 3 and 6 were begun; the one of 6 may not have been complete at the kill.
-    resumed = {s.step for s in outcome.ledger.starts if s.generation == 2}
-    assert resumed in ({3}, {6})
+    # Checkpoints of 3 and 6 were begun; the one of 6 may not have been complete at the kill. The
+    # other rank saves where it stands, in step 7 or behind it, unless torchrun ends it first.
+    (resumed,) = {s.step for s in outcome.ledger.starts if s.generation == 2}
+    assert resumed in (3, 6, 7, 8)
     outcome.ledger.assert_exactly_once(script.SAMPLES, 2)
     assert checkpoints.list_checkpoints(tmp_path / "saved")[0].step == 12
 
