@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 SAMPLES, BATCH, WARM_UP = 6144, 48, 30
+# With data workers an epoch lasts 40 s: torch starts them anew for each, which would look like a
+# pause. Reading a sample takes so long that two workers a rank are busy most of the time.
+REPEATS, READ_S = 16, 0.002
 
 
 def network() -> nn.Module:
@@ -31,6 +34,17 @@ def network() -> nn.Module:
 def data() -> TensorDataset:
     x = torch.randn(SAMPLES, 512, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, x.roll(1, 1))
+
+
+class Slow(TensorDataset):
+    """Data that keeps its readers busy."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        time.sleep(READ_S)
+        return tuple(tensor[index % SAMPLES] for tensor in self.tensors)
+
+    def __len__(self) -> int:
+        return SAMPLES * REPEATS
 
 
 class Meter:
@@ -92,7 +106,8 @@ def train_elastic(meter: Meter, options: argparse.Namespace) -> None:
     model = run.wrap(network())
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(optimizer=optimizer)
-    batches = DataLoader(data(), batch_size=BATCH, shuffle=True, num_workers=options.loader_workers)
+    rows = Slow(*data().tensors) if options.loader_workers else data()
+    batches = DataLoader(rows, batch_size=BATCH, shuffle=True, num_workers=options.loader_workers)
     loader = run.loader(batches, global_batch=BATCH)
 
     def train() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elastic.errors import ConfigError, TrainingError
+from elastic.training.data_workers import DataWorkers
 from elastic.training.plan import Position
 from elastic.training.randomness import derive_seed
 from elastic.training.sampler import ElasticSampler, RankStep
@@ -138,6 +139,8 @@ class ElasticLoader:
             inner, self._batches, self.sampler, in_place=dataloader is not None
         )
         self._outer: Iterable[Any] = self._inner if dataloader is None else loader
+        self._workers = DataWorkers(self._inner) if dataloader is None else None
+        self._passes = 0
         self._given = loader
         self._drive = drive or _alone
 
@@ -181,22 +184,52 @@ class ElasticLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._drive(self)
 
-    def batches(self, rank: int, size: int) -> Iterator[tuple[BatchInfo, Any]]:
+    def batches(
+        self, rank: int, size: int, *, keeps_workers: bool = False
+    ) -> Iterator[tuple[BatchInfo, Any]]:
         """The batches of ``rank`` of ``size`` from the position to the end of the epoch.
 
-        The position is read now and never moved: :meth:`advance` does that. Raises ConfigError
-        when the global batch is smaller than the world, TrainingError when a wrapper does not
-        give the batches of its DataLoader one for one.
+        The position is read now and never moved: :meth:`advance` does that. Left before its end
+        and with ``keeps_workers``, the data workers wait for the next pass over this epoch, or
+        for :meth:`let_workers_go`. Raises ConfigError when the global batch is smaller than the
+        world, TrainingError when a wrapper does not give the batches of its DataLoader one for
+        one, and when an older pass is asked for more.
         """
         self.sampler.set_world(rank, size)
+        self._passes += 1
         if self.position.step == self.plan.steps:
+            self.let_workers_go()
             return iter(())  # not worth starting data workers for
+        if self._workers is not None:
+            self._workers.enter(self.position.epoch)
         infos = self._infos(self.sampler.steps(self.micro_batch))
         self._inner.generator.manual_seed(
             derive_seed(self._seed, self.position.epoch, self.position.step, rank)
         )
         times_read = self._batches.times_read
-        return self._matched(infos, iter(self._outer), times_read)
+        batches = self._matched(infos, iter(self._outer), times_read)
+        return self._pass_over(batches, self._passes, keeps_workers=keeps_workers)
+
+    def let_workers_go(self) -> None:
+        """No further pass over this epoch will come."""
+        if self._workers is not None:
+            self._workers.let_go()
+
+    def _pass_over(
+        self, batches: Iterator[tuple[BatchInfo, Any]], number: int, *, keeps_workers: bool
+    ) -> Iterator[tuple[BatchInfo, Any]]:
+        try:
+            for found in batches:
+                yield found
+                if number != self._passes:
+                    raise TrainingError(
+                        "a loop over the loader goes on after a newer one has begun",
+                        hint="finish or leave one loop before the next",
+                    )
+            keeps_workers = False
+        finally:
+            if number == self._passes and not keeps_workers:
+                self.let_workers_go()
 
     def _infos(self, parts: Iterator[RankStep]) -> Iterator[BatchInfo]:
         last = self.plan.steps - 1

@@ -41,13 +41,13 @@ def steps(session: Session, loader: ElasticLoader) -> Generator[Step]:
     session.enter_loop()
     session.begin_pass(loader)
     world = session.world
-    batches = loader.batches(world.rank, world.size)
+    batches = loader.batches(world.rank, world.size, keeps_workers=True)
     try:
         for first in batches:
             yield session.begin(loader, first, batches)
             session.commit()
     except GeneratorExit:
-        session.leave(world)
+        session.leave(world, loader)
         raise
 
 

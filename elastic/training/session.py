@@ -51,7 +51,7 @@ class Session:
     ) -> None:
         self.job = JobState(seed=seed)
         self.step: Step | None = None
-        self._has_left = False  # the loop that it belongs to
+        self._left: ElasticLoader | None = None  # by the loop that the step belongs to
         self.after_step: list[Callable[[Step], object]] = []
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
@@ -337,23 +337,24 @@ class Session:
         if self._in_process:
             self._changes.committed()
 
-    def leave(self, world: World) -> None:
-        """The loop over steps is left in the middle, for whatever reason.
+    def leave(self, world: World, loader: ElasticLoader) -> None:
+        """The loop over the steps of ``loader`` is left in the middle, for whatever reason.
 
         After `break` or `return` the step in hand counts if an optimizer has stepped; after a
         fault of the world it does not. Here they look the same: :meth:`settle` knows.
         """
         if world is self._world:  # what is left of an interrupted attempt goes away later
-            self._has_left = True
+            self._left = loader
             if not self._in_process:
                 self.between.left_with = self.step
                 self.settle()
 
     def settle(self) -> None:
         """The script goes on after it has left a loop: it was its own will."""
-        if not self._has_left:
+        loader, self._left = self._left, None
+        if loader is None:
             return
-        self._has_left = False
+        loader.let_workers_go()
         if self.step is not None and self.step.optimizer_stepped:
             self.commit()
         self.drop_step()
@@ -361,12 +362,11 @@ class Session:
     @property
     def step_in_hand(self) -> Step | None:
         """The step that the script is inside of."""
-        return None if self._has_left else self.step
+        return self.step if self._left is None else None
 
     def drop_step(self) -> None:
         """The step in hand is none any more."""
-        self.step = self._loader = None
-        self._has_left = False
+        self.step = self._loader = self._left = None
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.node import LocalNode
 from elastic.testing.processes import is_alive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -91,7 +92,7 @@ def test_a_killed_worker_takes_its_busy_data_workers_along(
     generation = job.generation()
     node = job.node("two")
     victim = node.workers()[0]
-    children = [p.pid for p in node.processes() if p.parent == victim.pid]
+    children = children_of(node, victim.pid)
     assert len(children) >= WORKLOAD.loader_workers
     node.kill_worker(0)
     node.wait_gone(children, timeout_s=10.0)
@@ -100,9 +101,23 @@ def test_a_killed_worker_takes_its_busy_data_workers_along(
 
 
 def test_a_node_with_busy_data_workers_dies(job: TrainingJob, nodes: list[str]) -> None:
-    generation = job.generation()
+    """Those of the survivors stay for the rest of the epoch."""
+    job.wait_for(lambda: is_early_in_an_epoch(job) or None, 60.0, "an epoch that has just begun")
+    generation, survivor = job.generation(), job.node("two")
+    workers = [process.pid for process in survivor.workers().values()]
+    before = [sorted(children_of(survivor, pid)) for pid in workers]
     job.node("one").kill()
     job.wait_training(nodes=1, after_generation=generation)
+    assert [sorted(children_of(survivor, pid)) for pid in workers] == before
+    assert all(len(children) >= WORKLOAD.loader_workers for children in before)
+
+
+def children_of(node: LocalNode, parent: int) -> list[int]:
+    return [process.pid for process in node.processes() if process.parent == parent]
+
+
+def is_early_in_an_epoch(job: TrainingJob) -> bool:
+    return 2 <= (job.ledger().last_step + 1) % WORKLOAD.steps_per_epoch <= 12
 
 
 def test_the_job_ends_as_if_nothing_had_happened(

@@ -1,0 +1,54 @@
+"""The data workers of a loader, kept while the world changes around them.
+
+torch starts the workers of a ``DataLoader`` with an iterator and ends them with it, unless they
+are persistent: then the next iterator gives them other batches (``_reset`` in
+torch/utils/data/dataloader.py). A change of the world in the middle of an epoch asks for other
+batches, not for other workers, and starting them takes longer than all else in a recovery. So
+within an epoch they persist; at its end they go, unless the user has asked for persistent ones.
+"""
+
+from __future__ import annotations
+
+import queue
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+class DataWorkers:
+    """Of one loader, a copy of the user's that nobody else iterates.
+
+    Whoever iterates it calls :meth:`enter` before each iterator that it makes, and
+    :meth:`let_go` when the epoch is read, or left by the script's own will.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._epoch: int | None = None
+        # Loaders that iterate in their own way (ahead, in a thread) may still read from the
+        # iterator of a world that is over: theirs end with it, as they are used to.
+        kind = type(loader)
+        own_way = (kind.__iter__, kind._get_iterator) != (
+            DataLoader.__iter__,
+            DataLoader._get_iterator,
+        )
+        self._are_kept = loader.num_workers > 0 and not loader.persistent_workers and not own_way
+        if self._are_kept:
+            object.__setattr__(loader, "persistent_workers", True)
+
+    def enter(self, epoch: int) -> None:
+        """An iterator is about to be made: workers of ``epoch`` go on, those of others end."""
+        if self._epoch != epoch:
+            self.let_go()
+        self._epoch = epoch
+        # Batches of the old world that no worker has begun to read need not be read.
+        for tasks in getattr(self._loader._iterator, "_index_queues", ()):
+            with suppress(queue.Empty):
+                while True:
+                    tasks.get_nowait()
+
+    def let_go(self) -> None:
+        """End the workers with the last iterator, as torch does by default."""
+        if self._are_kept:
+            self._loader._iterator = None

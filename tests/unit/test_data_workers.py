@@ -1,0 +1,164 @@
+"""The data workers of a loader: kept while the world changes within an epoch, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from elastic.errors import TrainingError
+from elastic.testing.processes import is_alive
+from elastic.training.loader import ElasticLoader
+from elastic.training.plan import Position
+
+N = 48
+
+
+class Pids(Dataset[torch.Tensor]):
+    """Each sample is its index, and the process that has read it."""
+
+    def __init__(self, read_s: float = 0.0, log: Path | None = None) -> None:
+        self.read_s = read_s
+        self.log = log
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{index}\n")
+        time.sleep(self.read_s)
+        return torch.tensor([index, os.getpid()])
+
+
+class Ahead(DataLoader[Any]):
+    """A loader that iterates in its own way, as those that read ahead in a thread do."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def elastic(data: Dataset[Any] | None = None, *, kind: type = DataLoader, **options: Any) -> Any:
+    given = kind(data or Pids(), batch_size=8, shuffle=True, num_workers=2, **options)
+    return ElasticLoader(given, global_batch=8)
+
+
+def pids(passed: Iterator[Any], batches: int | None = None) -> set[int]:
+    """Who has read the next batches, or all that are left."""
+    found: set[int] = set()
+    for _, batch in passed:
+        found |= set(batch[:, 1].tolist())
+        batches = None if batches is None else batches - 1
+        if batches == 0:
+            break
+    return found
+
+
+def leave_early(one: ElasticLoader, rank: int, size: int, **options: bool) -> set[int]:
+    passed = one.batches(rank, size, **options)
+    found = pids(passed, 2)
+    passed.close()  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_pass_in_another_world_finds_the_workers_of_the_one_before() -> None:
+    one = elastic()
+    before = leave_early(one, 1, 2, keeps_workers=True)
+    one.seek(Position(0, 2))
+    indices: list[int] = []
+    after: set[int] = set()
+    for info, batch in one.batches(0, 1):
+        assert tuple(batch[:, 0].tolist()) == info.indices
+        indices += info.indices
+        after |= set(batch[:, 1].tolist())
+    assert len(before) == 2
+    assert after == before
+    assert len(indices) == N - 2 * 8
+
+
+def test_the_end_of_the_epoch_ends_them() -> None:
+    one = elastic()
+    before = pids(one.batches(0, 1, keeps_workers=True))
+    assert not any(map(is_alive, before))
+    one.begin_epoch(1)
+    assert not before & pids(one.batches(0, 1, keeps_workers=True))
+
+
+@pytest.mark.parametrize("how", ["left", "let go", "at its end", "another epoch"])
+def test_they_end_with_a_pass_that_nobody_goes_on_with(how: str) -> None:
+    one = elastic()
+    before = leave_early(one, 0, 1, keeps_workers=how != "left")
+    if how == "let go":
+        assert all(map(is_alive, before))
+        one.let_workers_go()
+    elif how == "at its end":
+        one.seek(Position(0, len(one)))
+        assert list(one.batches(0, 1)) == []
+    elif how == "another epoch":
+        one.seek(Position(1, 2))
+        assert not before & leave_early(one, 0, 1)
+    assert not any(map(is_alive, before))
+
+
+def test_they_end_with_the_loader() -> None:
+    one = elastic()
+    before = leave_early(one, 0, 1, keeps_workers=True)
+    assert all(map(is_alive, before))
+    del one
+    gc.collect()
+    assert not any(map(is_alive, before))
+
+
+def test_those_that_the_user_made_persistent_stay_over_epochs() -> None:
+    one = elastic(persistent_workers=True)
+    before = pids(one.batches(0, 1))
+    one.begin_epoch(1)
+    assert leave_early(one, 0, 1) == before
+    one.let_workers_go()
+    assert all(map(is_alive, before))
+
+
+def test_a_loader_that_iterates_in_its_own_way_starts_its_own() -> None:
+    one = elastic(kind=Ahead)
+    before = leave_early(one, 0, 1, keeps_workers=True)
+    assert not before & leave_early(one, 0, 1, keeps_workers=True)
+
+
+def test_the_users_loader_keeps_its_own_mind() -> None:
+    given = DataLoader(Pids(), batch_size=8, num_workers=2)
+    one = ElasticLoader(given, global_batch=8)
+    assert not given.persistent_workers
+    assert not one.persistent_workers
+
+
+def test_what_nobody_has_begun_to_read_for_the_old_world_is_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "read"
+    data = Pids(0.05, log)
+    one = ElasticLoader(
+        DataLoader(data, batch_size=4, num_workers=1, prefetch_factor=6), global_batch=4
+    )
+    leave_early(one, 0, 1, keeps_workers=True)  # two batches are read, six more are asked for
+    passed = one.batches(0, 1)
+    next(passed)
+    passed.close()  # type: ignore[attr-defined]
+    # Then those at work end what they are at: one of the old world, two of the new one.
+    assert len(log.read_text().splitlines()) <= (2 + 1 + 2) * 4
+
+
+def test_an_older_loop_cannot_take_the_batches_of_a_newer_one() -> None:
+    one = elastic()
+    older = one.batches(0, 1)
+    next(older)
+    newer = one.batches(0, 1)
+    next(newer)
+    with pytest.raises(TrainingError, match="after a newer one has begun"):
+        next(older)
+    assert len(list(newer)) == len(one) - 1
