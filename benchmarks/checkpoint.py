@@ -65,6 +65,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.manual_seed(args.seed)
     mib, kills = SIZES[args.size]
+    kills = kills if args.kills is None else args.kills
+    with folder_in(args.folder) as folder:  # first: a large process takes long to fork
+        bad = bad_after_kills(folder / "killed", kills, args.seed)
     count = (args.mib or mib) * (1 << 20) // 4 // TENSORS
     bench = Bench({f"tensor{i}": torch.randn(count) for i in range(TENSORS)}, args.folder)
     for _ in range(args.rounds):
@@ -74,10 +77,7 @@ def main() -> None:
             bench.slow_down(folder)
         with folder_in(args.disk) as folder:
             bench.disk(folder)
-    with folder_in(args.folder) as folder:
-        kills = kills if args.kills is None else args.kills
-        bad = bad_after_kills(folder / "killed", kills, args.seed)
-        bench.note("unloadable or mixed after a kill", "elastic", bad, f"of {kills}")
+    bench.note("unloadable or mixed after a kill", "elastic", bad, f"of {kills}")
     report = Report("checkpoint", args.seed, bench.rows())
     print(report.to_json()) if args.json else report.print_table()
 
