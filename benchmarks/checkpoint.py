@@ -1,17 +1,17 @@
 """What a save costs training, and how close writing and loading come to the raw bytes.
 
 All subjects handle the same bytes in one run, interleaved, on one folder (by default a tmpfs; a
-disk is measured besides, with its range). Ratios are taken within a round, so that a noisy moment
-hits both sides. The ranks of W > 1 write one after the other, in one process: it measures work,
-not contention for this machine. They load together in W processes with a gloo group; beside them
-stand W processes that each read the raw bytes at once, and DCP.
+disk is measured besides, with its range). Ratios are taken to the raw bytes handled just before,
+so that a noisy moment hits both sides. The ranks of W > 1 write one after the other, in one
+process: it measures work, not contention for this machine. They load together in W processes with
+a gloo group; in turn with it the same processes each read the raw bytes at once.
 
 On a virtual machine a page that its host has to find first costs several times what is to be
 measured. So before a write, or a load into new memory, as many bytes are written and given back
-(but not before a stall is measured: it slows down the next copy), and of two loads by the same
-processes the second counts.
+(but not before a stall is measured: it slows down the next copy), and the first of several loads
+by the same processes does not count.
 
-``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about 20 minutes on two cores.
+``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about 25 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import checkpoints
 
 TENSORS = 32
 SETTLE_S = 0.5  # after a save, in which the one before it is removed
-AGAIN = 7  # saves: the stalls of all but the last one count, and the last one's write
+STALLS, WRITES, LOADS = 7, 5, 5  # saves, saves and loads of one kind, in each round
 SAVES = 5  # beside training
 ALONE = 60  # steps without a save, before one and after it
 NICENESS = 10  # the engine's
@@ -73,7 +73,7 @@ def main() -> None:
     for _ in range(args.rounds):
         with folder_in(args.folder) as folder:
             bench.save_and_load(folder, args.worlds)
-            bench.peers(folder)
+            bench.peers(folder, args.worlds)
             bench.slow_down(folder)
         with folder_in(args.disk) as folder:
             bench.disk(folder)
@@ -93,8 +93,6 @@ class Bench:
         self._source = torch.cat([t.view(torch.uint8) for t in state.values()])
         self._live = {name: torch.ones_like(tensor) for name, tensor in state.items()}
         self._samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-        self._raw_write_s = self._raw_read_s = 0.0
-        self._raw_reads_s: dict[int, float] = {}  # by the number of processes
 
     def rows(self) -> tuple[Row, ...]:
         return tuple(Row(*key, tuple(found)) for key, found in self._samples.items())
@@ -110,36 +108,27 @@ class Bench:
     # --- ours
 
     def save_and_load(self, folder: Path, worlds: list[int]) -> None:
-        self._raw_write_s = self._timed_raw_write(folder / "raw", 1)
-        self.note("write W=1", "raw", self._raw_write_s)
-        self._raw_read_s = timed(lambda: self._raw_read(folder / "raw"))
-        self.note("load W=1", "raw read", self._raw_read_s)
         for world_size in worlds:
             root = folder / f"w{world_size}"
             self._save(root, folder / "raw", world_size)
             self._timed_raw_write(folder / "raw", 1)  # whole again, for the raw readers
             if world_size == 1:
-                self._load_alone(root)
+                self._load_alone(root, folder / "raw")
             else:
-                self._raw_reads_s[world_size] = self._load_together(
-                    "raw read", world_size, folder / "raw"
-                )
-                self._load_together("elastic", world_size, root)
-                self._load_together("elastic, other hosts", world_size, root)
+                subjects = {"elastic": root, "elastic, other hosts": root}
+                self._load_together(world_size, folder / "raw", subjects)
             shutil.rmtree(root)
 
-    def _load_together(self, subject: str, size: int, path: Path) -> float:
-        """By ``size`` processes, against as many that only read."""
-        took = load_together(path.parent, size, self._state, subject, path)
+    def _load_together(self, size: int, raw: Path, subjects: dict[str, Path]) -> None:
+        """By ``size`` processes, each time just after they have only read as many bytes."""
         case = f"load W={size}"
-        if subject == "raw read":
-            self.note(case, subject, took)
-        else:
-            self.against(case, subject, took, "raw", self._raw_reads_s[size])
-        return took
+        for found in load_together(raw.parent, size, self._state, raw, subjects, LOADS):
+            subject, raw_s, took_s = found
+            self.note(case, "raw read", raw_s)
+            self.against(case, subject, took_s, "raw", raw_s)
 
     def _save(self, root: Path, raw: Path, size: int) -> None:
-        """Each stall against memcpy of 1/W beside it; the last write against a raw one of as much.
+        """Each stall against memcpy of 1/W beside it, each write against a raw one of as much.
 
         memcpy has as much memory to go round in as the engines: two buffers for each rank.
         """
@@ -150,43 +139,49 @@ class Bench:
             engines[-1].reserve(self._state, rank=rank, world_size=size)
             source = self._source[rank * share : (rank + 1) * share]
             copies.append([(torch.ones(share, dtype=torch.uint8), source) for _ in range(2)])
-        case, stalls = f"stall W={size}", list[tuple[float, checkpoints.Handle]]()
-        for step in range(1, AGAIN + 1):
-            if step == AGAIN:
-                self._make_ready(self._size)
-            handles = []
+        for step in range(1, STALLS + WRITES + 1):
+            raws_s, outcomes = [], []
             for rank, engine in enumerate(engines):
-                into, source = copies[rank][step % 2]
-                memcpy_s = timed(functools.partial(into.copy_, source))
+                if step > STALLS:
+                    raws_s.append(self._timed_raw_write(raw, size))
+                    self._make_ready(share)
+                else:
+                    into, source = copies[rank][step % 2]
+                    raws_s.append(timed(functools.partial(into.copy_, source)))
                 world = checkpoints.World(nonce="bench", rank=rank, size=size)
-                handles.append(engine.save_async(self._state, step=step, world=world))
-                while not handles[-1].is_written:
+                handle = engine.save_async(self._state, step=step, world=world)
+                while not handle.is_written:
                     time.sleep(0.01)
-                if step < AGAIN:
-                    stalls.append((memcpy_s, handles[-1]))
-            for engine in engines:
-                engine.wait()
+                outcomes.append(handle)
+            for raw_s, handle in zip(raws_s, outcomes, strict=True):
+                outcome = handle.wait()
+                assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED, (
+                    outcome
+                )
+                if step > STALLS:
+                    self.note(f"write W={size}", "raw", raw_s)
+                    self.against(f"write W={size}", "elastic", outcome.write_s, "raw", raw_s)
+                else:
+                    self.note(f"stall W={size}", "memcpy of 1/W", raw_s)
+                    self.against(f"stall W={size}", "elastic", outcome.stall_s, "memcpy", raw_s)
             time.sleep(SETTLE_S)
         for engine in engines:
             engine.close()
-        first = handles[0].outcome
-        assert first is not None and first.ending is checkpoints.Ending.COMMITTED, first
-        for memcpy_s, handle in stalls:
-            assert handle.outcome is not None
-            self.note(case, "memcpy of 1/W", memcpy_s)
-            self.against(case, "elastic", handle.outcome.stall_s, "memcpy", memcpy_s)
-        raw_s = self._raw_write_s if size == 1 else self._timed_raw_write(raw, size)
-        self.against(f"write W={size}", "elastic", first.write_s, "raw", raw_s)
 
-    def _load_alone(self, root: Path) -> None:
+    def _load_alone(self, root: Path, raw: Path) -> None:
         name = checkpoints.list_checkpoints(root)[0].name
-        into = timed(lambda: checkpoints.load(root, name, into=self._live))
-        self.against("load W=1", "elastic", into, "raw", self._raw_read_s)
+        for _ in range(LOADS):
+            for subject, load in (
+                ("elastic", lambda: checkpoints.load(root, name, into=self._live)),
+                ("elastic, verify only", lambda: checkpoints.verify(root, name)),
+            ):
+                raw_s = timed(lambda: self._raw_read(raw))
+                self.note("load W=1", "raw read", raw_s)
+                self.against("load W=1", subject, timed(load), "raw", raw_s)
+        raw_s = timed(lambda: self._raw_read(raw))
         self._make_ready(self._size)
-        fresh = timed(lambda: checkpoints.load(root, name))
-        self.against("load W=1", "elastic, into fresh memory", fresh, "raw", self._raw_read_s)
-        verify = timed(lambda: checkpoints.verify(root, name))
-        self.against("verify", "elastic", verify, "raw", self._raw_read_s)
+        fresh_s = timed(lambda: checkpoints.load(root, name))
+        self.against("load W=1", "elastic, into fresh memory", fresh_s, "raw", raw_s)
 
     def slow_down(self, folder: Path) -> None:
         """A training step's time while a save is written, against alone."""
@@ -252,7 +247,7 @@ class Bench:
 
     # --- others
 
-    def peers(self, folder: Path) -> None:
+    def peers(self, folder: Path, worlds: list[int]) -> None:
         """Writing and loading by others, each durable, as ours is."""
         state = self._state
         cases: tuple[tuple[str, Callable[[Path], object], Callable[[Path], object]], ...] = (
@@ -269,20 +264,24 @@ class Bench:
             ),
         )
         for subject, write, load in cases:
-            path = folder / subject
+            path, raw = folder / subject, folder / "raw"
+            raw_s = self._timed_raw_write(raw, 1)
             self._make_ready(self._size)
             took = timed(lambda w=write, p=path: durably(w, p))  # type: ignore[misc]
-            self.against("write W=1", subject, took, "raw", self._raw_write_s)
+            self.against("write W=1", subject, took, "raw", raw_s)
+            raw_s = timed(lambda r=raw: self._raw_read(r))  # type: ignore[misc]
             self._make_ready(self._size)
             took = timed(lambda r=load, p=path: r(p))  # type: ignore[misc]
-            self.against("load W=1", subject, took, "raw", self._raw_read_s)
+            self.against("load W=1", subject, took, "raw", raw_s)
             if subject == "DCP":
-                for size in self._raw_reads_s:
-                    self._load_together(subject, size, path)
+                for size in worlds:
+                    if size > 1:
+                        self._load_together(size, raw, {subject: path})
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self._dcp_async(folder / "async")
+        self._dcp_async(folder / "async", folder / "raw")
 
-    def _dcp_async(self, path: Path) -> None:
+    def _dcp_async(self, path: Path, raw: Path) -> None:
+        raw_s = self._timed_raw_write(raw, 1)
         memcpy_s = timed(lambda: self._host.copy_(self._source))
         self._make_ready(2 * self._size)
         began = time.perf_counter()
@@ -292,7 +291,7 @@ class Bench:
         upload.result()
         sync(path)
         took = time.perf_counter() - began
-        self.against("write W=1", "DCP async", took, "raw", self._raw_write_s)
+        self.against("write W=1", "DCP async", took, "raw", raw_s)
         shutil.rmtree(path)
 
     def disk(self, folder: Path) -> None:

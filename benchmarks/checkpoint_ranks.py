@@ -23,10 +23,17 @@ from elastic.testing.forked import fork
 State = dict[str, torch.Tensor]
 
 
-def load_together(folder: Path, size: int, state: State, subject: str, path: Path) -> float:
-    """Seconds that the slowest of ``size`` ranks, real processes with gloo, needs for a load."""
+def load_together(
+    folder: Path, size: int, state: State, raw: Path, subjects: dict[str, Path], rounds: int
+) -> list[tuple[str, float, float]]:
+    """How long the slowest of ``size`` ranks, real processes with gloo, needs to load together.
+
+    In every round each subject loads once, after all ranks have read the raw bytes: (subject,
+    seconds of the raw read, seconds of the load). The first round, which finds the memory, is
+    left out.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = folder / f"store-{subject}-{size}-{time.monotonic_ns()}"
+    store = folder / f"store-{size}-{time.monotonic_ns()}"
 
     def rank_of(rank: int) -> Callable[[], None]:
         def work() -> None:
@@ -34,22 +41,33 @@ def load_together(folder: Path, size: int, state: State, subject: str, path: Pat
             limit = timedelta(seconds=300)
             dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=limit)
             into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
-            for _ in range(2):  # the first time finds the memory
+
+            def timed(subject: str, path: Path) -> float:
                 dist.barrier()
                 began = time.perf_counter()
                 load(subject, path, into)
-                took = time.perf_counter() - began
-            if subject != "raw read":
-                assert all(bool((into[name][-3:] == state[name][-3:]).all()) for name in state)
-            store.with_suffix(f".{rank}").write_text(json.dumps(took))
+                return time.perf_counter() - began
+
+            found = []
+            for _ in range(rounds + 1):
+                for subject, path in subjects.items():
+                    found.append((timed("raw read", raw), timed(subject, path)))
+                    assert all(bool((into[n][-3:] == state[n][-3:]).all()) for n in state)
+            store.with_suffix(f".{rank}").write_text(json.dumps(found))
 
         return work
 
     pids = [fork(rank_of(rank)) for rank in range(size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
-        raise RuntimeError(f"{subject}: ranks ended with {codes}")
-    return max(float(store.with_suffix(f".{rank}").read_text()) for rank in range(size))
+        raise RuntimeError(f"{[*subjects]}: ranks ended with {codes}")
+    of_ranks = [json.loads(store.with_suffix(f".{rank}").read_text()) for rank in range(size)]
+    names = list(subjects) * (rounds + 1)
+    slowest = [
+        (name, max(raw_s for raw_s, _ in pairs), max(took_s for _, took_s in pairs))
+        for name, *pairs in zip(names, *of_ranks, strict=True)
+    ]
+    return slowest[len(subjects) :]
 
 
 def load(subject: str, path: Path, into: State) -> None:
@@ -58,10 +76,12 @@ def load(subject: str, path: Path, into: State) -> None:
     elif subject == "DCP":
         dcp_load(into, checkpoint_id=path)
     else:
+        found = checkpoints.list_checkpoints(path)[0]
+        identity_of = vars(checkpoints.loading)["identity_of"]
         if "other hosts" in subject:  # they exchange over the group
             vars(checkpoints.loading).update(identity_of=lambda storage, name: None)
-        found = checkpoints.list_checkpoints(path)[0]
         checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
+        vars(checkpoints.loading).update(identity_of=identity_of)
 
 
 def read_raw(path: Path, into: list[torch.Tensor]) -> None:
