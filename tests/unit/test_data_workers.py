@@ -143,14 +143,14 @@ def test_what_nobody_has_begun_to_read_for_the_old_world_is_not_read(tmp_path: P
     log = tmp_path / "read"
     data = Pids(0.05, log)
     one = ElasticLoader(
-        DataLoader(data, batch_size=4, num_workers=1, prefetch_factor=6), global_batch=4
+        DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=20), global_batch=2
     )
-    leave_early(one, 0, 1, keeps_workers=True)  # two batches are read, six more are asked for
+    leave_early(one, 0, 1, keeps_workers=True)  # two batches are read, twenty more are asked for
     passed = one.batches(0, 1)
     next(passed)
     passed.close()  # type: ignore[attr-defined]
-    # Then those at work end what they are at: one of the old world, two of the new one.
-    assert len(log.read_text().splitlines()) <= (2 + 1 + 2) * 4
+    # Of the twenty, the one at work has been, or a few more on a busy machine; not all of them.
+    assert len(log.read_text().splitlines()) < 2 * 15
 
 
 def test_an_older_loop_cannot_take_the_batches_of_a_newer_one() -> None:
