@@ -92,6 +92,7 @@ def measure_kills(
                 failed[name] += count
     names = [f"{case}{suffix}" for case in (*KILLS, "join")]
     names += [] if loader_workers else [REPORTED, WORKERS_GONE]
+    names += [f"start{suffix}"] if failed[f"start{suffix}"] else []  # of jobs that never trained
     return [Row(n, "elastic", "s", tuple(samples[n]), failed[n]) for n in names]
 
 

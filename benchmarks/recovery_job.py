@@ -47,18 +47,22 @@ class Job:
             if len(self.cluster.running) < 3:
                 self.cluster.start_node()
             first = generation == 0
-            self.cluster.wait_for(
-                lambda: (
-                    (
-                        len(self.cluster.training_nodes()[1]) == 3
-                        and self.cluster.training_nodes()[0] == self.cluster.generation()
-                    )
-                    or len(self.cluster.running) < 3
-                    or None
-                ),
-                CAP_S,
-                "three nodes in the newest world",
-            )
+            try:
+                self.cluster.wait_for(
+                    lambda: (
+                        (
+                            len(self.cluster.training_nodes()[1]) == 3
+                            and self.cluster.training_nodes()[0] == self.cluster.generation()
+                        )
+                        or len(self.cluster.running) < 3
+                        or None
+                    ),
+                    CAP_S,
+                    "three nodes in the newest world",
+                )
+            except ClusterTimeout:
+                self.failed[("start" if first else "join") + self.suffix] += 1
+                raise
             time.sleep(SETTLE_S)
             if not first and len(self.cluster.running) == 3:
                 self.samples[f"join{self.suffix}"].append(self.pause(before & names, began_s))

@@ -13,7 +13,23 @@ import queue
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
+
+
+def make_ready_to_fork() -> None:
+    """Have torch set up what every data worker uses to send batches, here and now.
+
+    It is a static of C++, made when first used: under a lock of glibc's that each thread takes
+    that uses anything for the first time (``__cxa_atexit``). If a worker is forked while a thread
+    here holds it, that worker waits for it for ever, in ``at::NewProcessWideShmHandle``, and the
+    job with it: 2 of about 40 jobs that began beside a writer's thread of low priority [measured,
+    torch 2.13]. What is made before the fork is not made again.
+    """
+    with suppress(RuntimeError):  # no shared memory: whoever needs it will be told
+        # Both ways into shared memory: that of samples, and that of batches.
+        torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+        torch.UntypedStorage._new_shared(1)  # type: ignore[no-untyped-call]
 
 
 class DataWorkers:

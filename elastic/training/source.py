@@ -19,6 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import ConfigError
+from elastic.training.data_workers import make_ready_to_fork
 from elastic.training.sampler import ElasticSampler
 
 _GENERATE = "or make the data from (seed, step, shard) with run.generate"
@@ -123,6 +124,8 @@ def over_batches(
     ``batch_sampler`` when they are made and not before (``_BaseDataLoaderIter.__init__``); the
     guard in ``DataLoader.__setattr__`` keeps users from changing ``batch_size`` without effect.
     """
+    if loader.num_workers:
+        make_ready_to_fork()
     ours = loader if in_place else copy.copy(loader)
     object.__setattr__(ours, "batch_sampler", batches)
     object.__setattr__(ours, "sampler", sampler)

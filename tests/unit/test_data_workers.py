@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +164,12 @@ def test_an_older_loop_cannot_take_the_batches_of_a_newer_one() -> None:
     with pytest.raises(TrainingError, match="after a newer one has begun"):
         next(older)
     assert len(list(newer)) == len(one) - 1
+
+
+def test_workers_forked_beside_a_busy_thread_come_to_send_their_batches() -> None:
+    """Unprepared, 2 % of them wait for ever for a lock that was held at the fork."""
+    script = Path(__file__).with_name("forks_beside_registrations.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout.strip() == "0", done.stderr

@@ -1,0 +1,63 @@
+"""A script: data workers' first use of shared memory, forked while a thread takes glibc's lock.
+
+Prints how many of the forked processes did not come to their end. ``--unprepared``: without what
+the loader does before it forks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic.training.loader import ElasticLoader
+
+FORKS = 150
+HANGS_S = 2.0
+
+
+def register_for_ever() -> None:
+    """What each thread does that uses a static of C++ for the first time, again and again."""
+    libc = ctypes.CDLL(None)
+    register = libc["__cxa_atexit"]
+    harmless = ctypes.cast(libc.getpid, ctypes.c_void_p)
+    while True:
+        register(harmless, None, None)
+
+
+def comes_to_its_end(pid: int) -> bool:
+    until_s = time.monotonic() + HANGS_S
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until_s:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if "--unprepared" not in sys.argv:
+        ElasticLoader(DataLoader(TensorDataset(torch.zeros(8)), 4, num_workers=1))
+    threading.Thread(target=register_for_ever, name="registrations", daemon=True).start()
+    hangs = 0
+    for _ in range(FORKS):
+        pid = os.fork()
+        if pid == 0:
+            torch.UntypedStorage._new_shared(64)  # type: ignore[no-untyped-call]  # as in collate
+            torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]  # as in a dataset
+            os._exit(0)
+        hangs += not comes_to_its_end(pid)
+    print(hangs, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
