@@ -11,7 +11,7 @@ measured. So before a write, or a load into new memory, as many bytes are writte
 (but not before a stall is measured: it slows down the next copy), and the first of several loads
 by the same processes does not count.
 
-``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about 25 minutes on two cores.
+``make bench`` runs it in full: 1 GiB, three rounds, 1,000 kills: about 30 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Bench:
             source = self._source[rank * share : (rank + 1) * share]
             copies.append([(torch.ones(share, dtype=torch.uint8), source) for _ in range(2)])
         for step in range(1, STALLS + WRITES + 1):
-            raws_s, outcomes = [], []
+            raws_s, handles = [], []
             for rank, engine in enumerate(engines):
                 if step > STALLS:
                     raws_s.append(self._timed_raw_write(raw, size))
@@ -152,8 +152,8 @@ class Bench:
                 handle = engine.save_async(self._state, step=step, world=world)
                 while not handle.is_written:
                     time.sleep(0.01)
-                outcomes.append(handle)
-            for raw_s, handle in zip(raws_s, outcomes, strict=True):
+                handles.append(handle)
+            for raw_s, handle in zip(raws_s, handles, strict=True):
                 outcome = handle.wait()
                 assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED, (
                     outcome

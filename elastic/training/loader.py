@@ -207,29 +207,13 @@ class ElasticLoader:
             derive_seed(self._seed, self.position.epoch, self.position.step, rank)
         )
         times_read = self._batches.times_read
-        batches = self._matched(infos, iter(self._outer), times_read)
-        return self._pass_over(batches, self._passes, keeps_workers=keeps_workers)
+        batches = iter(self._outer)
+        return self._matched(infos, batches, times_read, self._passes, keeps_workers)
 
     def let_workers_go(self) -> None:
         """No further pass over this epoch will come."""
         if self._workers is not None:
             self._workers.let_go()
-
-    def _pass_over(
-        self, batches: Iterator[tuple[BatchInfo, Any]], number: int, *, keeps_workers: bool
-    ) -> Iterator[tuple[BatchInfo, Any]]:
-        try:
-            for found in batches:
-                yield found
-                if number != self._passes:
-                    raise TrainingError(
-                        "a loop over the loader goes on after a newer one has begun",
-                        hint="finish or leave one loop before the next",
-                    )
-            keeps_workers = False
-        finally:
-            if number == self._passes and not keeps_workers:
-                self.let_workers_go()
 
     def _infos(self, parts: Iterator[RankStep]) -> Iterator[BatchInfo]:
         last = self.plan.steps - 1
@@ -238,19 +222,35 @@ class ElasticLoader:
                 yield BatchInfo(part, number, part.step == last)
 
     def _matched(
-        self, infos: Iterator[BatchInfo], batches: Iterator[Any], times_read: int
+        self,
+        infos: Iterator[BatchInfo],
+        batches: Iterator[Any],
+        times_read: int,
+        number: int,
+        keeps_workers: bool,
     ) -> Iterator[tuple[BatchInfo, Any]]:
-        for info in infos:
+        """Pass ``number`` over the loader."""
+        try:
+            for info in infos:
+                if number != self._passes:
+                    raise TrainingError(
+                        "a loop over the loader goes on after a newer one has begun",
+                        hint="finish or leave one loop before the next",
+                    )
+                with self._read_here():
+                    batch = next(batches, _NOTHING)
+                if batch is _NOTHING:
+                    raise self._mismatch(f"ended before step {info.step} of epoch {info.epoch}")
+                if self._batches.times_read == times_read:
+                    raise self._mismatch("does not read the DataLoader that was named")
+                yield info, batch
             with self._read_here():
-                batch = next(batches, _NOTHING)
-            if batch is _NOTHING:
-                raise self._mismatch(f"ended before step {info.step} of epoch {info.epoch}")
-            if self._batches.times_read == times_read:
-                raise self._mismatch("does not read the DataLoader that was named")
-            yield info, batch
-        with self._read_here():
-            if next(batches, _NOTHING) is not _NOTHING:
-                raise self._mismatch("went on after the last step of the epoch")
+                if next(batches, _NOTHING) is not _NOTHING:
+                    raise self._mismatch("went on after the last step of the epoch")
+            keeps_workers = False
+        finally:
+            if number == self._passes and not keeps_workers:
+                self.let_workers_go()
 
     def _read_here(self) -> AbstractContextManager[None]:
         """Reading without workers seeds the generators of this process; they are the user's."""

@@ -51,7 +51,8 @@ class Session:
     ) -> None:
         self.job = JobState(seed=seed)
         self.step: Step | None = None
-        self._left: ElasticLoader | None = None  # by the loop that the step belongs to
+        # Whose loop was left in its middle, while nobody knows whether by the script's own will.
+        self._left_loader: ElasticLoader | None = None
         self.after_step: list[Callable[[Step], object]] = []
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
@@ -344,14 +345,14 @@ class Session:
         fault of the world it does not. Here they look the same: :meth:`settle` knows.
         """
         if world is self._world:  # what is left of an interrupted attempt goes away later
-            self._left = loader
+            self._left_loader = loader
             if not self._in_process:
                 self.between.left_with = self.step
                 self.settle()
 
     def settle(self) -> None:
         """The script goes on after it has left a loop: it was its own will."""
-        loader, self._left = self._left, None
+        loader, self._left_loader = self._left_loader, None
         if loader is None:
             return
         loader.let_workers_go()
@@ -362,11 +363,11 @@ class Session:
     @property
     def step_in_hand(self) -> Step | None:
         """The step that the script is inside of."""
-        return self.step if self._left is None else None
+        return self.step if self._left_loader is None else None
 
     def drop_step(self) -> None:
         """The step in hand is none any more."""
-        self.step = self._loader = self._left = None
+        self.step = self._loader = self._left_loader = None
 
     # -- the end ------------------------------------------------------------------------------
 

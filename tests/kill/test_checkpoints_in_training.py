@@ -95,6 +95,7 @@ def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
 
 def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJob) -> None:
     job.bring_to(3)
+    began_s = time.monotonic()
     done = job.ledger().last_step + 1  # by two of them, if the third came later
 
     def steps_by_node() -> dict[str, list[int]] | None:
@@ -108,6 +109,7 @@ def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJo
     first = [sorted(found)[:4] for found in steps.values()]
     assert first[0] == first[1] == first[2]
     assert all(info.world_size == 3 for info in saved(job) if info.step > done)
+    assert events(job, "checkpoint-skipped", began_s) == []
 
 
 @pytest.mark.parametrize("order", ["disk-full", "disk-readonly"])

@@ -39,7 +39,7 @@ def test_a_newcomer_that_crashes_every_time_disturbs_once(
             journal = read_journal(job.folder / "journal")
             return any(e["event"] == "worker-died" or e.get("exit_code") for e in journal)
 
-        job.wait_for(lambda: has_crashed() or None, 60.0, "the first crash")
+        job.wait_for(has_crashed, 60.0, "the first crash")
         crashed = time.monotonic()
         # Its worker is back and ready again within seconds, and stays out.
         while time.monotonic() - crashed < 0.7 * COOL_DOWN_S:

@@ -114,14 +114,21 @@ def test_an_exception_of_the_script_is_no_lost_peer(
     assert any("told to raise" in e["reason"] for e in events(job, "world-formed"))
 
 
-def test_the_agent_hears_of_a_death_at_once(job: TrainingJob, nodes: list[LocalNode]) -> None:
-    generation, killed_s = job.generation(), time.monotonic()
-    pid = nodes[2].kill_worker()
-    job.wait_training(nodes=3, after_generation=generation + 1)
-    # Where torchrun looks first, its own account of the death is the one.
-    died = [e for e in events(job, "worker-died", killed_s) if e["pid"] == pid]
-    died += [e for e in events(job, "node-arrived", killed_s) if e["exit_code"] == -signal.SIGKILL]
-    assert died[0]["monotonic"] - killed_s < 1.0
+def test_the_agent_hears_of_a_death_at_once(job: TrainingJob) -> None:
+    """By itself. Now and then torchrun looks first, and the death is in its account only."""
+    for _ in range(3):
+        victim = job.bring_to(3)[2]
+        generation, killed_s = job.generation(), time.monotonic()
+        pid = victim.kill_worker()
+        job.wait_training(nodes=3, after_generation=generation + 1)
+        died = [e for e in events(job, "worker-died", killed_s) if e["pid"] == pid]
+        if died and "SIGKILL" in died[0]["reason"]:
+            break
+        again = [e for e in events(job, "node-arrived", killed_s) if e["node"] == victim.name]
+        assert [e["exit_code"] for e in again] == [-signal.SIGKILL]
+    (death,) = died
+    assert "SIGKILL" in death["reason"]
+    assert death["monotonic"] - killed_s < 1.0
 
 
 def test_workers_end_with_their_agent(job: TrainingJob, nodes: list[LocalNode]) -> None:
