@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--kib", type=int, nargs="*", default=[16, 1024, 4000])
+    parser.add_argument("--kib", type=int, nargs="*", default=[16, 1024, 16384])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -84,6 +84,7 @@ class _Training:
         self._way = way
         self._model = DistributedDataParallel(nn.Linear(64, kib * 4, bias=False))
         self._reduction = Reduction()
+        self._reduction.group = dist.group.WORLD
         self._words = Words()
         self._reduction.words = self._words if way == "words" else None
         self._model.register_comm_hook(self._reduction, weighted_sum)

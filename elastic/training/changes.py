@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from elastic.clock import SYSTEM_CLOCK
@@ -24,6 +25,7 @@ BUILD_TIMEOUT_S = 30.0  # a group is built in milliseconds once everybody is the
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s")
 _SMOOTHING = 0.1  # of the step time
 _LEAVE_SLICE_S = 0.2
+_version_of = attrgetter("_version")
 
 
 class Changes:
@@ -73,10 +75,11 @@ class Changes:
 
     def begin(self, number: int) -> tuple[str, ...]:
         """Before a step: snapshot what the script may have changed; which optimizers to mask."""
+        recovery = self.recovery
         if not self._fresh_snapshot:
-            self.recovery.take_snapshot()
+            recovery.take_snapshot()
             self._fresh_snapshot = True
-        return self.recovery.replay
+        return recovery.replay
 
     def raise_if_due(self, step: Step) -> None:
         """Raise WorldChanged if the next world is to be entered before this step.
@@ -93,8 +96,9 @@ class Changes:
 
     def committed(self) -> None:
         """After a step."""
-        self.recovery.committed()
-        self.recovery.take_snapshot()
+        recovery = self.recovery
+        recovery.committed()
+        recovery.take_snapshot()
         self._fresh_snapshot = True
         self._versions = self._count_versions()
         now_s = SYSTEM_CLOCK.monotonic()
@@ -110,7 +114,7 @@ class Changes:
 
     def _count_versions(self) -> int:
         modules = self._session.job.modules.values()
-        return sum(p._version for m in modules for p in m.all_parameters)
+        return sum(sum(map(_version_of, m.all_parameters)) for m in modules)
 
     # -- worlds -------------------------------------------------------------------------------
 

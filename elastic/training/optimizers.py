@@ -26,14 +26,9 @@ class OptimizerGuard:
     def __init__(self, present_step: Callable[[], Step | None]) -> None:
         self._present_step = present_step
         self._modules: list[ElasticDDP] = []
-        self._tracked: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known: dict[int, _Known] = {}  # by id
         self._inside: tuple[torch.optim.Optimizer, int | None] | None = None
         self._is_masking = False
-        self._touches: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, tuple[int, list[ElasticDDP]]
-        ] = weakref.WeakKeyDictionary()
         self._handles: Sequence[Any] = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -42,7 +37,8 @@ class OptimizerGuard:
     def watch(self, module: ElasticDDP) -> None:
         """From now on this module's parameters are guarded."""
         self._modules.append(module)
-        self._touches.clear()
+        for known in self._known.values():
+            known.count = None
 
     def allow(self, name: str, tracked: object) -> None:
         """This object was tracked. Wrappers show the real optimizer as ``.optimizer``."""
@@ -54,7 +50,8 @@ class OptimizerGuard:
                     hint="use another optimizer",
                 )
             if isinstance(candidate, torch.optim.Optimizer):
-                self._tracked.setdefault(candidate, name)
+                known = self._of(candidate)
+                known.name = known.name or name
 
     @property
     def is_torn(self) -> bool:
@@ -73,59 +70,79 @@ class OptimizerGuard:
         for handle in self._handles:
             handle.remove()
 
+    # Both run in every step: whatever they call is called with cold caches.
+
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        name, step = self._tracked.get(optimizer), self._present_step()
-        self._is_masking = bool(step is not None and name is not None and step.is_masked(name))
+        known, step = self._of(optimizer), self._present_step()
+        name = known.name
+        self._is_masking = step is not None and name is not None and step.is_masked(name)
         if self._is_masking:
             optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
             return
-        self._check(optimizer, name, step)
+        modules = [m for m in self._touched(known, optimizer) if _has_gradient(m)]
+        if modules:
+            _check(type(optimizer).__name__, name, step, modules)
         if name is not None:
             # A closure runs inside: if it fails, the weights may still be untouched.
             self._inside = optimizer, _version(optimizer) if args[1:] or kwargs else None
 
-    def _check(self, optimizer: torch.optim.Optimizer, name: str | None, step: Step | None) -> None:
-        modules = [m for m in self._touched(optimizer) if _has_gradient(m)]
-        if not modules:
-            return
-        kind = type(optimizer).__name__
-        if name is None:
-            raise TrainingError(
-                f"{kind} is about to change wrapped parameters, but is not tracked",
-                hint="run.track(optimizer=optimizer), or a restart would lose its state",
-            )
-        if not all(m.in_world for m in modules):
-            return  # before the first world: rank 0's result is given to all
-        if step is None:
-            raise TrainingError(
-                f"{kind}.step() outside of a step of the loop",
-                hint="step inside `for … in loader`, where loader = run.loader(…)",
-            )
-        _check_reduced(kind, step, modules)
-
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        step, name = self._present_step(), self._tracked.get(optimizer)
+        name = self._of(optimizer).name
         if name is not None and not self._is_masking:
             self._inside = None
+            step = self._present_step()
             if step is not None:
                 step.stepped.append(name)
         self._is_masking = False
 
-    def _touched(self, optimizer: torch.optim.Optimizer) -> list[ElasticDDP]:
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._touches.get(optimizer)
-        if known is None or known[0] != count:
+    def _of(self, optimizer: torch.optim.Optimizer) -> _Known:
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            known = self._known[id(optimizer)] = _Known(optimizer)
+        return known
+
+    def _touched(self, known: _Known, optimizer: torch.optim.Optimizer) -> list[ElasticDDP]:
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        if known.count != count:
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            touched = [m for m in self._modules if ids & set(map(id, m.trained_parameters()))]
-            known = self._touches[optimizer] = (count, touched)
-        return known[1]
+            known.touched = [m for m in self._modules if ids & set(map(id, m.trained_parameters()))]
+            known.count = count
+        return known.touched
+
+
+class _Known:
+    """What is known of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.name: str | None = None  # if it is tracked
+        self.count: int | None = None  # of its parameters when it was looked through
+        self.touched: list[ElasticDDP] = []  # modules with some of them
+
+
+def _check(kind: str, name: str | None, step: Step | None, modules: Sequence[ElasticDDP]) -> None:
+    if name is None:
+        raise TrainingError(
+            f"{kind} is about to change wrapped parameters, but is not tracked",
+            hint="run.track(optimizer=optimizer), or a restart would lose its state",
+        )
+    for module in modules:
+        if not module.in_world:
+            return  # before the first world: rank 0's result is given to all
+    if step is None:
+        raise TrainingError(
+            f"{kind}.step() outside of a step of the loop",
+            hint="step inside `for … in loader`, where loader = run.loader(…)",
+        )
+    _check_reduced(kind, step, modules)
 
 
 def _check_reduced(name: str, step: Step, modules: Sequence[ElasticDDP]) -> None:
-    at = f"{name}.step() at step {step.number}"
     if not step.is_last_micro_batch:
         raise TrainingError(
-            f"{at} before the last of its {len(step)} micro-batches",
+            f"{name}.step() at step {step.number} before the last of its {len(step)} micro-batches",
             hint="step once per step: after the loop over micro-batches, "
             "or `if step.is_last_micro_batch`",
         )
@@ -133,20 +150,22 @@ def _check_reduced(name: str, step: Step, modules: Sequence[ElasticDDP]) -> None
         if module.reduction.failure is not None:
             raise module.reduction.failure  # the script has swallowed it
         module.reduction.wait()
-    if not all(m.reduction.is_done for m in modules):
-        raise TrainingError(
-            f"{at} with gradients that were not reduced over the world",
-            hint="call the wrapped module, in train mode, for the forward pass of each backward",
-        )
+        if not module.reduction.is_done:
+            raise TrainingError(
+                f"{name}.step() at step {step.number} with gradients that were not reduced over "
+                "the world",
+                hint="call the wrapped module, in train mode, in the forward pass of each backward",
+            )
     if len(step) > 1 and not step.is_weighted:
         raise TrainingError(
-            f"{at} with unweighted gradients of {len(step)} micro-batches",
+            f"{name}.step() at step {step.number} with unweighted gradients of "
+            f"{len(step)} micro-batches",
             hint="use step.backward(loss), or (loss * step.weight).backward()",
         )
 
 
 def _has_gradient(module: ElasticDDP) -> bool:
-    return any(p.grad is not None for p in module.all_parameters)
+    return any(parameter.grad is not None for parameter in module.all_parameters)
 
 
 def _version(optimizer: torch.optim.Optimizer) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 import sys
 
 import torch
@@ -19,7 +20,7 @@ def derive_seed(*parts: int) -> int:
     >>> derive_seed(0, 1) == derive_seed(0, 1) != derive_seed(1, 0)
     True
     """
-    data = b"".join(part.to_bytes(8, "little", signed=True) for part in parts)
+    data = struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

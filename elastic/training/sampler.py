@@ -197,14 +197,17 @@ class ElasticSampler(DistributedSampler[int]):
     def _steps(
         self, position: Position, rank: int, world: int, micro_batch: int | None
     ) -> Iterator[RankStep]:
-        step = position.step
-        while step < self.plan.steps:
+        step, last = position.step, self.plan.steps - 1
+        full, tail = (self._sizes(number, rank, world, micro_batch) for number in (0, last))
+        while step <= last:
             chunk = self._chunk(step, rank, world)
             ranges = [self._read_positions(number, rank, world) for number in chunk]
             samples = iter(self.samples_at(position.epoch, np.concatenate(ranges)).tolist())
             for number in chunk:
-                at = Position(position.epoch, number)
-                yield self._rank_step(at, rank, world, micro_batch, samples)
+                total, sizes = full if number < last else tail
+                filler = next(samples)
+                micros = tuple([MicroShare(tuple(islice(samples, size)), filler) for size in sizes])
+                yield RankStep(position.epoch, number, total, micros)
             step = chunk.stop
 
     def _chunk(self, step: int, rank: int, world: int) -> range:
@@ -217,16 +220,13 @@ class ElasticSampler(DistributedSampler[int]):
         first, last = self.plan.share(start, stop, rank, world)
         return np.concatenate(([start], np.arange(first, last, dtype=np.int64)))
 
-    def _rank_step(
-        self, at: Position, rank: int, world: int, micro_batch: int | None, read: Iterator[int]
-    ) -> RankStep:
-        start, stop = self.plan.span(at.step)
-        filler = next(read)
+    def _sizes(
+        self, step: int, rank: int, world: int, micro_batch: int | None
+    ) -> tuple[int, list[int]]:
+        """The samples of ``step`` on all ranks, and those of this rank's micro-batches."""
+        start, stop = self.plan.span(step)
         spans = self.plan.micro_batches(start, stop, rank, world, micro_batch)
-        micros = tuple(
-            MicroShare(tuple(islice(read, last - first)), filler) for first, last in spans
-        )
-        return RankStep(at.epoch, at.step, stop - start, micros)
+        return stop - start, [last - first for first, last in spans]
 
 
 def _from_group(ask: Callable[[], int], alone: int) -> int:

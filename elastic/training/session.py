@@ -304,8 +304,10 @@ class Session:
 
     def _begin_micro_batch(self, step: Step) -> None:
         seed_all(derive_seed(self.job.seed, step.number, self.world.rank, step.micro_batch))
+        is_last = step.is_last_micro_batch
         for module in self.job.modules.values():
-            module.require_backward_grad_sync = step.is_last_micro_batch
+            if module.require_backward_grad_sync != is_last:  # to set it costs more than to look
+                module.require_backward_grad_sync = is_last
 
     def commit(self) -> None:
         """The step in hand has taken effect."""

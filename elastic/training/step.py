@@ -65,6 +65,7 @@ class Step:
         self.is_weighted = False  # whether the user's losses carry the weight
         self._info: Batch
         self._info, self._data = first
+        self._count = self._info.micro_batches
         self._rest = rest
         self._begin_micro_batch = begin_micro_batch
         self._begun = 0  # micro-batches
@@ -119,13 +120,13 @@ class Step:
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether gradients are reduced in the next backward pass and optimizers may step."""
-        return self._begun == len(self)
+        return self._begun == self._count
 
     def __len__(self) -> int:
-        return self._info.micro_batches
+        return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        while self._begun < len(self):
+        while self._begun < self._count:
             if self._begun:
                 self._info, self._data = next(self._rest)
             self._begun += 1
@@ -135,9 +136,9 @@ class Step:
 
     def only_micro_batch(self) -> Any:
         """The data of a step that has one micro-batch, for ``for x, y in loader``."""
-        if len(self) != 1:
+        if self._count != 1:
             raise TrainingError(
-                f"step {self.number} has {len(self)} micro-batches, this loop takes one",
+                f"step {self.number} has {self._count} micro-batches, this loop takes one",
                 hint="loop with `for step in run.steps(loader): for x, y in step: …`",
             )
         return next(iter(self))

@@ -3,8 +3,8 @@
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 collective of its own. The first bucket of gradients is summed over all ranks in every step
 anyway, so it is made three elements longer: each is 1 where a rank says so, and whoever hears
-more than 0 knows that somebody did. The weighting of the gradients writes into the longer buffer
-instead of in place, so nothing is copied more often than before (docs/decisions/0014).
+more than 0 knows that somebody did. The bucket's own memory grows by them, once, so that no
+gradient is copied (docs/decisions/0014).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 from elastic.training.due import Word
 from elastic.worker.collectives import all_sum
 
-# A larger first bucket (one huge tensor) is not worth a second copy of it: words then cost a
-# collective of their own, for policies that cannot do without.
-LARGEST_BUCKET_BYTES = 4 << 20
 _COUNT = 3
+_NOTHING = Word()
 
 
 class Words:
@@ -32,31 +30,20 @@ class Words:
         self._said = word
         self._ends.clear()
 
-    def append(
-        self, gradients: torch.Tensor, weight: float, room: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Weighted gradients with the words behind them, in ``room`` if that fits.
-
-        None if they cannot be carried: the same answer on every rank.
-        """
-        size_bytes = gradients.numel() * gradients.element_size()
-        if size_bytes > LARGEST_BUCKET_BYTES or not gradients.is_floating_point():
-            return None
-        count = gradients.numel()
-        if room is None or room.numel() != count + _COUNT or not _alike(room, gradients):
-            room = gradients.new_empty(count + _COUNT)
-        if weight == 0.0:
-            room[:count].zero_()  # × 0 would keep a NaN of the sample that only filled a gap
-        else:
-            torch.mul(gradients, weight, out=room[:count])
+    def write(self, end: torch.Tensor) -> None:
+        """Say the word in ``end``, which is behind gradients that are about to be summed; and
+        hear there, once they are, what all have said."""
         said = self._said
-        end = [float(said.save), float(said.leaving), float(said.stuck)]
-        room[count:].copy_(torch.tensor(end, dtype=room.dtype))
-        return room
-
-    def hear(self, end: torch.Tensor) -> None:
-        """The summed words of a bucket; on a GPU perhaps not there yet."""
+        if said == _NOTHING:
+            end.zero_()
+        else:
+            numbers = [float(said.save), float(said.leaving), float(said.stuck)]
+            end.copy_(torch.tensor(numbers, dtype=end.dtype))
         self._ends.append(end)
+
+    def forget(self) -> None:
+        """Hold no bucket any longer."""
+        self._ends.clear()
 
     def settle(self) -> None:
         """The collectives have ended: copy from a GPU now, before more is queued behind them."""
@@ -70,6 +57,33 @@ class Words:
         return _word([sum(values) for values in zip(*sums, strict=True)])
 
 
+class Room:
+    """A bucket's gradients in their own memory, and room for words behind them."""
+
+    def __init__(self, both: torch.Tensor, end: torch.Tensor) -> None:
+        self.both = both
+        self.end = end
+
+    @classmethod
+    def behind(cls, gradients: torch.Tensor) -> Room | None:
+        """None if there can be none: the same answer on every rank."""
+        if gradients.layout is not torch.strided or not gradients.is_floating_point():
+            return None
+        count, storage = gradients.numel(), gradients.untyped_storage()
+        size_bytes = count * gradients.element_size()
+        longer_bytes = size_bytes + _COUNT * gradients.element_size()
+        if storage.nbytes() != longer_bytes:
+            if storage.nbytes() != size_bytes or not storage.resizable():
+                return None
+            storage.resize_(longer_bytes)  # all its views go on to see its memory
+        both = gradients.as_strided((count + _COUNT,), (1,))
+        return cls(both, both[count:])
+
+    def is_behind(self, gradients: torch.Tensor) -> bool:
+        """Whether the bucket is still this one. Its memory cannot be another's: it is held here."""
+        return self.both.data_ptr() == gradients.data_ptr()
+
+
 def ask(word: Word) -> Word:
     """Tell and hear at once, with a collective of its own. Every rank calls it."""
     return _word(all_sum([float(word.save), float(word.leaving), float(word.stuck)]))
@@ -78,7 +92,3 @@ def ask(word: Word) -> Word:
 def _word(sums: list[float]) -> Word:
     save, leaving, stuck = (value > 0 for value in sums)
     return Word(save=save, leaving=leaving, stuck=stuck)
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device

@@ -69,6 +69,7 @@ class ElasticDDP(DDP):
         DDP.__init__(self, module, **{**defaults, **self.options})
         self.__dict__.update(kept)
         self.training = training
+        self.reduction.group = self.process_group
         self.register_comm_hook(self.reduction, weighted_sum)
         self._in_world_parameters = tuple(module.parameters())
         self.in_world = True
@@ -83,9 +84,15 @@ class ElasticDDP(DDP):
         """
         if self.in_world:
             self.reducer._remove_autograd_hooks()
+            self.reduction.leave()
             del self.reducer, self.logger, self.process_group
             self._in_world_parameters = ()
             self.in_world = False
+
+    def _set_static_graph(self) -> None:
+        """DDP calls it for ``static_graph=True``; scripts do, too."""
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
+        self.reduction.is_static = True
 
     @property
     def is_plain(self) -> bool:

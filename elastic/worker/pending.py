@@ -6,13 +6,14 @@ error only for the older kind of buffer, which collectives do not use (gloo, tra
 nothing can release it: in 150 aborts of a small all-reduce at random moments several ranks hung
 [measured, torch 2.13]. Natural deaths of peers do it, too.
 
-So no thread of ours waits inside gloo. It waits here, for the collective or for the end of the
+So no thread of ours stays inside gloo. It waits here, for the collective or for the end of the
 group; a group whose collectives do not come back is left behind, not destroyed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,11 @@ from elastic.worker.faults import GroupAborted
 
 _WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
 _DRAIN_SLICE_S = 0.0005
+# A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
+# abort is heard of at the end of one, where gloo does not say it at once.
+_GLOO_SLICE = datetime.timedelta(milliseconds=20)
+_wait_in_gloo = dist.Work.wait  # before elastic/worker/waiting.py replaces it
+_TAKEN_DOWN = "the group was taken down"
 
 Done = Callable[[BaseException | None], object]
 
@@ -35,13 +41,40 @@ class Pending:
         self._lock = threading.Lock()
         self._works: dict[int, tuple[dist.Work, Done | None]] = {}
         self._next = 0
+        self._begun: list[dist.Work] = []  # of the thread that trains
         self._is_aborted = False
 
     def open(self) -> None:
         """A new group: nothing is under way."""
         with self._lock:
             self._works.clear()
+            self._begun.clear()
             self._is_aborted = False
+
+    def begin(self, work: dist.Work) -> None:
+        """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
+
+        Cheaper than :meth:`start`: no thread of gloo's has to run Python.
+        """
+        self._begun.append(work)
+
+    def finish(self) -> None:
+        """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
+        for work in self._begun:
+            self._finish_one(work)
+        self._begun.clear()
+
+    def _finish_one(self, work: dist.Work) -> None:
+        while True:
+            has_ended = work.is_completed()
+            if not has_ended and self._is_aborted:
+                raise GroupAborted(_TAKEN_DOWN)
+            try:
+                _wait_in_gloo(work, _GLOO_SLICE)
+                return
+            except RuntimeError:  # of the collective, or the slice is over
+                if has_ended:
+                    raise
 
     def start(self, work: dist.Work, done: Done) -> None:
         """Call ``done`` once, with what went wrong or None, on whatever thread finds out."""
@@ -49,11 +82,11 @@ class Pending:
             key, self._next = self._next, self._next + 1
             self._works[key] = work, done
             is_aborted = self._is_aborted
-        work.get_future().add_done_callback(lambda future: self._finish(key, future))
+        work.get_future().add_done_callback(lambda future: self._ended(key, future))
         if is_aborted:
             self.abort()
 
-    def _finish(self, key: int, future: Any) -> None:
+    def _ended(self, key: int, future: Any) -> None:
         with self._lock:
             work, done = self._works.get(key, (None, None))
             if work is not None:
@@ -89,15 +122,16 @@ class Pending:
             for key, _ in waiting:
                 self._works[key] = self._works[key][0], None
         for _, done in waiting:
-            done(GroupAborted("the group was taken down"))
+            done(GroupAborted(_TAKEN_DOWN))
 
     def drain(self, timeout_s: float) -> bool:
         """Whether every collective comes back in time, well or not."""
         deadline_s = SYSTEM_CLOCK.monotonic() + timeout_s
-        while self._works:
+        while self._works or not all(work.is_completed() for work in self._begun):
             if SYSTEM_CLOCK.monotonic() > deadline_s:
                 return False
             SYSTEM_CLOCK.sleep(_DRAIN_SLICE_S)
+        self._begun.clear()  # each holds the group
         return True
 
 

@@ -7,6 +7,7 @@ files in the folder they share.
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import gc
 import itertools
@@ -26,7 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from elastic.training.due import Word
+from elastic.training.words import Words
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.process_group import GroupSpec, ProcessGroup
@@ -179,6 +183,123 @@ def aborted(me: Rank) -> Result:
     return rebuilds(me, int(os.environ["CYCLES"]), aborted=True)
 
 
+# -- gradients --------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A layer that nobody ever uses, and two that are used as the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, parts: str) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x).tanh()
+        return torch.stack([getattr(self, part)(hidden) for part in parts.split()]).sum(0)
+
+
+class Checkpointed(nn.Module):
+    """Activations are computed again by a backward pass within the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, registered last: it is the first bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.table = nn.Linear(6, 6), nn.Embedding(20, 6, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.table(x.abs().mul(10).long().clamp(max=19)).mean(1))
+        return found
+
+
+WAYS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "one bucket": (lambda: nn.Linear(6, 6), {}),
+    "many buckets": (
+        lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))),
+        {"bucket_cap_mb": 1e-4},
+    ),
+    "copied": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)),
+        {"gradient_as_bucket_view": False},
+    ),
+    "unused": (Branches, {"find_unused_parameters": True}),
+    "static": (Checkpointed, {"static_graph": True}),
+    "sparse": (Sparse, {"gradient_as_bucket_view": False}),
+}
+
+
+def gradients(me: Rank) -> Result:
+    """For each kind of model: how far its gradients are from those of all data on one process."""
+    me.build(me.spec(1))
+    worst: Result = {}
+    for name, (make, options) in WAYS.items():
+        torch.manual_seed(1)
+        alone = make().double()
+        model = ElasticDDP(copy.deepcopy(alone), **options)
+        model.reduction.words = words = Words()
+        model.enter_world()
+        worst[name], generator = 0.0, torch.Generator().manual_seed(2)
+        for step in range(4):
+            batch = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+            share = batch[:2] if me.rank == 0 else batch[2:]
+            given: list[str] = []
+            if name == "unused":  # in one pass nobody uses the right one
+                given = ["left"] if step == 0 else ["left right"]
+            words.say(Word(save=me.rank == 0 and step == 2))
+            model.reduction.begin(len(share) / len(batch))
+            for module, data in ((alone, batch), (model, share)):
+                module.zero_grad(set_to_none=step % 2 == 0)
+                module(data, *given).square().mean().backward()
+            assert model.reduction.failure is None
+            heard = words.heard()
+            assert heard == (None if name == "sparse" else Word(save=step == 2)), heard
+            for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+                assert (mine.grad is None) == (its.grad is None), (name, step)
+                if mine.grad is not None and its.grad is not None:
+                    off = (mine.grad.to_dense() - its.grad.to_dense()).abs().max()
+                    worst[name] = max(worst[name], float(off))
+        model.leave_world()
+    chained = gradients_of_a_chain(me)
+    me.group.destroy()
+    return {"worst": {**worst, "chain": chained}}
+
+
+def gradients_of_a_chain(me: Rank) -> float:
+    """Two wrapped models in one backward pass."""
+    torch.manual_seed(3)
+    alone = [nn.Linear(6, 6).double(), nn.Linear(6, 6).double()]
+    models = [ElasticDDP(copy.deepcopy(module)) for module in alone]
+    for model in models:
+        model.enter_world()
+        model.reduction.begin(0.5)
+    batch = torch.randn(8, 6, dtype=torch.float64)
+    alone[1](alone[0](batch).tanh()).square().mean().backward()
+    share = batch[me.rank * 4 : me.rank * 4 + 4]
+    time.sleep(0.2 * me.rank)  # rank 0 waits for longer than one slice
+    models[1](models[0](share).tanh()).square().mean().backward()
+    worst = 0.0
+    for model, module in zip(models, alone, strict=True):
+        for mine, its in zip(model.parameters(), module.parameters(), strict=True):
+            assert mine.grad is not None and its.grad is not None
+            worst = max(worst, float((mine.grad - its.grad).abs().max()))
+        model.leave_world()
+    return worst
+
+
 # -- aborts -----------------------------------------------------------------------------------
 
 
@@ -223,6 +344,40 @@ def own_collectives(me: Rank) -> Result:
         thread.join()
         assert error is not None and is_world_fault(error), error
         traceback.clear_frames(error.__traceback__)  # they hold the group
+        me.group.destroy()
+    return {"longest_s": max(took_s)}
+
+
+def own_backward(me: Rank) -> Result:
+    """Backward passes of several buckets, aborted at random moments, as own_collectives."""
+    chance, took_s = random.Random(me.rank), []
+    model = ElasticDDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=0.02)
+    model.reduction.words = Words()
+
+    def train_on() -> None:
+        while model.reduction.failure is None:
+            model.reduction.begin(1 / me.size)
+            model(torch.randn(4, 64)).sum().backward()
+        raise model.reduction.failure
+
+    for cycle in range(int(os.environ["CYCLES"])):
+        me.build(me.spec(cycle))
+        model.enter_world()
+        me.say(f"built{cycle}")
+        for rank in range(me.size):
+            me.hear(f"built{cycle}", rank)
+        ended = threading.Event()
+        thread = threading.Thread(target=abort_later, args=(me, chance.random() * 0.02, ended))
+        thread.start()
+        error = failure_of(train_on)
+        ended.wait()
+        took_s.append(time.monotonic() - me.aborted_s)
+        thread.join()
+        assert error is not None and is_world_fault(error), error
+        traceback.clear_frames(error.__traceback__)
+        model.reduction.begin(1.0)
+        model.zero_grad(set_to_none=True)
+        model.leave_world()
         me.group.destroy()
     return {"longest_s": max(took_s)}
 

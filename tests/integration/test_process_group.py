@@ -113,6 +113,17 @@ def test_a_scripts_own_collectives_end_with_the_group(
         assert told["longest_s"] < 2.0
 
 
+def test_a_backward_pass_ends_with_the_group(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for told in run("own_backward", 3, tmp_path, ports, CYCLES=60):
+        print(told)
+        assert told["longest_s"] < 1.0
+
+
+def test_gradients_are_those_of_one_process(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for told in run("gradients", 2, tmp_path, ports):
+        assert all(worst < 1e-12 for worst in told["worst"].values()), told["worst"]
+
+
 def test_an_abort_leaves_the_users_sockets_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
     for told in run("users_sockets", 2, tmp_path, ports):
         assert told["total"] == 2.0
