@@ -16,7 +16,8 @@ kill …, leave
     of any survivor that ends after it and before the next event. Completed steps are the lines of
     the ledger, written by each worker with the wall clock of the one machine.
 join
-    The same, around the world with the newcomer.
+    The same, around the world with the newcomer. ``state sent in a join``: the part of it in which
+    a survivor gives the newcomer the state (12.6 MB), by its event.
 … with 2 data workers
     The same with ``DataLoader(num_workers=2)`` in every rank.
 worker's death reported, workers gone after their agent
@@ -55,7 +56,7 @@ from typing import Any
 
 import recovery_torchft as torchft
 from measurement import Report, Row
-from recovery_job import CAP_S, KILLS, REPORTED, SCRIPT, WORKERS_GONE, Samples, a_job
+from recovery_job import CAP_S, KILLS, REPORTED, SCRIPT, SENT, WORKERS_GONE, Samples, a_job
 from restart import measure_c10d, say
 
 from elastic.coordination.embedded import EmbeddedEtcd
@@ -86,11 +87,12 @@ def measure_kills(
             except ClusterTimeout as error:
                 say(f"gave this job up: {error}")  # counted in job.failed
             job.samples[REPORTED] += job.reports()
+            job.samples[f"{SENT}{job.suffix}"] += job.sendings()
             for name, values in job.samples.items():
                 samples[name] += values
             for name, count in job.failed.items():
                 failed[name] += count
-    names = [f"{case}{suffix}" for case in (*KILLS, "join")]
+    names = [f"{case}{suffix}" for case in (*KILLS, "join", SENT)]
     names += [] if loader_workers else [REPORTED, WORKERS_GONE]
     names += [f"start{suffix}"] if failed[f"start{suffix}"] else []  # of jobs that never trained
     return [Row(n, "elastic", "s", tuple(samples[n]), failed[n]) for n in names]

@@ -20,6 +20,7 @@ from elastic.testing.node import LocalNode
 SCRIPT = Path(__file__).parent / "scripts" / "mlp.py"
 KILLS = ("kill worker", "kill agent", "kill node", "kill leader node", "kill rank 0 node", "leave")
 REPORTED, WORKERS_GONE = "worker's death reported", "workers gone after their agent"
+SENT = "state sent in a join"
 SETTLE_S = 0.7  # of steps after an event, so that a pause shows
 CAP_S = 60.0
 
@@ -111,6 +112,11 @@ class Job:
             for event in read_journal(self.cluster.folder / "journal")
             if event["event"] == "worker-died" and event["pid"] in self.killed
         ]
+
+    def sendings(self) -> list[float]:
+        """How long it took each time to give a newcomer the state."""
+        journal = read_journal(self.cluster.folder / "journal")
+        return [event["duration_s"] for event in journal if event["event"] == "state-sent"]
 
     def stepped_after(self, generation: int) -> set[str]:
         return {s.node for s in self.cluster.ledger().steps if s.generation > generation}
