@@ -121,7 +121,8 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     pending.begin(group.allreduce(sent))
     state.sent.append((reduced, gradients))
     if bucket.is_last():
-        if state.is_static:
+        is_in_pass = torch._C._current_graph_task_id() != -1  # DDP.join() calls this outside
+        if state.is_static or not is_in_pass:
             state.receive()
         else:
             Variable._execution_engine.queue_callback(state.receive)

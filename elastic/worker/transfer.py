@@ -18,7 +18,9 @@ from elastic.errors import TrainingError
 from elastic.worker.collectives import broadcast_json, control_device
 from elastic.worker.pending import pending
 
-CHUNK_BYTES = 32 << 20
+# A state travels in some chunks at least, so that one is on its way while another is hashed and put
+# in place, and in none so long that three of them would need memory that is missed.
+CHUNKS, SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8, 1 << 20, 32 << 20
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,12 +99,10 @@ def transfer(
         if concerned
         else {}
     )
-    digest = xxhash.xxh3_64()
     wire = device if device.type == "cuda" else control_device()
-    flat = {name: _bytes(tensor) for name, tensor in spare.items()}
-    for pieces in _chunks({name: _count_bytes(spec) for name, spec in plan["specs"].items()}):
-        _move(pieces, flat, digest, source, wire)
-    _check(digest.hexdigest(), source, concerned)
+    sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
+    moving = _Moving({name: _bytes(tensor) for name, tensor in spare.items()}, sizes, source, wire)
+    _check(moving.run(), source, concerned)
     return (plan["node"], spare) if rank in receivers else None
 
 
@@ -110,10 +110,10 @@ Piece = tuple[str, int, int]
 """Bytes ``start`` to ``stop`` of the tensor of that name."""
 
 
-def _chunks(sizes: Mapping[str, int]) -> Iterator[list[Piece]]:
+def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
     """All tensors' bytes, cut so that many small ones travel together and no chunk is too long."""
     pieces: list[Piece] = []
-    room = CHUNK_BYTES
+    room = longest
     for name, size in sizes.items():
         start = 0
         while start < size:
@@ -123,34 +123,74 @@ def _chunks(sizes: Mapping[str, int]) -> Iterator[list[Piece]]:
             start = stop
             if room == 0:
                 yield pieces
-                pieces, room = [], CHUNK_BYTES
+                pieces, room = [], longest
     if pieces:
         yield pieces
 
 
-def _move(
-    pieces: list[Piece],
-    flat: Tensors,
-    digest: Any,
-    source: int,
-    wire: torch.device,
-) -> None:
-    """One chunk, from the source to all."""
-    is_source = dist.get_rank() == source
-    chunk = torch.empty(sum(stop - start for _, start, stop in pieces), dtype=torch.uint8)
+class _Moving:
+    """All chunks, from the source to all: one is on its way while the one before is taken in.
+
+    ``flat`` holds the bytes of each tensor, to read or to fill; it is empty on a rank that is not
+    concerned.
+    """
+
+    def __init__(
+        self, flat: Tensors, sizes: Mapping[str, int], source: int, wire: torch.device
+    ) -> None:
+        self._flat = flat
+        self._sizes = sizes
+        self._source = source
+        self._wire = wire
+        self._is_source = dist.get_rank() == source
+        self._digest = xxhash.xxh3_64()
+
+    def run(self) -> str:
+        """Returns the hash of what was moved."""
+        total = sum(self._sizes.values())
+        longest = min(max(total // CHUNKS, SHORTEST_CHUNK_BYTES), LONGEST_CHUNK_BYTES)
+        buffers = [torch.empty(min(longest, total), dtype=torch.uint8) for _ in range(2)]
+        before: _Sent | None = None
+        for number, pieces in enumerate(_chunks(self._sizes, longest)):
+            sent = self._send(pieces, buffers[number % 2])
+            if before is not None:
+                self._take_in(before)
+            before = sent
+        if before is not None:
+            self._take_in(before)
+        return str(self._digest.hexdigest())
+
+    def _send(self, pieces: list[Piece], buffer: torch.Tensor) -> _Sent:
+        chunk = buffer[: sum(stop - start for _, start, stop in pieces)]
+        if self._is_source:
+            for place, (name, start, stop) in _places(pieces):
+                chunk[place] = self._flat[name][start:stop]
+        moved = chunk.to(self._wire)
+        return pieces, moved, dist.broadcast(moved, self._source, async_op=True)
+
+    def _take_in(self, sent: _Sent) -> None:
+        pieces, moved, work = sent
+        pending.wait(work)
+        if not self._flat:
+            return
+        chunk = moved.cpu()
+        self._digest.update(chunk.numpy().data)
+        if self._is_source:
+            return
+        for place, (name, start, stop) in _places(pieces):
+            flat = self._flat[name]
+            flat[start:stop] = chunk[place].to(flat.device)
+
+
+_Sent = tuple[list[Piece], torch.Tensor, dist.Work | None]
+
+
+def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
+    """Where in its chunk each piece is."""
     at = 0
-    for name, start, stop in pieces if is_source else ():
-        chunk[at : at + stop - start] = flat[name][start:stop]
-        at += stop - start
-    moved = chunk.to(wire)
-    pending.wait(dist.broadcast(moved, source, async_op=True))
-    if not flat:
-        return
-    chunk = moved.cpu()
-    digest.update(chunk.numpy())
-    at = 0
-    for name, start, stop in () if is_source else pieces:
-        flat[name][start:stop] = chunk[at : at + stop - start].to(flat[name].device)
+    for piece in pieces:
+        _, start, stop = piece
+        yield slice(at, at + stop - start), piece
         at += stop - start
 
 

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from elastic.training.due import Word
 from elastic.training.words import Words
 from elastic.training.wrap import ElasticDDP
+from elastic.worker import transfer
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.process_group import GroupSpec, ProcessGroup
 
@@ -273,9 +274,31 @@ def gradients(me: Rank) -> Result:
                     off = (mine.grad.to_dense() - its.grad.to_dense()).abs().max()
                     worst[name] = max(worst[name], float(off))
         model.leave_world()
-    chained = gradients_of_a_chain(me)
+    worst["chain"], worst["join"] = gradients_of_a_chain(me), gradients_in_join(me)
     me.group.destroy()
-    return {"worst": {**worst, "chain": chained}}
+    return {"worst": worst}
+
+
+def gradients_in_join(me: Rank) -> float:
+    """torch's own way with uneven data: a rank without any takes part outside of a pass."""
+    torch.manual_seed(3)
+    alone = nn.Linear(6, 6).double()
+    model = ElasticDDP(copy.deepcopy(alone))
+    model.enter_world()
+    model.reduction.begin(1.0)
+    batch = torch.randn(8, 6, dtype=torch.float64)
+    with model.join():
+        for _ in range(2 - me.rank):
+            model.zero_grad()
+            model(batch).square().mean().backward()
+    alone(batch).square().mean().backward()
+    worst = 0.0
+    if me.rank == 0:  # its second pass was with the zeros of rank 1
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None and its.grad is not None
+            worst = float((mine.grad - its.grad).abs().max())
+    model.leave_world()
+    return worst
 
 
 def gradients_of_a_chain(me: Rank) -> float:
@@ -298,6 +321,59 @@ def gradients_of_a_chain(me: Rank) -> float:
             worst = max(worst, float((mine.grad - its.grad).abs().max()))
         model.leave_world()
     return worst
+
+
+# -- state ------------------------------------------------------------------------------------
+
+
+def moved_state(me: Rank) -> Result:
+    """Rank 1 gives its tensors to rank 2, in one chunk and in many; rank 0 only takes part."""
+    torch.manual_seed(1)
+    kept = {
+        "weights": torch.randn(300, 7),
+        "turned": torch.randn(40, 30).T,
+        "step": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+        "half": torch.randn(1001).bfloat16(),
+        "flags": torch.rand(77) > 0.5,
+        "strided": torch.arange(200)[::2],
+    }
+    me.build(me.spec(1))
+    ends = {}
+    for chunk_bytes in (1 << 20, 1000, 3):
+        transfer.SHORTEST_CHUNK_BYTES = transfer.LONGEST_CHUNK_BYTES = chunk_bytes
+        if chunk_bytes == 3:  # or it would be thousands of broadcasts
+            kept = {name: kept[name] for name in ("step", "none", "flags")}
+        got = transfer.transfer(
+            {"so": "far"} if me.rank == 1 else None,
+            kept if me.rank == 1 else {},
+            source=1,
+            receivers=(2,),
+            device=torch.device("cpu"),
+        )
+        ends[str(chunk_bytes)] = got is not None and (
+            got[0] == {"so": "far"}
+            and got[1].keys() == kept.keys()
+            and all(torch.equal(got[1][name], kept[name]) for name in kept)
+            and all(got[1][name].dtype == kept[name].dtype for name in kept)
+        )
+    if me.rank == 2:  # one bit falls over on the way
+        send = transfer._Moving._send
+
+        def damage(self: Any, *args: Any) -> Any:
+            pieces, moved, work = send(self, *args)
+            assert work is not None and work.wait()
+            moved[-1] ^= 1
+            return pieces, moved, None
+
+        transfer._Moving._send = damage  # type: ignore[assignment,method-assign]
+    damaged = failure_of(
+        lambda: transfer.transfer(
+            None, kept if me.rank == 1 else {}, source=1, receivers=(2,), device=torch.device("cpu")
+        )
+    )
+    me.group.destroy()
+    return {"got": ends, "damaged": str(damaged)}
 
 
 # -- aborts -----------------------------------------------------------------------------------

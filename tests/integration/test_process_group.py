@@ -124,6 +124,14 @@ def test_gradients_are_those_of_one_process(tmp_path: Path, ports: tuple[int, ..
         assert all(worst < 1e-12 for worst in told["worst"].values()), told["worst"]
 
 
+def test_a_state_arrives_as_it_was_or_not_at_all(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    bystander, source, receiver = run("moved_state", 3, tmp_path, ports)
+    assert set(receiver["got"].values()) == {True}
+    assert not any([*bystander["got"].values(), *source["got"].values()])
+    assert "arrived damaged" in receiver["damaged"] and "rank 1" in receiver["damaged"]
+    assert bystander["damaged"] == source["damaged"] == "None"
+
+
 def test_an_abort_leaves_the_users_sockets_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
     for told in run("users_sockets", 2, tmp_path, ports):
         assert told["total"] == 2.0

@@ -63,13 +63,12 @@ class Orders:
 
 def arrange(orders: Orders) -> None:
     """Points that lie inside the library."""
-    move, check, build = transfer._move, transfer._check, ProcessGroup.build
+    take_in, check, build = transfer._Moving._take_in, transfer._check, ProcessGroup.build
 
-    def moving(pieces: Any, flat: Any, digest: Any, source: int, wire: Any) -> None:
-        if flat:
-            sends = torch.distributed.get_rank() == source
-            orders.obey("sending" if sends else "receiving")
-        move(pieces, flat, digest, source, wire)
+    def moving(self: Any, sent: Any) -> None:  # once a chunk is on its way
+        if self._flat:
+            orders.obey("sending" if self._is_source else "receiving")
+        take_in(self, sent)
 
     def checking(mine: str, source: int, concerned: bool) -> None:
         if concerned:
@@ -82,7 +81,8 @@ def arrange(orders: Orders) -> None:
         build(*args, **kwargs)
         orders.obey("after-build")
 
-    transfer._move, transfer._check = moving, checking
+    transfer._Moving._take_in = moving  # type: ignore[method-assign]
+    transfer._check = checking
     ProcessGroup.build = building  # type: ignore[method-assign]
 
 
