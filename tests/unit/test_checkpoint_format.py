@@ -6,7 +6,7 @@ import inspect
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from checkpoint_states import odd_state, same, save_all
@@ -96,6 +96,8 @@ def test_every_public_name_is_there_and_documented() -> None:
     assert checkpoints.__all__ == sorted(checkpoints.__all__)
     for name in checkpoints.__all__:
         public = getattr(checkpoints, name)
+        if get_origin(public) is not None:
+            continue  # an alias, which Python 3.10 takes for a class
         if inspect.isclass(public) or inspect.isfunction(public):
             assert public.__doc__, name
 
