@@ -425,20 +425,29 @@ def own_collectives(me: Rank) -> Result:
 
 
 def own_backward(me: Rank) -> Result:
-    """Backward passes of several buckets, aborted at random moments, as own_collectives."""
+    """Backward passes of several buckets, aborted at random moments, as own_collectives.
+
+    From the third step of a world on: in the second, DDP builds its buckets anew, and waits for
+    rank 0's plan of them inside gloo (docs/decisions/0007).
+    """
     chance, took_s = random.Random(me.rank), []
     model = ElasticDDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=0.02)
     model.reduction.words = Words()
 
+    def train() -> None:
+        model.reduction.begin(1 / me.size)
+        model(torch.randn(4, 64)).sum().backward()
+
     def train_on() -> None:
         while model.reduction.failure is None:
-            model.reduction.begin(1 / me.size)
-            model(torch.randn(4, 64)).sum().backward()
+            train()
         raise model.reduction.failure
 
     for cycle in range(int(os.environ["CYCLES"])):
         me.build(me.spec(cycle))
         model.enter_world()
+        for _ in range(2):
+            train()
         me.say(f"built{cycle}")
         for rank in range(me.size):
             me.hear(f"built{cycle}", rank)
