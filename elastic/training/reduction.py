@@ -82,6 +82,10 @@ class Reduction:
             reduced.set_result(gradients)
         self.sent.clear()
 
+    def failed(self, error: BaseException) -> None:
+        """Another collective of this step than those of the gradients came to nothing."""
+        self.failure = error
+
     def wait(self) -> None:
         """Return once every collective of this step has ended well, else raise.
 

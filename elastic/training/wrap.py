@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from elastic.errors import ConfigError
 from elastic.training.reduction import Reduction, weighted_sum
 from elastic.worker.collectives import broadcast_tensors
+from elastic.worker.releasable import ReleasableGroup
 
 # Module.__init__ starts these afresh; they belong to the user.
 _HOOK_TABLES = (
@@ -53,6 +54,7 @@ class ElasticDDP(DDP):
         self.options = options
         self.reduction = Reduction()
         self.in_world = False
+        self._releasable: ReleasableGroup | None = None  # the reducer does not keep it alive
         self.require_backward_grad_sync = True
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
@@ -70,6 +72,9 @@ class ElasticDDP(DDP):
         self.__dict__.update(kept)
         self.training = training
         self.reduction.group = self.process_group
+        if self.device_type == "cpu":  # an abort releases who waits for NCCL
+            self._releasable = ReleasableGroup(self.process_group, self.reduction.failed)
+            self.reducer._update_process_group(self._releasable)
         self.register_comm_hook(self.reduction, weighted_sum)
         self._in_world_parameters = tuple(module.parameters())
         self.in_world = True
@@ -86,6 +91,7 @@ class ElasticDDP(DDP):
             self.reducer._remove_autograd_hooks()
             self.reduction.leave()
             del self.reducer, self.logger, self.process_group
+            self._releasable = None
             self._in_world_parameters = ()
             self.in_world = False
 

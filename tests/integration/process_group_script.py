@@ -10,7 +10,6 @@ import argparse
 import copy
 import faulthandler
 import gc
-import itertools
 import json
 import os
 import random
@@ -49,7 +48,6 @@ class Rank:
         self.ports = ports
         self.folder = folder
         self.group = ProcessGroup(torch.device("cpu"), None)
-        self.aborted_s = 0.0
 
     def spec(self, generation: int, rank: int | None = None, size: int | None = None) -> GroupSpec:
         return GroupSpec(
@@ -376,6 +374,11 @@ def moved_state(me: Rank) -> Result:
     return {"got": ends, "damaged": str(damaged)}
 
 
+def sum_for_ever() -> None:
+    while True:
+        summed()
+
+
 # -- aborts -----------------------------------------------------------------------------------
 
 
@@ -408,18 +411,7 @@ def own_collectives(me: Rank) -> Result:
     chance, took_s = random.Random(me.rank), []
     for cycle in range(int(os.environ["CYCLES"])):
         me.build(me.spec(cycle))
-        me.say(f"built{cycle}")
-        for rank in range(me.size):
-            me.hear(f"built{cycle}", rank)
-        ended = threading.Event()
-        thread = threading.Thread(target=abort_later, args=(me, chance.random() * 0.004, ended))
-        thread.start()
-        error = failure_of(lambda: [summed() for _ in itertools.count()])
-        ended.wait()
-        took_s.append(time.monotonic() - me.aborted_s)
-        thread.join()
-        assert error is not None and is_world_fault(error), error
-        traceback.clear_frames(error.__traceback__)  # they hold the group
+        took_s.append(until_aborted(me, cycle, chance.random() * 0.004, sum_for_ever))
         me.group.destroy()
     return {"longest_s": max(took_s)}
 
@@ -427,39 +419,24 @@ def own_collectives(me: Rank) -> Result:
 def own_backward(me: Rank) -> Result:
     """Backward passes of several buckets, aborted at random moments, as own_collectives.
 
-    From the third step of a world on: in the second, DDP builds its buckets anew, and waits for
-    rank 0's plan of them inside gloo (docs/decisions/0007).
+    From a world's first step on: in its second, DDP builds its buckets anew, after rank 0's plan.
     """
     chance, took_s = random.Random(me.rank), []
-    model = ElasticDDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=0.02)
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    is_searching = os.environ["UNUSED"] == "1"  # for parameters that nobody has used
+    model = ElasticDDP(layers, bucket_cap_mb=0.02, find_unused_parameters=is_searching)
     model.reduction.words = Words()
 
     def train() -> None:
-        model.reduction.begin(1 / me.size)
-        model(torch.randn(4, 64)).sum().backward()
-
-    def train_on() -> None:
         while model.reduction.failure is None:
-            train()
+            model.reduction.begin(1 / me.size)
+            model(torch.randn(4, 64)).sum().backward()
         raise model.reduction.failure
 
     for cycle in range(int(os.environ["CYCLES"])):
         me.build(me.spec(cycle))
         model.enter_world()
-        for _ in range(2):
-            train()
-        me.say(f"built{cycle}")
-        for rank in range(me.size):
-            me.hear(f"built{cycle}", rank)
-        ended = threading.Event()
-        thread = threading.Thread(target=abort_later, args=(me, chance.random() * 0.02, ended))
-        thread.start()
-        error = failure_of(train_on)
-        ended.wait()
-        took_s.append(time.monotonic() - me.aborted_s)
-        thread.join()
-        assert error is not None and is_world_fault(error), error
-        traceback.clear_frames(error.__traceback__)
+        took_s.append(until_aborted(me, cycle, chance.random() * 0.02, train))
         model.reduction.begin(1.0)
         model.zero_grad(set_to_none=True)
         model.leave_world()
@@ -467,11 +444,26 @@ def own_backward(me: Rank) -> Result:
     return {"longest_s": max(took_s)}
 
 
-def abort_later(me: Rank, delay_s: float, ended: threading.Event) -> None:
-    time.sleep(delay_s)
-    me.aborted_s = time.monotonic()
-    me.group.abort()
-    ended.set()
+def until_aborted(me: Rank, cycle: int, delay_s: float, act: Callable[[], object]) -> float:
+    """How long ``act`` went on after this rank's abort, ``delay_s`` after all ranks were here."""
+    me.say(f"built{cycle}")
+    for rank in range(me.size):
+        me.hear(f"built{cycle}", rank)
+    aborted_s: list[float] = []
+
+    def abort() -> None:
+        time.sleep(delay_s)
+        aborted_s.append(time.monotonic())
+        me.group.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    error = failure_of(act)
+    ended_s = time.monotonic()
+    thread.join()
+    assert error is not None and is_world_fault(error), error
+    traceback.clear_frames(error.__traceback__)  # they hold the group
+    return max(0.0, ended_s - aborted_s[0])
 
 
 def users_sockets(me: Rank) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from elastic.errors import ConfigError
 from elastic.training import wrap
 from elastic.training.wrap import ElasticDDP
+from elastic.worker.releasable import ReleasableGroup
 
 
 @pytest.fixture
@@ -61,6 +63,28 @@ def test_it_enters_world_after_world_as_the_same_object() -> None:
     model.state_dict()
     assert calls.count("hook") == 4
     assert "state" in calls
+
+
+@pytest.mark.usefixtures("group")
+def test_what_the_reducer_waits_for_is_waited_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("broadcast", "allreduce"):
+        pass_on = getattr(ReleasableGroup, name)
+
+        def note(
+            self: ReleasableGroup, *args: object, name: str = name, pass_on: Any = pass_on
+        ) -> Any:
+            asked.append(name)
+            return pass_on(self, *args)
+
+        monkeypatch.setattr(ReleasableGroup, name, note)
+    for options, expected in (({}, "broadcast"), ({"find_unused_parameters": True}, "allreduce")):
+        model = ElasticDDP(nn.Linear(3, 1), **options)
+        model.enter_world()
+        gradient(model), gradient(model)
+        assert set(asked) == {expected}
+        model.leave_world()
+        asked.clear()
 
 
 @pytest.mark.usefixtures("group")
