@@ -31,7 +31,10 @@ floor
 steady
     ``ratio``: the step time of the script over that of plain DDP on the same model and data, both
     under torchrun with three workers on one node, alternated. And the difference in CPU time of
-    rank 0 per step. Both without a ledger.
+    rank 0 per step. Both without a ledger. ``in turns``: both sides take turns of 40 steps within
+    the same three processes (benchmarks/scripts/mlp_turns.py), means over the ranks: pairs of jobs
+    differ by several times what is looked for. ``without a step``: what a worker's threads but
+    gloo's take while nothing is trained; both sides of a turn carry it.
 torchrun-c10d
     The death of a node under torchrun's default backend, as benchmarks/restart.py measures it.
 
@@ -48,15 +51,27 @@ import multiprocessing
 import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import recovery_torchft as torchft
 from measurement import Report, Row
-from recovery_job import CAP_S, KILLS, REPORTED, SCRIPT, SENT, WORKERS_GONE, Samples, a_job
+from recovery_job import (
+    CAP_S,
+    KILLS,
+    REPORTED,
+    SCRIPT,
+    SENT,
+    TURNS_SCRIPT,
+    WORKERS_GONE,
+    Samples,
+    a_job,
+)
 from restart import measure_c10d, say
 
 from elastic.coordination.embedded import EmbeddedEtcd
@@ -180,8 +195,8 @@ def measure_steady(etcd: EmbeddedEtcd, rounds: int, steps: int) -> list[Row]:
     """Step times, alternated."""
     ratios, cpu = [], []
     for number in range(rounds):
-        plain = timed_run(C10D, steps, "--plain")
-        ours = timed_run(["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"], steps)
+        plain = timed_run(C10D, SCRIPT, f"--steps={steps}", "--plain")
+        ours = timed_run(ours_at(etcd), SCRIPT, f"--steps={steps}")
         ratios.append(ours["wall_s"] / plain["wall_s"])
         cpu.append((ours["cpu_s"] - plain["cpu_s"]) * 1e3)
         say(f"steady {number + 1} of {rounds}: ratio {ratios[-1]:.3f}, CPU {cpu[-1]:+.3f} ms")
@@ -191,13 +206,35 @@ def measure_steady(etcd: EmbeddedEtcd, rounds: int, steps: int) -> list[Row]:
     ]
 
 
-def timed_run(backend: list[str], steps: int, *arguments: str) -> dict[str, float]:
+def measure_turns(etcd: EmbeddedEtcd, rounds: int) -> list[Row]:
+    """Step times within the same processes."""
+    found = timed_run(
+        ours_at(etcd), TURNS_SCRIPT, f"--rounds={rounds}", timeout_s=60.0 + 10 * rounds
+    )
+    cpu = "steady, in turns: CPU of a worker"
+    rows = [
+        Row("steady, in turns", "elastic", "ratio", tuple(found["ratio"])),
+        Row(f"{cpu} per step", "elastic", "ms", tuple(found["cpu_ms"])),
+        Row(f"{cpu} without a step", "elastic", "ms/s", tuple(found["idle_cpu_ms_per_s"])),
+    ]
+    for row in rows:
+        say(f"{row.case}: {statistics.median(row.samples):.3f} {row.unit}")
+    return rows
+
+
+def ours_at(etcd: EmbeddedEtcd) -> list[str]:
+    return ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"]
+
+
+def timed_run(
+    backend: list[str], script: Path, *arguments: str, timeout_s: float = 300.0
+) -> dict[str, Any]:
     """Three workers on one node; what rank 0 printed."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=3"),
         *backend,
         f"--rdzv-id=steady-{time.time_ns()}",
-        *(str(SCRIPT), f"--steps={steps}", *arguments),
+        *(str(script), *arguments),
     ]
     own = {k: v for k, v in os.environ.items() if not k.startswith("ELASTIC_")}
     done = subprocess.run(
@@ -205,11 +242,11 @@ def timed_run(backend: list[str], steps: int, *arguments: str) -> dict[str, floa
         env={**own, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300.0,
+        timeout=timeout_s,
         check=True,
     )
     line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-    result: dict[str, float] = json.loads(line)
+    result: dict[str, Any] = json.loads(line)
     return result
 
 
@@ -255,6 +292,7 @@ def main() -> None:
     parser.add_argument("--torchft-tight", type=int, default=30, help="kills, tightest settings")
     parser.add_argument("--steady", type=int, default=5, help="alternated pairs of runs")
     parser.add_argument("--steps", type=int, default=400, help="of each steady run")
+    parser.add_argument("--turns", type=int, default=100, help="of steady steps in one job")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -263,6 +301,8 @@ def main() -> None:
     with EmbeddedEtcd() as etcd:
         if options.steady:
             rows += measure_steady(etcd, options.steady, options.steps)
+        if options.turns:
+            rows += measure_turns(etcd, options.turns)
         rows.append(measure_floor(30))
         if options.kills:
             rows += measure_kills(etcd, options.kills, 0, rng)

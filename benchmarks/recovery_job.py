@@ -18,6 +18,7 @@ from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
 SCRIPT = Path(__file__).parent / "scripts" / "mlp.py"
+TURNS_SCRIPT = SCRIPT.with_name("mlp_turns.py")
 KILLS = ("kill worker", "kill agent", "kill node", "kill leader node", "kill rank 0 node", "leave")
 REPORTED, WORKERS_GONE = "worker's death reported", "workers gone after their agent"
 SENT = "state sent in a join"

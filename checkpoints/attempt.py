@@ -68,14 +68,18 @@ def run(
     keep: Keep | None,
     fence: Callable[[], bool] | None,
     clock: Callable[[], float],
+    stands: Callable[[], object] = lambda: None,
 ) -> Saved:
-    """Write the share, commit if it was the last one. Raises :class:`SaveError`."""
+    """Write the share, commit if it was the last one; then ``keep`` runs.
+
+    ``stands`` is called between the two. Raises :class:`SaveError`.
+    """
     name = attempt.name
     with writing(storage.place):
         if is_committed(storage, name):
             return Saved(name=str(name), step=name.step, bytes_written=0, committed=True)
         written = write_once(storage, attempt, clock)
-    return complete(storage, attempt, written, keep=keep, fence=fence)
+    return complete(storage, attempt, written, keep=keep, fence=fence, stands=stands)
 
 
 def complete(
@@ -85,6 +89,7 @@ def complete(
     *,
     keep: Keep | None,
     fence: Callable[[], bool] | None,
+    stands: Callable[[], object] = lambda: None,
 ) -> Saved:
     """Commit if all shares are there and the world is not stale. Raises :class:`SaveError`."""
     name = attempt.name
@@ -95,6 +100,7 @@ def complete(
                 commit(storage, name, attempt.world_size)
             except Incomplete as problem:
                 why = str(problem)
+    stands()
     if why:
         notes: tuple[str, ...] = (f"not committed: {why}",)
     elif isinstance(storage, KeepsParts):

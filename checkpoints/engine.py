@@ -334,6 +334,10 @@ class Engine:
             self._finish(job, Ending.STALE, reason="its world was over before it was written")
             return
         began_s = self._monotonic()
+
+        def stands() -> None:
+            job.write_s = self._monotonic() - began_s
+
         try:
             saved = run(
                 self._storage,
@@ -341,12 +345,12 @@ class Engine:
                 keep=self._keep,
                 fence=lambda: self._is_open(job) and self._may_commit(job),
                 clock=self._clock,
+                stands=stands,
             )
         except Exception as error:  # noqa: BLE001  reported as the outcome
+            job.write_s = job.write_s or self._monotonic() - began_s
             self._fail(job, error)
             return
-        finally:
-            job.write_s = self._monotonic() - began_s
         job.bytes_written = saved.bytes_written
         job.handle.is_written = True
         if saved.committed:

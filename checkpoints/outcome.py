@@ -43,8 +43,9 @@ class Ending(Enum):
 class Outcome:
     """How a save ended.
 
-    ``stall_s`` is what training paid, ``write_s`` what the writer took, ``took_s`` all of it,
-    until the checkpoint stood or was given up.
+    ``stall_s`` is what training paid, ``write_s`` what the writer took until its share, or the
+    checkpoint, stood; ``took_s`` all of it, with the removal of older ones, or until it was given
+    up.
     """
 
     step: int

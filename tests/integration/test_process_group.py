@@ -117,7 +117,7 @@ def test_a_scripts_own_collectives_end_with_the_group(
 def test_a_backward_pass_ends_with_the_group(
     unused: int, tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
-    for told in run("own_backward", 3, tmp_path, ports, CYCLES=60, UNUSED=unused):
+    for told in run("own_backward", 3, tmp_path, ports, CYCLES=30, UNUSED=unused):
         print(told)
         assert told["longest_s"] < 1.0
 

@@ -136,6 +136,21 @@ def test_a_hung_disk_is_noticed_by_training_and_never_commits_later() -> None:
     assert checkpoints.list_checkpoints(storage) == ()
 
 
+def test_the_removal_of_older_checkpoints_is_not_part_of_the_write() -> None:
+    now_s = [0.0]
+
+    def pass_time(label: str) -> None:
+        now_s[0] += 100.0 if label.startswith("remove_folder") else 1.0
+
+    storage = FaultyStorage(MemoryStorage(), before=pass_time)
+    keep = checkpoints.LatestN(1)
+    with Engine(storage, keep=keep, deadline_s=1e6, monotonic=lambda: now_s[0]) as engine:
+        save(engine, small_state(1), 1)
+        outcome = save(engine, small_state(2), 2)
+    assert 1.0 < outcome.write_s < 100.0 < outcome.took_s
+    assert len(checkpoints.list_checkpoints(storage)) == 1
+
+
 def test_a_save_that_misses_a_writer_is_abandoned_at_its_deadline() -> None:
     with Engine(MemoryStorage(), deadline_s=0.3) as engine:
         outcome = save(engine, small_state(1), 1, World(nonce="cc", rank=0, size=2))
