@@ -110,7 +110,7 @@ def test_a_scripts_own_collectives_end_with_the_group(
     tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
     for told in run("own_collectives", 3, tmp_path, ports, CYCLES=60):
-        assert told["longest_s"] < 2.0
+        assert told["longest_s"] < 5.0
 
 
 @pytest.mark.parametrize("unused", [0, 1])
@@ -119,7 +119,7 @@ def test_a_backward_pass_ends_with_the_group(
 ) -> None:
     for told in run("own_backward", 3, tmp_path, ports, CYCLES=30, UNUSED=unused):
         print(told)
-        assert told["longest_s"] < 1.0
+        assert told["longest_s"] < 5.0  # gloo would go on for half an hour
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path, ports: tuple[int, ...]) -> None:
