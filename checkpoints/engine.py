@@ -335,7 +335,7 @@ class Engine:
             return
         began_s = self._monotonic()
 
-        def stands() -> None:
+        def note_time() -> None:
             job.write_s = self._monotonic() - began_s
 
         try:
@@ -345,10 +345,10 @@ class Engine:
                 keep=self._keep,
                 fence=lambda: self._is_open(job) and self._may_commit(job),
                 clock=self._clock,
-                stands=stands,
+                stands=note_time,
             )
         except Exception as error:  # noqa: BLE001  reported as the outcome
-            job.write_s = job.write_s or self._monotonic() - began_s
+            note_time()
             self._fail(job, error)
             return
         job.bytes_written = saved.bytes_written

@@ -15,7 +15,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Generator
-from itertools import repeat
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def main() -> None:
         sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(rows)
         size = BATCH // dist.get_world_size()
         batches = DataLoader(rows, batch_size=size, sampler=sampler, drop_last=True)
-        for epoch, _ in enumerate(repeat(None)):
+        for epoch in count():
             sampler.set_epoch(epoch)
             for x, y in batches:
                 update(model, optimizer, x, y)
