@@ -116,7 +116,8 @@ def held() -> Result:
 
 
 def rebuilds(me: Rank, cycles: int, *, aborted: bool) -> Result:
-    """Train a step in each of many groups; ``aborted``: end each one in a collective."""
+    """Train in each of many groups, until after DDP has built its buckets anew; ``aborted``: end
+    each one in a collective."""
     model = ElasticDDP(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
     early: Result = {}
     times: dict[str, list[float]] = {"build": [], "wrap": [], "destroy": []}
@@ -126,7 +127,8 @@ def rebuilds(me: Rank, cycles: int, *, aborted: bool) -> Result:
         with timed(times["wrap"]):
             model.enter_world()
         assert summed() == me.size
-        model(torch.randn(4, 64)).sum().backward()
+        for _ in range(2):
+            model(torch.randn(4, 64)).sum().backward()
         if aborted:
             abort_while_waiting(me)
         with timed(times["destroy"]):

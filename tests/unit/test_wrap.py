@@ -152,7 +152,7 @@ def test_after_a_world_nothing_holds_its_group() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = ElasticDDP(nn.Linear(3, 1))
     model.enter_world()
-    gradient(model)
+    gradient(model), gradient(model)  # the second builds DDP's buckets anew, with a collective
     group = weakref.ref(model.process_group)
     model.leave_world()
     gc.disable()
