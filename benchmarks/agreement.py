@@ -18,11 +18,10 @@ import torch.distributed as dist
 from measurement import Report, Row
 from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 
 from elastic.training.due import Word
-from elastic.training.reduction import Reduction, weighted_sum
 from elastic.training.words import Words, ask
+from elastic.training.wrap import ElasticDDP
 from elastic.worker.pending import pending
 
 WAYS = ("nothing", "words", "all-reduce")
@@ -82,12 +81,10 @@ class _Training:
 
     def __init__(self, kib: int, way: str) -> None:
         self._way = way
-        self._model = DistributedDataParallel(nn.Linear(64, kib * 4, bias=False))
-        self._reduction = Reduction()
-        self._reduction.group = dist.group.WORLD
+        self._model = ElasticDDP(nn.Linear(64, kib * 4, bias=False))
+        self._model.enter_world()
         self._words = Words()
-        self._reduction.words = self._words if way == "words" else None
-        self._model.register_comm_hook(self._reduction, weighted_sum)
+        self._model.reduction.words = self._words if way == "words" else None
         self._x = torch.randn(1, 64)
 
     def time_ms(self, count: int) -> float:
@@ -95,7 +92,7 @@ class _Training:
         for _ in range(count):
             began = time.perf_counter()
             self._words.say(Word())
-            self._reduction.begin(0.5)
+            self._model.reduction.begin(0.5)
             self._model(self._x).sum().backward()
             if self._way == "words":
                 assert self._words.heard() == Word()

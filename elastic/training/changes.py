@@ -35,7 +35,7 @@ class Changes:
         self._session = session
         self._recovery: Recovery | None = None
         self._fresh_snapshot = False  # nothing of the script has run since the last one
-        self._versions = 0
+        self._versions = 0  # of the weights when the script's turn began; 0 within a loop
         self._step_time_s = 0.0
         self._last_commit_s: float | None = None
         self.is_recovering = False
@@ -94,13 +94,13 @@ class Changes:
                 hint="let it pass: run.retry goes on in the next world",
             )
 
-    def committed(self) -> None:
-        """After a step."""
+    def committed(self, *, in_loop: bool) -> None:
+        """After a step; the loop goes on, or else the script."""
         recovery = self.recovery
         recovery.committed()
         recovery.take_snapshot()
         self._fresh_snapshot = True
-        self._versions = self._count_versions()
+        self._versions = 0 if in_loop else self._count_versions()
         now_s = SYSTEM_CLOCK.monotonic()
         if self._last_commit_s is not None:
             took_s = now_s - self._last_commit_s
@@ -108,8 +108,13 @@ class Changes:
             self._step_time_s = before_s + _SMOOTHING * (took_s - before_s)
         self._last_commit_s = now_s
 
-    def script_runs(self) -> None:
-        """The script's own code runs outside of a step, and may change what it likes."""
+    def script_goes_on(self) -> None:
+        """The script's own code runs outside of a loop from here on: a change of weights that is
+        interrupted there leaves them torn."""
+        self._versions = self._count_versions()
+
+    def script_has_run(self) -> None:
+        """It may have changed what it likes."""
         self._fresh_snapshot = False
 
     def _count_versions(self) -> int:

@@ -75,13 +75,17 @@ class OptimizerGuard:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         known, step = self._of(optimizer), self._present_step()
         name = known.name
-        self._is_masking = step is not None and name is not None and step.is_masked(name)
+        self._is_masking = (
+            step is not None and step.replay and name is not None and step.is_masked(name)
+        )
         if self._is_masking:
             optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
             return
-        modules = [m for m in self._touched(known, optimizer) if _has_gradient(m)]
-        if modules:
-            _check(type(optimizer).__name__, name, step, modules)
+        touched = self._touched(known, optimizer)
+        if name is None or step is None or not _are_reduced(step, touched):
+            modules = [m for m in touched if _has_gradient(m)]
+            if modules:
+                _check(type(optimizer).__name__, name, step, modules)
         if name is not None:
             # A closure runs inside: if it fails, the weights may still be untouched.
             self._inside = optimizer, _version(optimizer) if args[1:] or kwargs else None
@@ -120,6 +124,19 @@ class _Known:
         self.name: str | None = None  # if it is tracked
         self.count: int | None = None  # of its parameters when it was looked through
         self.touched: list[ElasticDDP] = []  # modules with some of them
+
+
+def _are_reduced(step: Step, modules: Sequence[ElasticDDP]) -> bool:
+    """Whether :func:`_check` would surely find nothing. As it is in almost every step."""
+    if not step.is_last_micro_batch or len(step) > 1:
+        return False
+    for module in modules:
+        reduction = module.reduction
+        if not reduction.is_done or reduction.failure is not None:
+            return False
+        if reduction.works:
+            reduction.wait()
+    return True
 
 
 def _check(kind: str, name: str | None, step: Step | None, modules: Sequence[ElasticDDP]) -> None:

@@ -2,6 +2,10 @@
 
 A rank that holds n of the N samples of a step has the gradient of the mean over its n. The mean
 over all N is the sum over ranks of n/N times that, for any split, down to a rank with nothing.
+
+On the CPU the reducer divides by the world's size while it fills its buckets, and hands them to
+:class:`elastic.worker.releasable.ReleasableGroup`: where all shares are equal nothing is left to
+multiply. On other devices buckets come to a communication hook.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
@@ -15,51 +19,102 @@ from elastic.training.words import Room, Words
 from elastic.worker.pending import pending
 
 WAIT_SLICE_S = 20e-6
+_OUTSIDE = -1  # of every backward pass
+_NEARLY = 1e-12  # n/N times the size, where it is 1 but for rounding
 
 
 class Reduction:
-    """The communication hook's state: this rank's weight, and whether gradients were reduced."""
+    """How one module's gradients are reduced: this rank's weight, and whether they were."""
 
     def __init__(self) -> None:
-        self.weight = 1.0
         self.is_done = False
         self.failure: BaseException | None = None  # also if the script swallowed it
         self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
-        # On the CPU: what DDP waits for, and what will be in it.
-        self.sent: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
         self.words: Words | None = None  # what ranks tell each other with the first bucket
         self.group: dist.ProcessGroup | None = None  # of the present world
+        self._divisor = 1  # by which the reducer has divided what comes here
+        self._factor = 1.0  # what is missing of this rank's weight
+        self._first_backward: int | None = None  # pass in this world
+        self._backward = _OUTSIDE  # the pass at whose end this rank waits
+        self._has_spoken = False
         self._room: Room | None = None  # in the first bucket
+
+    def enter(self, group: dist.ProcessGroup, *, is_divided: bool) -> None:
+        """A new world; gradients may come here divided by its size."""
+        self.group = group
+        self._divisor = group.size() if is_divided else 1
+        self._first_backward = None
 
     def leave(self) -> None:
         """Hold nothing of the world that is over."""
         self.group = self._room = None
         self.is_static = False
         self.works.clear()
-        self.sent.clear()
         if self.words is not None:
             self.words.forget()
 
     def begin(self, weight: float) -> None:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
-        self.weight = weight
-        self.is_done = False
+        factor = weight * self._divisor
+        self._factor = factor if abs(factor - 1.0) > _NEARLY else 1.0
+        self.is_done = self._has_spoken = False
         self.failure = None
         self.works.clear()
-        self.sent.clear()
 
     def weigh(self, gradients: torch.Tensor) -> None:
-        """Multiply a bucket's gradients with this rank's weight."""
-        if self.weight == 0.0:
+        """Multiply a bucket's gradients with what is missing of this rank's weight."""
+        if self._factor == 0.0:
             gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
-        elif self.weight != 1.0:
-            gradients.mul_(self.weight)
+        elif self._factor != 1.0:
+            gradients.mul_(self._factor)
+
+    def all_reduce(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> dist.Work:
+        """Begin to sum up a bucket of gradients on the CPU, or which parameters were used; the end
+        of the backward pass waits for it, before the reducer does."""
+        group = self.group
+        assert group is not None
+        if tensor.is_floating_point() or tensor.is_complex():  # gradients
+            self.weigh(tensor)
+            self.is_done = True
+            if self._divisor > 1:
+                tensor = self.with_words(tensor)
+        work = group.allreduce([tensor], options)
+        pending.begin(work)
+        backward = torch._C._current_graph_task_id()
+        if backward == _OUTSIDE or self._is_late(backward):  # DDP.join() calls this outside
+            self.finish()
+        elif backward != self._backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self.finish)  # before the reducer's own
+        return work
+
+    def _is_late(self, backward: int) -> bool:
+        """Whether the reducer waits before another callback is called."""
+        if self._first_backward is None:
+            self._first_backward = backward
+        return self.is_static and backward == self._first_backward
+
+    def finish(self) -> None:
+        """Return when what was begun has ended well; raise what went wrong, or GroupAborted.
+
+        The reducer waits right after this, where nothing could release it.
+        """
+        try:
+            pending.finish()
+        except Exception as error:
+            self.failure = error.with_traceback(None)  # its frames hold the group
+            raise
+
+    def speak_again(self) -> None:
+        """Say this rank's words with the next bucket, too: peers begin another step."""
+        self._has_spoken = False
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The gradients of the first bucket, and behind them what this rank says."""
-        if self.words is None:
+        """The gradients of a step's first bucket, and behind them what this rank says."""
+        if self.words is None or self._has_spoken:
             return gradients
+        self._has_spoken = True
         room = self._room
         if room is None or not room.is_behind(gradients):
             room = self._room = Room.behind(gradients)
@@ -67,24 +122,6 @@ class Reduction:
             return gradients
         self.words.write(room.end)
         return room.both
-
-    def receive(self) -> None:
-        """Give DDP what it waits for, at the end of a backward pass on the CPU.
-
-        What went wrong is not given to it as an exception: the autograd engine waits in a place
-        where that cannot be raised. The optimizer's hook and the commit raise it.
-        """
-        try:
-            pending.finish()
-        except Exception as error:  # noqa: BLE001  raised by whoever asks next, see above
-            self.failure = error.with_traceback(None)  # its frames hold the group
-        for reduced, gradients in self.sent:
-            reduced.set_result(gradients)
-        self.sent.clear()
-
-    def failed(self, error: BaseException) -> None:
-        """Another collective of this step than those of the gradients came to nothing."""
-        self.failure = error
 
     def wait(self) -> None:
         """Return once every collective of this step has ended well, else raise.
@@ -109,28 +146,17 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     assert group is not None
     state.weigh(gradients)
     state.is_done = True
-    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     if group.size() == 1:
-        reduced.set_result(gradients)
-        return reduced
-    sent = state.with_words(gradients) if bucket.index() == 0 else gradients
-    if gradients.device.type != "cpu":
-        work = dist.all_reduce(sent, async_op=True)
-        assert work is not None  # None only on ranks outside the group
-        state.works.append(work)
-        on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: _without_words(future.value()[0], gradients.numel())
-        )
-        return on_device
-    pending.begin(group.allreduce(sent))
-    state.sent.append((reduced, gradients))
-    if bucket.is_last():
-        is_in_pass = torch._C._current_graph_task_id() != -1  # DDP.join() calls this outside
-        if state.is_static or not is_in_pass:
-            state.receive()
-        else:
-            Variable._execution_engine.queue_callback(state.receive)
-    return reduced
+        alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        alone.set_result(gradients)
+        return alone
+    work = dist.all_reduce(state.with_words(gradients), async_op=True)
+    assert work is not None  # None only on ranks outside the group
+    state.works.append(work)
+    on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda future: _without_words(future.value()[0], gradients.numel())
+    )
+    return on_device
 
 
 def _without_words(summed: torch.Tensor, count: int) -> torch.Tensor:

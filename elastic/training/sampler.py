@@ -120,7 +120,9 @@ class ElasticSampler(DistributedSampler[int]):
 
     def advance(self) -> None:
         """The step at the position is done."""
-        self.seek(Position(self.epoch, self.step + 1))
+        if self.step == self.plan.steps:
+            self.seek(Position(self.epoch, self.step + 1))  # raises
+        self.step += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch``, or stay in the middle of it when it is the one resumed."""

@@ -65,7 +65,7 @@ class Session:
         self.worlds: Worlds | None = None  # an agent that changes worlds without a restart
         self._in_process = False
         self._has_committed = False
-        self._changes = Changes(self)
+        self.changes = Changes(self)
         self.between = BetweenSteps(self)
         self.listeners = Listeners()
         self._loader: ElasticLoader | None = None  # whose step is in hand
@@ -73,12 +73,11 @@ class Session:
 
     def connect(self, link: str) -> None:
         """Say hello to the agent, which may change worlds without a restart from now on."""
-        worlds = Worlds(
+        self.worlds = worlds = Worlds(
             abort=self.group.abort,
-            position=self._changes.beat,
-            step_in_hand=self._changes.step_in_hand,
+            position=self.changes.beat,
+            step_in_hand=self.changes.step_in_hand,
         )
-        self.worlds = worlds
         self.set_saver(self.saver)
         worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -168,7 +167,7 @@ class Session:
         """Form the world, unless there is one."""
         if self._world is None:
             if self._in_process:
-                self._changes.enter_next()
+                self.changes.enter_next()
             else:
                 self._world = self.group.form()
         return self.world
@@ -237,12 +236,12 @@ class Session:
 
     def recover(self, error: BaseException) -> None:
         """Go on in the next world, after a fault or a switch."""
-        self._changes.recover(error)
+        self.changes.recover(error)
 
     @property
     def recovery(self) -> Recovery:
         """What this rank knows of its own progress."""
-        return self._changes.recovery
+        return self.changes.recovery
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -255,7 +254,7 @@ class Session:
         """A loop over ``loader`` begins: in the run's epoch, or in its own next one."""
         self.settle()
         self.between.left_with = None
-        self._changes.script_runs()
+        self.changes.script_has_run()
         if self.owns_epochs:
             loader.begin_epoch(self.job.progress.epoch)
             return
@@ -269,7 +268,7 @@ class Session:
         self.begin_attempt()
         self.enter_loop()
         info = OwnBatch(self.job.progress.epoch, self.job.progress.step, self.world.size)
-        self._changes.script_runs()
+        self.changes.script_has_run()
         step = self.begin(None, (info, None), iter(()))
         step.only_micro_batch()
         return step
@@ -283,15 +282,15 @@ class Session:
             )
         self.between.pass_boundary()
         number = self.job.progress.step
-        masked = self._changes.begin(number) if self._in_process else ()
-        if self.saver.is_on and not self._in_process:
+        masked = self.changes.begin(number) if self._in_process else ()
+        if not self._in_process and self.saver.is_on:
             self.recovery.take_snapshot()  # for a checkpoint after an exception
         step = Step(number, first, rest, self._begin_micro_batch, masked)
         for module in self.job.modules.values():
             module.reduction.begin(step.share)
         self.step, self._loader = step, loader
         if self._in_process:
-            self._changes.raise_if_due(step)
+            self.changes.raise_if_due(step)
         if self.ledger.is_on:
             self.ledger.begin(
                 generation=self.world.generation,
@@ -338,7 +337,7 @@ class Session:
         for done in self.after_step:
             done(step)
         if self._in_process:
-            self._changes.committed()
+            self.changes.committed(in_loop=loader is not None)
 
     def leave(self, world: World, loader: ElasticLoader) -> None:
         """The loop over the steps of ``loader`` is left in the middle, for whatever reason.
@@ -361,6 +360,7 @@ class Session:
         if self.step is not None and self.step.optimizer_stepped:
             self.commit()
         self.drop_step()
+        self.changes.script_goes_on()
 
     @property
     def step_in_hand(self) -> Step | None:

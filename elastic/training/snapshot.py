@@ -44,13 +44,18 @@ class SmallState:
     def take(self) -> Snapshot:
         """A copy of the present state, good until the next one is taken."""
         job = self._job
-        return {
-            "progress": dict(vars(job.progress)),
-            "state": copied(job.user),
-            "loaders": {n: [x.position.epoch, x.position.step] for n, x in job.loaders.items()},
-            "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
-            "buffers": {name: buffers.take() for name, buffers in self._buffers.items()},
-        }
+        snapshot: Snapshot = {"progress": dict(vars(job.progress)), "state": copied(job.user)}
+        # Loops and not comprehensions, each of which is a call: this runs in every step.
+        snapshot["loaders"] = loaders = {}
+        for name, loader in job.loaders.items():
+            loaders[name] = [loader.sampler.epoch, loader.sampler.step]
+        snapshot["tracked"] = tracked = {}
+        for name, keeper in self._keepers.items():
+            tracked[name] = keeper.take()
+        snapshot["buffers"] = copies = {}
+        for name, buffers in self._buffers.items():
+            copies[name] = buffers.take()
+        return snapshot
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Make the present state what it was; the snapshot stays usable."""
@@ -123,14 +128,13 @@ class _HyperParameters:
         self._optimizer = optimizer
 
     def take(self) -> Any:
-        return [
-            {
-                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in self._optimizer.param_groups
-        ]
+        groups: list[dict[str, Any]] = [dict(group) for group in self._optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+            for name, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    group[name] = value.detach().clone()
+        return groups
 
     def put_back(self, taken: Any) -> None:
         for group, values in zip(self._optimizer.param_groups, taken, strict=True):
@@ -188,13 +192,18 @@ class _Buffers:
         }
 
     def take(self) -> dict[str, torch.Tensor]:
+        for _, part in self._modules:
+            if part._buffers:
+                break
+        else:
+            self._copies = {}
+            return self._copies
         buffers = self._present()
         if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
-        if buffers:
-            with torch.no_grad():
-                copies = [self._copies[name] for name in buffers]
-                torch._foreach_copy_(copies, list(buffers.values()))
+        with torch.no_grad():
+            copies = [self._copies[name] for name in buffers]
+            torch._foreach_copy_(copies, list(buffers.values()))
         return self._copies
 
     def put_back(self, taken: dict[str, torch.Tensor]) -> None:

@@ -61,7 +61,7 @@ class Step:
         self.number = number  # within the job, from 0
         self.replay = bool(masked)  # the body runs again, with optimizers masked that had stepped
         self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
-        self._masked = Counter(masked)
+        self._masked = Counter(masked) if masked else None
         self.is_weighted = False  # whether the user's losses carry the weight
         self._info: Batch
         self._info, self._data = first
@@ -77,7 +77,7 @@ class Step:
 
     def is_masked(self, optimizer: str) -> bool:
         """Whether this update is in the weights already; each one is asked for once."""
-        if not self._masked[optimizer]:
+        if self._masked is None or not self._masked[optimizer]:
             return False
         self._masked[optimizer] -= 1
         return True
@@ -129,10 +129,13 @@ class Step:
         while self._begun < self._count:
             if self._begun:
                 self._info, self._data = next(self._rest)
-            self._begun += 1
-            self._begin_micro_batch(self)
-            data, self._data = self._data, None  # not kept alive for longer than the user does
-            yield data
+            yield self._take()
+
+    def _take(self) -> Any:
+        self._begun += 1
+        self._begin_micro_batch(self)
+        data, self._data = self._data, None  # not kept alive for longer than the user does
+        return data
 
     def only_micro_batch(self) -> Any:
         """The data of a step that has one micro-batch, for ``for x, y in loader``."""
@@ -141,7 +144,7 @@ class Step:
                 f"step {self.number} has {self._count} micro-batches, this loop takes one",
                 hint="loop with `for step in run.steps(loader): for x, y in step: …`",
             )
-        return next(iter(self))
+        return self._take()
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()`` with the right weight; ``loss`` is the micro-batch's mean."""

@@ -71,11 +71,14 @@ class ElasticDDP(DDP):
         DDP.__init__(self, module, **{**defaults, **self.options})
         self.__dict__.update(kept)
         self.training = training
-        self.reduction.group = self.process_group
-        if self.device_type == "cpu":  # an abort releases who waits for NCCL
-            self._releasable = ReleasableGroup(self.process_group, self.reduction.failed)
+        reduction, group = self.reduction, self.process_group
+        if self.device_type == "cpu":  # on others an abort releases who waits
+            reduction.enter(group, is_divided=True)
+            self._releasable = ReleasableGroup(group, reduction.all_reduce)
             self.reducer._update_process_group(self._releasable)
-        self.register_comm_hook(self.reduction, weighted_sum)
+        else:
+            reduction.enter(group, is_divided=False)
+            self.register_comm_hook(reduction, weighted_sum)
         self._in_world_parameters = tuple(module.parameters())
         self.in_world = True
 
@@ -100,6 +103,11 @@ class ElasticDDP(DDP):
         super()._set_static_graph()  # type: ignore[no-untyped-call]
         self.reduction.is_static = True
 
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """In ``join()``, on a rank that has no data left: another pass of its peers."""
+        self.reduction.speak_again()
+        super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
+
     @property
     def is_plain(self) -> bool:
         """Whether a forward pass now is one without collectives."""
@@ -108,6 +116,8 @@ class ElasticDDP(DDP):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; with DDP's work around it only while training in a world."""
         if not self.is_plain:
+            if self.reduction.failure is not None:
+                raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if device_ids := self.options.get("device_ids"):
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]

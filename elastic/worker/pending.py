@@ -61,13 +61,19 @@ class Pending:
     def finish(self) -> None:
         """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
         for work in self._begun:
-            self._finish_one(work)
+            self._wait_in_slices(work)
         self._begun.clear()
 
-    def _finish_one(self, work: dist.Work) -> None:
+    def finish_one(self, work: dist.Work) -> None:
+        """As :meth:`finish`, of this one only, which was not begun here."""
+        self._begun.append(work)  # until it comes back
+        self._wait_in_slices(work)
+        self._begun.remove(work)
+
+    def _wait_in_slices(self, work: dist.Work) -> None:
+        has_ended = False
         while True:
-            has_ended = work.is_completed()
-            if not has_ended and self._is_aborted:
+            if self._is_aborted and not (has_ended or work.is_completed()):
                 raise GroupAborted(_TAKEN_DOWN)
             try:
                 _wait_in_gloo(work, _GLOO_SLICE)
@@ -75,6 +81,7 @@ class Pending:
             except RuntimeError:  # of the collective, or the slice is over
                 if has_ended:
                     raise
+                has_ended = work.is_completed()
 
     def start(self, work: dist.Work, done: Done) -> None:
         """Call ``done`` once, with what went wrong or None, on whatever thread finds out."""

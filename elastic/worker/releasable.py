@@ -1,8 +1,8 @@
-"""The process group that DDP's reducer is given: what it waits for in C++ ends with the group, too.
+"""The process group that DDP's reducer is given: what it waits for ends with the group, too.
 
-The reducer builds its buckets anew in the second step of each world, by a plan that rank 0
-broadcasts, and with ``find_unused_parameters=True`` sums up in every step which parameters were
-used. It waits for both without Python, inside gloo, where an abort may not reach it (see
+The reducer sums up its buckets, builds them anew in the second step of each world, by a plan that
+rank 0 broadcasts, and with ``find_unused_parameters=True`` sums up in every step which parameters
+were used. It would wait for all of that inside gloo, where an abort may not reach it (see
 :mod:`elastic.worker.pending`). Its calls come here first; here the waiting is ours.
 """
 
@@ -16,37 +16,36 @@ import torch.distributed as dist
 
 from elastic.worker.pending import pending
 
+AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
+
 
 class ReleasableGroup(dist.ProcessGroup):
-    """Passes on what the reducer asks of ``group``.
+    """Passes on what the reducer asks of ``group``; ``all_reduce`` stands for the group's own.
 
-    ``failed`` is told of a sum that failed: it is waited for where nothing can be raised. A
-    broadcast that failed is raised, or the reducer would take what is not a plan for one.
+    The reducer waits for sums where nothing can be raised: they must have ended by then.
     """
 
-    def __init__(self, group: dist.ProcessGroup, failed: Callable[[BaseException], object]) -> None:
+    def __init__(self, group: dist.ProcessGroup, all_reduce: AllReduce) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
-        self._failed = failed
-
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        return _Work(self._group.broadcast(tensors, opts), None)
+        self._all_reduce = all_reduce
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        return _Work(self._group.allreduce(tensors, opts), self._failed)
+        (tensor,) = tensors
+        return self._all_reduce(tensor, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        return _Broadcast(self._group.broadcast(tensors, opts))
 
 
-class _Work(dist.Work):
-    def __init__(self, work: dist.Work, failed: Callable[[BaseException], object] | None) -> None:
+class _Broadcast(dist.Work):
+    """Waited for as soon as it is begun; a failure is raised there, or the reducer would take what
+    is not a plan for one."""
+
+    def __init__(self, work: dist.Work) -> None:
         super().__init__()
         self._work = work
-        self._failed = failed
 
     def wait(self, timeout: object = None) -> bool:
-        try:
-            pending.wait(self._work)
-        except Exception as error:
-            if self._failed is None:
-                raise
-            self._failed(error.with_traceback(None))  # its frames hold the group
+        pending.finish_one(self._work)
         return True

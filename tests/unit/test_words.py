@@ -54,7 +54,9 @@ def test_a_new_step_forgets_the_last_one_s_words() -> None:
     rank, gradients = reduction(1.0, Word(save=True)), torch.ones(4)
     rank.with_words(gradients)
     assert rank.words is not None and rank.words.heard() == Word(save=True)
+    assert rank.with_words(gradients) is gradients  # once is enough
     rank.words.say(Word())
+    rank.begin(1.0)
     assert rank.words.heard() is None
     rank.with_words(gradients)
     assert rank.words.heard() == Word()
@@ -67,7 +69,9 @@ def test_a_bucket_and_its_views_stay_the_same_memory() -> None:
     assert torch.equal(sent, torch.cat([before, torch.tensor([1.0, 0.0, 0.0])]))
     sent.mul_(3)
     assert torch.equal(bucket, before * 3) and torch.equal(view.flatten(), before[2:5] * 3)
+    rank.begin(1.0)
     assert rank.with_words(bucket) is sent
+    rank.begin(1.0)
     other = rank.with_words(torch.ones(6))  # DDP has built its buckets anew
     assert other is not sent and other.numel() == 9
 

@@ -67,22 +67,30 @@ def test_it_enters_world_after_world_as_the_same_object() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_what_the_reducer_waits_for_is_waited_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: set[tuple[str, torch.dtype]] = set()
     for name in ("broadcast", "allreduce"):
         pass_on = getattr(ReleasableGroup, name)
 
         def note(
-            self: ReleasableGroup, *args: object, name: str = name, pass_on: Any = pass_on
+            self: ReleasableGroup,
+            tensors: list[torch.Tensor],
+            opts: object,
+            name: str = name,
+            pass_on: Any = pass_on,
         ) -> Any:
-            asked.append(name)
-            return pass_on(self, *args)
+            asked.add((name, tensors[0].dtype))
+            return pass_on(self, tensors, opts)
 
         monkeypatch.setattr(ReleasableGroup, name, note)
-    for options, expected in (({}, "broadcast"), ({"find_unused_parameters": True}, "allreduce")):
+    gradients = ("allreduce", torch.float32)
+    for options, expected in (
+        ({}, {gradients, ("broadcast", torch.int32)}),  # the plan of new buckets
+        ({"find_unused_parameters": True}, {gradients, ("allreduce", torch.int32)}),
+    ):
         model = ElasticDDP(nn.Linear(3, 1), **options)
         model.enter_world()
         gradient(model), gradient(model)
-        assert set(asked) == {expected}
+        assert asked == expected
         model.leave_world()
         asked.clear()
 
