@@ -271,7 +271,7 @@ def measure_torchft(options: argparse.Namespace, rng: random.Random) -> list[Row
                 rows.append(Row(case, subject, "s", known, len(took) - len(known)))
         ratios = []
         for number in range(min(options.steady, 3)):
-            plain = timed_run(C10D, options.steps, "--plain")
+            plain = timed_run(C10D, SCRIPT, f"--steps={options.steps}", "--plain")
             theirs = torchft.timed_run(python, torchft.TIGHT, options.steps)
             ratios.append(theirs["wall_s"] / plain["wall_s"])
             say(f"torchft steady {number + 1}: ratio {ratios[-1]:.3f}")
@@ -296,8 +296,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    rng = random.Random(options.seed)
     rows: list[Row] = []
+    try:
+        measure(options, rows)
+    finally:  # what was measured until a failure has taken long enough
+        report = Report("recovery", options.seed, tuple(rows))
+        if options.json:
+            print(report.to_json())
+        else:
+            report.print_table()
+
+
+def measure(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Add to ``rows`` what is asked for."""
+    rng = random.Random(options.seed)
     with EmbeddedEtcd() as etcd:
         if options.steady:
             rows += measure_steady(etcd, options.steady, options.steps)
@@ -319,11 +331,6 @@ def main() -> None:
         rows.append(Row("kill node", "torchrun-c10d", "s", known, len(c10d) - len(known)))
     if options.torchft or options.torchft_tight:
         rows += measure_torchft(options, rng)
-    report = Report("recovery", options.seed, tuple(rows))
-    if options.json:
-        print(report.to_json())
-    else:
-        report.print_table()
 
 
 if __name__ == "__main__":

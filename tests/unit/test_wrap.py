@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from elastic.errors import ConfigError
 from elastic.training import wrap
 from elastic.training.wrap import ElasticDDP
+from elastic.worker.faults import GroupAborted
+from elastic.worker.pending import pending
 from elastic.worker.releasable import ReleasableGroup
 
 
@@ -93,6 +95,30 @@ def test_what_the_reducer_waits_for_is_waited_for_here(monkeypatch: pytest.Monke
         assert asked == expected
         model.leave_world()
         asked.clear()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_pass_that_failed_says_so_until_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ElasticDDP(nn.Linear(3, 1), find_unused_parameters=True)
+    model.enter_world()
+    gradient(model)
+    begun: list[dist.Work] = []
+
+    def fail() -> None:
+        raise GroupAborted("the group was taken down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pending, "begin", begun.append)
+        patch.setattr(pending, "finish", fail)
+        with pytest.raises(GroupAborted):
+            gradient(model)
+    assert len(begun) == 2  # the bucket and the map: the group is not destroyed before them
+    with pytest.raises(GroupAborted):
+        gradient(model)  # in a script that swallowed it
+    model.leave_world()
+    model.reduction.begin(1.0)
+    model.enter_world()
+    gradient(model)
 
 
 @pytest.mark.usefixtures("group")
