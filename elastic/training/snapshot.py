@@ -192,13 +192,10 @@ class _Buffers:
         }
 
     def take(self) -> dict[str, torch.Tensor]:
-        for _, part in self._modules:
-            if part._buffers:
-                break
-        else:
+        buffers = self._present()
+        if not buffers:
             self._copies = {}
             return self._copies
-        buffers = self._present()
         if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         with torch.no_grad():

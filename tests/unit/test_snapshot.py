@@ -116,6 +116,19 @@ def test_buffers_that_change_without_a_new_version_are_copied(job: Job) -> None:
     assert job.facts() == before
 
 
+def test_a_module_whose_buffers_are_none_has_none() -> None:
+    state = JobState(seed=0)
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    state.modules["model"] = ElasticDDP(norm)
+    small = SmallState(state)
+    assert small.take()["buffers"] == {"model": {}}
+    norm.register_buffer("running_mean", torch.ones(4))
+    assert torch.equal(small.take()["buffers"]["model"]["running_mean"], torch.ones(4))
+    norm.running_mean = None
+    small.put_back(small.take())
+    assert norm.running_mean is None
+
+
 def test_buffers_that_a_step_replaces_resizes_or_adds() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
