@@ -34,12 +34,13 @@ _HOOK_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_BYPASS = "gradients would bypass the weights of uneven shares"
 _REFUSED = {
     "process_group": "the world's group is the only one that is rebuilt",
     "device_mesh": "the world's group is the only one that is rebuilt",
-    "delay_all_reduce_named_params": "gradients would bypass the weights of uneven shares",
-    "param_to_hook_all_reduce": "gradients would bypass the weights of uneven shares",
-    "mixed_precision": "it replaces the communication hook that weights uneven shares",
+    "delay_all_reduce_named_params": _BYPASS,
+    "param_to_hook_all_reduce": _BYPASS,
+    "mixed_precision": f"it has a communication hook, and {_BYPASS}",
 }
 
 
@@ -78,7 +79,7 @@ class ElasticDDP(DDP):
             self.reducer._update_process_group(self._releasable)
         else:
             reduction.enter(group, is_divided=False)
-            self.register_comm_hook(reduction, weighted_sum)
+            super().register_comm_hook(reduction, weighted_sum)
         self._in_world_parameters = tuple(module.parameters())
         self.in_world = True
 
@@ -107,6 +108,13 @@ class ElasticDDP(DDP):
         """In ``join()``, on a rank that has no data left: another pass of its peers."""
         self.reduction.speak_again()
         super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: gradients would bypass the weights of uneven shares."""
+        raise _refusal("register_comm_hook", hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        raise _refusal("_register_builtin_comm_hook", comm_hook_type)
 
     @property
     def is_plain(self) -> bool:
@@ -150,3 +158,10 @@ class ElasticDDP(DDP):
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are reduced."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def _refusal(call: str, hook: object) -> ConfigError:
+    return ConfigError(
+        f"model.{call}({getattr(hook, '__name__', hook)}) is not possible: {_BYPASS}",
+        hint="train without the hook: the harness reduces gradients itself",
+    )

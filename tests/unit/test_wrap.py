@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic.errors import ConfigError
@@ -169,6 +170,17 @@ def test_no_collectives_in_eval_mode_and_without_gradients(monkeypatch: pytest.M
 def test_options_that_cannot_work_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         ElasticDDP(nn.Linear(1, 1), **{option: object()})
+
+
+@pytest.mark.usefixtures("group")
+def test_communication_hooks_are_refused() -> None:
+    model = ElasticDDP(nn.Linear(1, 1))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"register_comm_hook\(fp16_compress_hook\).*weights"):
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        with pytest.raises(ConfigError, match=r"FP16_COMPRESS\).*weights"):
+            model._register_builtin_comm_hook("FP16_COMPRESS")
+        model.enter_world()
 
 
 @pytest.mark.usefixtures("group")
