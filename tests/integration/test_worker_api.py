@@ -119,12 +119,12 @@ def test_a_job_killed_and_started_at_another_size_loses_nothing(
 def test_torchrun_restarts_the_workers_and_they_resume(
     tmp_path: Path, undisturbed: torch.Tensor
 ) -> None:
-    (tmp_path / "die").write_text("1 7")
+    (tmp_path / "die").write_text("1 7 saved")
     args = ("--checkpoints", tmp_path / "saved", "--die", tmp_path / "die")
     outcome = launch(tmp_path, 2, *args, restarts=1)
     assert outcome.code == 0, outcome.stderr
     assert torch.allclose(outcome.weights, undisturbed, rtol=0, atol=1e-9)
-    # Checkpoints of 3 and 6 were begun; the one of 6 may not have been complete at the kill. The
+    # One of the checkpoints of 3 and 6 was complete at the kill, 6 perhaps not. The
     # other rank saves where it stands, in step 7 or behind it, unless torchrun ends it first.
     (resumed,) = {s.step for s in outcome.ledger.starts if s.generation == 2}
     assert resumed in (3, 6, 7, 8)

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import checkpoints
 import elastic
 
 SAMPLES = 52
@@ -49,7 +51,11 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--every-steps", type=int, default=3)
     parser.add_argument("--checkpoints", type=Path)
-    parser.add_argument("--die", type=Path, help="a file with 'rank step': SIGKILL there, once")
+    parser.add_argument(
+        "--die",
+        type=Path,
+        help="a file with 'rank step': SIGKILL there, once; 'rank step saved': with a checkpoint",
+    )
     parser.add_argument("--raise-on-rank", type=int)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -73,8 +79,10 @@ def main() -> None:
 
     def die_if_told(step: int) -> None:
         if args.die and args.die.exists():
-            rank, at = map(int, args.die.read_text().split())
-            if (run.world.rank, step) == (rank, at):
+            rank, at, *once_saved = args.die.read_text().split()
+            if (run.world.rank, step) == (int(rank), int(at)):
+                while once_saved and not checkpoints.list_checkpoints(args.checkpoints):
+                    time.sleep(0.01)
                 args.die.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
