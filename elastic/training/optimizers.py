@@ -75,17 +75,13 @@ class OptimizerGuard:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         known, step = self._of(optimizer), self._present_step()
         name = known.name
-        self._is_masking = (
-            step is not None and step.replay and name is not None and step.is_masked(name)
-        )
+        self._is_masking = step is not None and name is not None and step.is_masked(name)
         if self._is_masking:
             optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
             return
-        touched = self._touched(known, optimizer)
-        if name is None or step is None or not _are_reduced(step, touched):
-            modules = [m for m in touched if _has_gradient(m)]
-            if modules:
-                _check(type(optimizer).__name__, name, step, modules)
+        for module in self._touched(known, optimizer):
+            if _has_gradient(module):
+                _check(optimizer, name, step, module)
         if name is not None:
             # A closure runs inside: if it fails, the weights may still be untouched.
             self._inside = optimizer, _version(optimizer) if args[1:] or kwargs else None
@@ -126,56 +122,42 @@ class _Known:
         self.touched: list[ElasticDDP] = []  # modules with some of them
 
 
-def _are_reduced(step: Step, modules: Sequence[ElasticDDP]) -> bool:
-    """Whether :func:`_check` would surely find nothing. As it is in almost every step."""
-    if not step.is_last_micro_batch or len(step) > 1:
-        return False
-    for module in modules:
-        reduction = module.reduction
-        if not reduction.is_done or reduction.failure is not None:
-            return False
-        if reduction.works:
-            reduction.wait()
-    return True
-
-
-def _check(kind: str, name: str | None, step: Step | None, modules: Sequence[ElasticDDP]) -> None:
+def _check(
+    optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: ElasticDDP
+) -> None:
+    """Raise unless the module's gradients are the job's in this step."""
+    kind = type(optimizer).__name__
     if name is None:
         raise TrainingError(
             f"{kind} is about to change wrapped parameters, but is not tracked",
             hint="run.track(optimizer=optimizer), or a restart would lose its state",
         )
-    for module in modules:
-        if not module.in_world:
-            return  # before the first world: rank 0's result is given to all
+    if not module.in_world:
+        return  # before the first world: rank 0's result is given to all
     if step is None:
         raise TrainingError(
             f"{kind}.step() outside of a step of the loop",
             hint="step inside `for … in loader`, where loader = run.loader(…)",
         )
-    _check_reduced(kind, step, modules)
-
-
-def _check_reduced(name: str, step: Step, modules: Sequence[ElasticDDP]) -> None:
     if not step.is_last_micro_batch:
         raise TrainingError(
-            f"{name}.step() at step {step.number} before the last of its {len(step)} micro-batches",
+            f"{kind}.step() at step {step.number} before the last of its {len(step)} micro-batches",
             hint="step once per step: after the loop over micro-batches, "
             "or `if step.is_last_micro_batch`",
         )
-    for module in modules:
-        if module.reduction.failure is not None:
-            raise module.reduction.failure  # the script has swallowed it
-        module.reduction.wait()
-        if not module.reduction.is_done:
-            raise TrainingError(
-                f"{name}.step() at step {step.number} with gradients that were not reduced over "
-                "the world",
-                hint="call the wrapped module, in train mode, in the forward pass of each backward",
-            )
+    reduction = module.reduction
+    if reduction.failure is not None:
+        raise reduction.failure  # the script has swallowed it
+    reduction.wait()
+    if not reduction.is_done:
+        raise TrainingError(
+            f"{kind}.step() at step {step.number} with gradients that were not reduced over "
+            "the world",
+            hint="call the wrapped module, in train mode, in the forward pass of each backward",
+        )
     if len(step) > 1 and not step.is_weighted:
         raise TrainingError(
-            f"{name}.step() at step {step.number} with unweighted gradients of "
+            f"{kind}.step() at step {step.number} with unweighted gradients of "
             f"{len(step)} micro-batches",
             hint="use step.backward(loss), or (loss * step.weight).backward()",
         )

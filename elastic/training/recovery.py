@@ -48,10 +48,9 @@ class Recovery:
 
     def take_snapshot(self) -> None:
         """Copy the small state: at each step's begin and commit."""
-        small = self._small
-        if small is None:
-            small = self._small = SmallState(self._job)
-        self._snapshot = small.take()
+        if self._small is None:
+            self._small = SmallState(self._job)
+        self._snapshot = self._small.take()
 
     def put_back(self) -> None:
         """Undo what the step in hand has done to the small state."""

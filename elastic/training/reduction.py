@@ -34,7 +34,7 @@ class Reduction:
         self.words: Words | None = None  # what ranks tell each other with the first bucket
         self.group: dist.ProcessGroup | None = None  # of the present world
         self._divisor = 1  # by which the reducer has divided what comes here
-        self._factor = 1.0  # what is missing of this rank's weight
+        self._weight = 1.0
         self._first_backward: int | None = None  # pass in this world
         self._backward = _OUTSIDE  # the pass at whose end this rank waits
         self._has_spoken = False
@@ -56,18 +56,18 @@ class Reduction:
 
     def begin(self, weight: float) -> None:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
-        factor = weight * self._divisor
-        self._factor = factor if abs(factor - 1.0) > _NEARLY else 1.0
+        self._weight = weight
         self.is_done = self._has_spoken = False
         self.failure = None
         self.works.clear()
 
     def weigh(self, gradients: torch.Tensor) -> None:
         """Multiply a bucket's gradients with what is missing of this rank's weight."""
-        if self._factor == 0.0:
+        factor = self._weight * self._divisor
+        if factor == 0.0:
             gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
-        elif self._factor != 1.0:
-            gradients.mul_(self._factor)
+        elif abs(factor - 1.0) > _NEARLY:
+            gradients.mul_(factor)
 
     def all_reduce(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> dist.Work:
         """Begin to sum up a bucket of gradients on the CPU, or which parameters were used; the end

@@ -120,9 +120,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     def advance(self) -> None:
         """The step at the position is done."""
-        if self.step == self.plan.steps:
-            self.seek(Position(self.epoch, self.step + 1))  # raises
-        self.step += 1
+        self.seek(Position(self.epoch, self.step + 1))
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch``, or stay in the middle of it when it is the one resumed."""

@@ -44,18 +44,13 @@ class SmallState:
     def take(self) -> Snapshot:
         """A copy of the present state, good until the next one is taken."""
         job = self._job
-        snapshot: Snapshot = {"progress": dict(vars(job.progress)), "state": copied(job.user)}
-        # Loops and not comprehensions, each of which is a call: this runs in every step.
-        snapshot["loaders"] = loaders = {}
-        for name, loader in job.loaders.items():
-            loaders[name] = [loader.sampler.epoch, loader.sampler.step]
-        snapshot["tracked"] = tracked = {}
-        for name, keeper in self._keepers.items():
-            tracked[name] = keeper.take()
-        snapshot["buffers"] = copies = {}
-        for name, buffers in self._buffers.items():
-            copies[name] = buffers.take()
-        return snapshot
+        return {
+            "progress": dict(vars(job.progress)),
+            "state": copied(job.user),
+            "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
+            "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
+            "buffers": {name: buffers.take() for name, buffers in self._buffers.items()},
+        }
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Make the present state what it was; the snapshot stays usable."""
@@ -193,14 +188,12 @@ class _Buffers:
 
     def take(self) -> dict[str, torch.Tensor]:
         buffers = self._present()
-        if not buffers:
-            self._copies = {}
-            return self._copies
         if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
-        with torch.no_grad():
-            copies = [self._copies[name] for name in buffers]
-            torch._foreach_copy_(copies, list(buffers.values()))
+        if buffers:
+            with torch.no_grad():
+                copies = [self._copies[name] for name in buffers]
+                torch._foreach_copy_(copies, list(buffers.values()))
         return self._copies
 
     def put_back(self, taken: dict[str, torch.Tensor]) -> None:
