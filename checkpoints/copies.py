@@ -67,6 +67,9 @@ class Copies:
             raise trouble
         return count  # the reader tells what is wrong with it
 
+    def mapped(self) -> None:
+        return None
+
     def close(self) -> None:
         for copy in {*self._open, *([self._odd] if self._odd else [])}:
             copy.source.close()

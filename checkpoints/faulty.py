@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from checkpoints.fsspec_objects import Entry, Objects, Upload
+from checkpoints.mapped import MappedFile
 from checkpoints.storage import Sink, Source, Storage
 
 
@@ -201,6 +202,11 @@ class _FaultySource:
         self._plan.run(
             f"read {self._path}", lambda: found.append(self._inner.read_at(offset, into))
         )
+        return found[0]
+
+    def mapped(self) -> MappedFile | None:
+        found: list[MappedFile | None] = []
+        self._plan.run(f"map {self._path}", lambda: found.append(self._inner.mapped()))
         return found[0]
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections import defaultdict
@@ -15,8 +16,8 @@ from checkpoints.boxes import Box, whole
 from checkpoints.dtypes import BY_NAME
 from checkpoints.errors import LoadError, Mismatch, TornLoad
 from checkpoints.exchange import Exchange, shares_of
+from checkpoints.in_place import FilesInPlace
 from checkpoints.manifest import CheckpointInfo, Chunk, Manifest, Tensor, info_of
-from checkpoints.mounts import identity_of, in_memory
 from checkpoints.reader import (
     STEP_BYTES,
     Item,
@@ -26,10 +27,11 @@ from checkpoints.reader import (
     read_manifest,
     scratch,
 )
+from checkpoints.same_files import identity_of
 from checkpoints.sealed import digest
 from checkpoints.sharded import blocks_of, is_sharded
 from checkpoints.spare import Spare
-from checkpoints.storage import Root, Storage, reading, storage_for
+from checkpoints.storage import Root, Storage, storage_for
 from checkpoints.tree import live_tensors, tensor_leaves, unpack
 
 if TYPE_CHECKING:
@@ -96,57 +98,53 @@ def load(
 
     Raises :class:`NoCheckpoint`, :class:`Corrupt`, :class:`UnsupportedFormat`,
     :class:`ReadFailed`, :class:`Mismatch`; with ``group`` also :class:`LoadError`, if the group
-    itself fails. From a memory file system, what was verified is read once more instead of kept:
-    if its files change in between, :class:`TornLoad`.
+    itself fails. From a memory file system, what was verified is copied from where it lies: if
+    its files change in between, :class:`TornLoad`.
     """
     storage = storage_for(root)
     if group is not None:
         return _load_together(storage, name, into, strict, Exchange(group), progress)
     plan = _prepare(storage, name, into, strict)
-    if into is not None and in_memory(storage):
-        twice = _Twice(plan, _modified_s(plan))
-        twice.verify(all_chunks(plan.manifest), None, progress)
-        return twice.read()
+    files = plan.files_in_place()
+    if files is not None:
+        with contextlib.closing(files):
+            in_place = _InPlace(plan, files)
+            in_place.verify(all_chunks(plan.manifest), None, progress)
+            return in_place.take()
     job = _Job(plan, plan.spares())
     job.read(all_chunks(plan.manifest), progress=progress)
     return job.finish()
 
 
-class _Twice:
-    """Verify all without keeping it, then read it again, straight into the live tensors.
+class _InPlace:
+    """Verify files where they lie in memory, then copy them from there into the live tensors.
 
-    From a memory file system this is faster than filling fresh memory and copying from there
-    (1.2 against 2.0 times a raw read, measured), and needs no memory for another copy.
-    ``before`` is when its files were modified, looked up before anybody verifies.
+    Faster than filling fresh memory and copying from that, and needs no memory for another copy.
     """
 
-    def __init__(self, plan: _Plan, before: Sequence[float]) -> None:
+    def __init__(self, plan: _Plan, files: FilesInPlace) -> None:
         self._plan = plan
+        self._files = files
         self._job = _Job(plan, plan.live_memory())
-        self._before = before
 
     def verify(
         self, items: Iterable[Item], headers: Collection[int] | None, progress: Progress | None
     ) -> None:
-        """Look at each byte of these; others may do so with the rest."""
-        self._job.read(items, headers=headers, progress=progress, keep=False)
+        """Look at each byte of these that is needed; others may do so with the rest."""
+        self._files.verify(self._job.needed(items), headers, progress)
 
-    def read(self) -> Loaded:
-        """All was verified: take it. Raises TornLoad if the files have changed meanwhile."""
+    def take(self) -> Loaded:
+        """All was verified: copy it. Raises TornLoad if the files have changed meanwhile."""
+        every = all_chunks(self._plan.manifest)
         try:
-            self._job.read(all_chunks(self._plan.manifest), again=True)
-            changed = _modified_s(self._plan) != self._before
+            with torch.no_grad():
+                self._files.copy(self._job.needed(every), self._job.spares)
+            changed = self._files.have_changed()
         except LoadError as error:
             raise TornLoad(str(self._plan.manifest.name)) from error
         if changed:
             raise TornLoad(str(self._plan.manifest.name))
         return self._job.finish()
-
-
-def _modified_s(plan: _Plan) -> list[float]:
-    storage, manifest = plan.storage, plan.manifest
-    with reading(storage.place):
-        return [storage.modified_s(f"{manifest.name}/{w.file}") for w in manifest.writers]
 
 
 def _load_together(
@@ -157,21 +155,25 @@ def _load_together(
     exchange: Exchange,
     progress: Progress | None,
 ) -> Loaded:
-    with exchange.together() as here:
-        plan = _prepare(storage, name, into, strict)
-        here.must_agree(plan.fingerprint())
-        here.reads(identity_of(storage, name))
-        before = _modified_s(plan) if into is not None and in_memory(storage) else None
-    shares = _Shares.of(plan, exchange)
-    if here.have_same_files and before is not None:
-        return _read_in_place(plan, shares, exchange, before, progress)
-    if here.have_same_files:
-        return _read_side_by_side(plan, shares, exchange, progress)
-    with exchange.together():
-        job = _Job(plan, plan.spares())
-        job.read(shares.own, headers=shares.headers, progress=progress)
-    exchange.all_gather(shares.common, job.spares)
-    return job.finish()
+    with contextlib.ExitStack() as stack:
+        with exchange.together() as here:
+            plan = _prepare(storage, name, into, strict)
+            here.must_agree(plan.fingerprint())
+            files, identity = plan.files_in_place(), identity_of(storage, name)
+            if files is not None:
+                stack.enter_context(contextlib.closing(files))
+                identity = identity and f"{identity} {files.identity}"
+            here.reads(identity)
+        shares = _Shares.of(plan, exchange)
+        if here.have_same_files and files is not None:
+            return _take_in_place(_InPlace(plan, files), shares, exchange, progress)
+        if here.have_same_files:
+            return _read_side_by_side(plan, shares, exchange, progress)
+        with exchange.together():
+            job = _Job(plan, plan.spares())
+            job.read(shares.own, headers=shares.headers, progress=progress)
+        exchange.all_gather(shares.common, job.spares)
+        return job.finish()
 
 
 @dataclass(frozen=True)
@@ -194,20 +196,15 @@ class _Shares:
         return cls(common, [*common[rank], *alone], rest, headers)
 
 
-def _read_in_place(
-    plan: _Plan,
-    shares: _Shares,
-    exchange: Exchange,
-    before: Sequence[float],
-    progress: Progress | None,
+def _take_in_place(
+    in_place: _InPlace, shares: _Shares, exchange: Exchange, progress: Progress | None
 ) -> Loaded:
-    """Ranks with the same files, in memory: verify a share each, then read all of it each."""
+    """Ranks with the same files in one memory: verify a share each, then copy all of it each."""
     with exchange.together():
-        twice = _Twice(plan, before)
-        twice.verify(shares.own, shares.headers, progress)
+        in_place.verify(shares.own, shares.headers, progress)
     exchange.tensors = "The live tensors may hold the checkpoint by now."
     with exchange.together():
-        return twice.read()
+        return in_place.take()
 
 
 def _read_side_by_side(
@@ -226,10 +223,15 @@ def _read_side_by_side(
 def verify(root: Root, name: str, *, progress: Progress | None = None) -> CheckpointInfo:
     """Read every byte of a checkpoint; raises what :func:`load` raises, keeps nothing.
 
-    ``progress`` is called with the bytes of each chunk, before it is read.
+    ``progress`` is called, by several threads, with the number of bytes of each chunk.
     """
     storage = storage_for(root)
     manifest = read_manifest(storage, name)
+    files = FilesInPlace.of(storage, manifest)
+    if files is not None:
+        with contextlib.closing(files):
+            files.verify(all_chunks(manifest), None, progress)
+        return info_of(manifest)
     room = scratch(STEP_BYTES)
 
     def target(tensor: Tensor, chunk: Chunk) -> memoryview:
@@ -251,6 +253,11 @@ class _Plan:
     leaves: Mapping[str, str]  # path to name
     match: _Match
     is_partial: bool
+    into_live: bool  # copy into live tensors; else all is returned
+
+    def files_in_place(self) -> FilesInPlace | None:
+        """For loading from where files lie, if they can be copied from there into live tensors."""
+        return FilesInPlace.of(self.storage, self.manifest) if self.into_live else None
 
     def fingerprint(self) -> str:
         """What ranks that load together must have in common."""
@@ -306,22 +313,21 @@ class _Job:
         *,
         headers: Collection[int] | None = None,
         progress: Progress | None = None,
-        keep: bool = True,
-        again: bool = False,
     ) -> None:
         """Read and verify those of ``items`` that are needed."""
-        target, put = into_spare(self.spares) if keep else (scratch(STEP_BYTES), None)
+        target, put = into_spare(self.spares)
 
         def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
-            if put is not None:
-                put(tensor, chunk, data)
+            put(tensor, chunk, data)
             if progress is not None:
                 progress(chunk.end - chunk.begin)
 
-        needed = [(t, c) for t, c in items if self.spares[t.spec.name].needs(c.place)]
         storage, manifest = self.plan.storage, self.plan.manifest
         with torch.no_grad():
-            read_chunks(storage, manifest, needed, target, headers=headers, done=done, again=again)
+            read_chunks(storage, manifest, self.needed(items), target, headers=headers, done=done)
+
+    def needed(self, items: Iterable[Item]) -> list[Item]:
+        return [(t, c) for t, c in items if self.spares[t.spec.name].needs(c.place)]
 
     def finish(self) -> Loaded:
         """Copy what was verified into the live tensors, where it is not there yet."""
@@ -351,7 +357,7 @@ def _prepare(storage: Storage, name: str, into: object, strict: bool) -> _Plan:
     differs = into is not None and bool(match.missing or match.extra or match.mis_shaped)
     if differs and strict:
         raise Mismatch(name, missing=match.missing, extra=match.extra, mis_shaped=match.mis_shaped)
-    return _Plan(storage, manifest, live, leaves, match, differs)
+    return _Plan(storage, manifest, live, leaves, match, differs, into is not None)
 
 
 def _blocks(live: torch.Tensor, path: str) -> Sequence[tuple[Box, torch.Tensor]]:

@@ -132,3 +132,6 @@ class _OpenFile:
         data = self._file.content[offset : offset + len(into)]
         into[: len(data)] = data
         return len(data)
+
+    def mapped(self) -> None:
+        return None

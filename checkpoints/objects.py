@@ -212,6 +212,9 @@ class _ObjectSource:
         into[: len(data)] = data
         return len(data)
 
+    def mapped(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

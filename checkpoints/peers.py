@@ -239,5 +239,8 @@ class _PeerSource:
     def read_at(self, offset: int, into: memoryview) -> int:
         return self._storage.read(self._path, offset, into)
 
+    def mapped(self) -> None:
+        return None
+
     def close(self) -> None:
         pass

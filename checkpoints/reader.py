@@ -55,7 +55,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         if manifest.name != parsed:
             raise Corrupt(f"it is the manifest of {manifest.name}", file=file)
         for writer in manifest.writers:
-            with _opened(storage, parsed, writer):
+            with opened(storage, parsed, writer):
                 pass
     return manifest
 
@@ -74,29 +74,41 @@ def read_chunks(
     *,
     headers: Collection[int] | None = None,
     done: Callable[[Tensor, Chunk, memoryview], object] | None = None,
-    again: bool = False,
 ) -> None:
     """Read chunks, each into its target, verify its hash, then say that it is ``done``.
 
-    ``headers``: the ranks whose files' headers are verified, too; by default all. ``again``:
-    everything was verified just now, and the caller sees to it that nothing changed since.
-    Where there are many bytes, several threads read, hash and call; they are joined before this
-    returns. Raises :class:`Corrupt` naming file and tensor, :class:`ReadFailed` if the storage
-    fails: of several failures, the first in the order of files and bytes.
+    ``headers``: the ranks whose files' headers are verified, too; by default all. Where there are
+    many bytes, several threads read, hash and call; they are joined before this returns. Raises
+    :class:`Corrupt` naming file and tensor, :class:`ReadFailed` if the storage fails: of several
+    failures, the first in the order of files and bytes.
     """
 
-    def work(batch: _Batch) -> None:
-        with _opened(storage, manifest.name, batch.writer) as source:
+    def work(batch: Batch) -> None:
+        with opened(storage, manifest.name, batch.writer) as source:
             if batch.with_header:
-                _verify_header(source, manifest.name, batch.writer)
+                # At most the size of the file, which was compared with the file itself.
+                data = bytearray(batch.writer.header_bytes)
+                source.read_at(0, memoryview(data))
+                check_header(data, manifest.name, batch.writer)
             for tensor, chunk in batch.items:
                 into = target(tensor, chunk)
-                _read_chunk(source, manifest.name, tensor, chunk, into, verify=not again)
+                check_chunk(*_read_hashed(source, chunk, into), manifest.name, tensor, chunk)
                 if done is not None:
                     done(tensor, chunk, into)
 
+    in_batches(storage, manifest, items, headers, work)
+
+
+def in_batches(
+    storage: Storage,
+    manifest: Manifest,
+    items: Iterable[Item],
+    headers: Collection[int] | None,
+    work: Callable[[Batch], None],
+) -> None:
+    """Have chunks and headers worked on, as :func:`read_chunks` says."""
     if headers is None:
-        headers = () if again else range(len(manifest.writers))
+        headers = range(len(manifest.writers))
     batches = list(_batches(manifest, items, set(headers)))
     size = sum(chunk.end - chunk.begin for batch in batches for _, chunk in batch.items)
     with reading(f"{storage.place}/{manifest.name}"):
@@ -108,7 +120,7 @@ def read_chunks(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """What one thread reads of one file at a time."""
 
     writer: Writer
@@ -116,7 +128,7 @@ class _Batch:
     items: Sequence[Item]
 
 
-def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> Iterator[_Batch]:
+def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> Iterator[Batch]:
     by_file: dict[str, list[Item]] = defaultdict(list)
     for item in items:
         by_file[item[1].file].append(item)
@@ -126,13 +138,13 @@ def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> It
             batch.append(item)
             size += item[1].end - item[1].begin
             if size >= _BATCH_BYTES:
-                yield _Batch(writer, with_header, batch)
+                yield Batch(writer, with_header, batch)
                 with_header, batch, size = False, [], 0
         if batch or with_header:
-            yield _Batch(writer, with_header, batch)
+            yield Batch(writer, with_header, batch)
 
 
-def _side_by_side(work: Callable[[_Batch], None], batches: Sequence[_Batch]) -> None:
+def _side_by_side(work: Callable[[Batch], None], batches: Sequence[Batch]) -> None:
     # Reading and hashing both release the GIL; the pool is joined before this returns.
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         reads = [pool.submit(work, batch) for batch in batches]
@@ -182,7 +194,7 @@ def bytes_view(flat: torch.Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def _opened(storage: Storage, name: CheckpointName, writer: Writer) -> Iterator[Source]:
+def opened(storage: Storage, name: CheckpointName, writer: Writer) -> Iterator[Source]:
     file = f"{name}/{writer.file}"
     try:
         source = storage.open(file)
@@ -194,32 +206,22 @@ def _opened(storage: Storage, name: CheckpointName, writer: Writer) -> Iterator[
         yield source
 
 
-def _verify_header(source: Source, name: CheckpointName, writer: Writer) -> None:
-    # At most the size of the file, which was compared with the file itself.
-    data = bytearray(writer.header_bytes)
-    source.read_at(0, memoryview(data))
+def check_header(
+    data: bytes | bytearray | memoryview, name: CheckpointName, writer: Writer
+) -> None:
     if digest(data) != writer.header_xxh3_128:
         raise Corrupt(
             "its header does not have the hash it was saved with", file=f"{name}/{writer.file}"
         )
 
 
-def _read_chunk(
-    source: Source,
-    name: CheckpointName,
-    tensor: Tensor,
-    chunk: Chunk,
-    into: memoryview,
-    *,
-    verify: bool,
+def check_chunk(
+    count: int, xxh3_128: str, name: CheckpointName, tensor: Tensor, chunk: Chunk
 ) -> None:
-    size = chunk.end - chunk.begin
-    if verify:
-        count, found = _read_hashed(source, chunk.begin, size, into)
-    else:
-        count, found = source.read_at(chunk.begin, into), chunk.xxh3_128
-    if count != size or found != chunk.xxh3_128:
-        what = "became shorter" if count != size else "do not have the hash they were saved with"
+    """Whether ``count`` bytes with this hash are what was saved."""
+    is_short = count != chunk.end - chunk.begin
+    if is_short or xxh3_128 != chunk.xxh3_128:
+        what = "became shorter" if is_short else "do not have the hash they were saved with"
         raise Corrupt(
             f"bytes {chunk.begin} to {chunk.end} {what}",
             file=f"{name}/{chunk.file}",
@@ -227,14 +229,14 @@ def _read_chunk(
         )
 
 
-def _read_hashed(source: Source, begin: int, size: int, into: memoryview) -> tuple[int, str]:
+def _read_hashed(source: Source, chunk: Chunk, into: memoryview) -> tuple[int, str]:
     """Read and hash in steps that stay in the processor's cache between the two."""
-    hashed = Hasher()
+    hashed, size = Hasher(), chunk.end - chunk.begin
     for low in range(0, size, STEP_BYTES):
         length = min(STEP_BYTES, size - low)
         place = low if len(into) == size else 0
         step = into[place : place + length]
-        count = source.read_at(begin + low, step)
+        count = source.read_at(chunk.begin + low, step)
         if count != length:
             return low + count, ""
         hashed.update(step)

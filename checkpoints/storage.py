@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from checkpoints.errors import DiskFull, NotWritable, ReadFailed, WriteFailed
+from checkpoints.mapped import MappedFile, in_memory
 
 # Small tensors are gathered into writes of this size; larger ones pass through unbuffered.
 _BUFFER_BYTES = 1 << 20
@@ -48,6 +49,10 @@ class Source(Protocol):
 
     def read_at(self, offset: int, into: memoryview) -> int:
         """Fill ``into`` from ``offset``; the number of bytes, less only at the file's end."""
+        ...
+
+    def mapped(self) -> MappedFile | None:
+        """The file where it lies in this machine's memory; None if it does not, or may not be."""
         ...
 
     def close(self) -> None: ...
@@ -200,6 +205,7 @@ class _LocalSource:
             os.close(self._fd)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         self._size = status.st_size
+        self._device = status.st_dev
 
     def size(self) -> int:
         return self._size
@@ -212,6 +218,14 @@ class _LocalSource:
                 break
             done += count
         return done
+
+    def mapped(self) -> MappedFile | None:
+        if not in_memory(self._device):
+            return None
+        try:
+            return MappedFile(self._fd)
+        except (OSError, ValueError):
+            return None
 
     def close(self) -> None:
         os.close(self._fd)

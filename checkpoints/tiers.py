@@ -282,6 +282,9 @@ class _Bytes:
         into[: len(piece)] = piece
         return len(piece)
 
+    def mapped(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -33,7 +33,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import checkpoints
 from checkpoints import exchange, loading
+from checkpoints import storage as storages
 from checkpoints.faulty import FaultyStorage
+from checkpoints.mapped import MappedFile
 from checkpoints.storage import LocalStorage
 
 Result = dict[str, Any]
@@ -94,7 +96,7 @@ def save(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int) 
 
 def load(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int, how: str) -> Result:
     """How: each rank ``alone``, all ``together``, or as from a ``memory`` file system."""
-    vars(loading)["in_memory"] = lambda storage: how == "memory"
+    vars(storages)["in_memory"] = lambda device: how == "memory"
     live = state_of(mesh_of(size, mesh), turn, empty=True)
     before = {name: t.to_local().data_ptr() for name, t in live["sharded"].items()}
     group = dist.group.WORLD if how == "together" else None
@@ -256,9 +258,8 @@ def refused(rank: int, size: int, folder: Path) -> Result:
 def go(way: str) -> None:
     """How ranks that load together get at what others have read."""
     same_files = None if way == "exchange" else "these"
-    vars(loading).update(
-        identity_of=lambda storage, name: same_files, in_memory=lambda storage: way == "memory"
-    )
+    vars(loading)["identity_of"] = lambda storage, name: same_files
+    vars(storages)["in_memory"] = lambda device: way == "memory"
 
 
 def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: str) -> Result:
@@ -301,18 +302,22 @@ def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> 
     go(way)
     storage: Any = folder
     name = NAME
-    if rank == 1 and trouble == "disk":
-        storage = FaultyStorage(LocalStorage(folder), before=unreadable)
+    if rank == 1 and trouble in TROUBLES:
+        storage = FaultyStorage(
+            LocalStorage(folder),
+            before=lambda call: TROUBLES[trouble](folder) if is_read(call) else None,
+        )
+        look = MappedFile.look
+
+        def look_in_trouble(file: MappedFile, begin: int, end: int) -> memoryview:
+            TROUBLES[trouble](folder)
+            return look(file, begin, end)
+
+        MappedFile.look = look_in_trouble  # type: ignore[assignment,method-assign]
     elif rank == 1 and trouble == "model":
         live["new"] = torch.zeros(1)
     elif rank == 1 and trouble == "name":
         name = NAME.replace("1.g0", "2.g0")
-    elif rank == 1 and trouble == "memory":
-        storage = FaultyStorage(LocalStorage(folder), before=out_of_memory)
-    elif rank == 1 and trouble == "changes":
-        storage = FaultyStorage(LocalStorage(folder), before=lambda call: touch(folder, call))
-    elif rank == 1 and trouble == "dies":
-        storage = FaultyStorage(LocalStorage(folder), before=dies)
     try:
         checkpoints.load(storage, name, into=live, group=dist.group.WORLD)
     except Exception as error:  # noqa: BLE001  told to the test
@@ -322,24 +327,33 @@ def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> 
     return {"error": ""}
 
 
-def touch(folder: Path, call: str) -> None:
-    if call.startswith("read ") and "safetensors" in call:
-        os.utime(folder / call.removeprefix("read "))
+def is_read(call: str) -> bool:
+    return call.startswith("read ") and "safetensors" in call
 
 
-def unreadable(call: str) -> None:
-    if call.startswith("read ") and "safetensors" in call:
-        raise OSError(5, "injected", call)
+def unreadable(folder: Path) -> None:
+    raise OSError(5, "injected")
 
 
-def out_of_memory(call: str) -> None:
-    if call.startswith("read ") and "safetensors" in call:
-        raise MemoryError("injected")
+def out_of_memory(folder: Path) -> None:
+    raise MemoryError("injected")
 
 
-def dies(call: str) -> None:
-    if call.startswith("read ") and "safetensors" in call:
-        os.kill(os.getpid(), signal.SIGKILL)
+def touched(folder: Path) -> None:
+    for file in folder.glob("*/*.safetensors"):
+        os.utime(file)
+
+
+def dies(folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+TROUBLES: dict[str, Callable[[Path], None]] = {
+    "disk": unreadable,
+    "memory": out_of_memory,
+    "changes": touched,
+    "dies": dies,
+}
 
 
 def background(rank: int, size: int, folder: Path) -> Result:

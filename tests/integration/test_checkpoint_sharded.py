@@ -17,7 +17,7 @@ import torch
 import checkpoints
 from checkpoints import exchange
 from checkpoints.faulty import FaultyStorage
-from checkpoints.mounts import identity_of
+from checkpoints.same_files import identity_of
 from checkpoints.storage import LocalStorage
 
 NAME = script.NAME
