@@ -44,7 +44,8 @@ class MappedFile:
         """
         page = begin - begin % mmap.PAGESIZE
         try:
-            self._memory.madvise(_POPULATE_READ, page, end - page)
+            if page < end:
+                self._memory.madvise(_POPULATE_READ, page, end - page)
         except OSError as error:
             if error.errno != errno.EINVAL:  # an older kernel: they are found when looked at
                 raise
