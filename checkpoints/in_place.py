@@ -35,22 +35,19 @@ class FilesInPlace:
     @classmethod
     def of(cls, storage: Storage, manifest: Manifest) -> FilesInPlace | None:
         """None where a file is not in memory, or cannot be mapped: read them, then."""
-        found = cls(storage, manifest, files := {})
-        try:
+        files: dict[str, MappedFile] = {}
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for writer in manifest.writers:
                 with opened(storage, manifest.name, writer) as source:
                     mapped = source.mapped()
-                if mapped is None or len(mapped) != writer.size_bytes:
-                    found.close()
+                if mapped is None:
                     return None
-                files[writer.file] = mapped
-        except OSError:
-            found.close()
-            return None
-        except BaseException:
-            found.close()
-            raise
-        return found
+                files[writer.file] = stack.enter_context(contextlib.closing(mapped))
+                if len(mapped) != writer.size_bytes:
+                    return None
+            stack.pop_all()
+            return cls(storage, manifest, files)
+        return None
 
     @property
     def identity(self) -> str:

@@ -25,7 +25,7 @@ from checkpoints.errors import DiskFull, NotWritable, ReadFailed, WriteFailed
 from checkpoints.mapped import MappedFile, in_memory
 
 # Small tensors are gathered into writes of this size; larger ones pass through unbuffered.
-_BUFFER_BYTES = 128 << 10
+_BUFFER_BYTES = 1 << 20
 
 
 class Sink(Protocol):

@@ -149,6 +149,17 @@ def test_files_that_may_not_be_mapped_are_read(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_file_that_has_just_changed_its_size_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = save_all(tmp_path, small_state(9), step=9, world_size=2)
+    monkeypatch.setattr("checkpoints.mapped.MappedFile.__len__", lambda file: 1)
+    before = len(os.listdir("/proc/self/fd"))
+    loaded = checkpoints.load(tmp_path, name, into=small_state(0))
+    assert same(loaded.state, small_state(9))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_nothing_stays_mapped_or_open(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9, world_size=3)
     before = len(os.listdir("/proc/self/fd"))
