@@ -19,6 +19,7 @@ from checkpoints import CheckpointError, Ending, Handle, KeepPolicy, Outcome
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
 from elastic.training.checkpoint_folder import CheckpointFolder, Source
 from elastic.training.due import Due, Word
 from elastic.training.memory_limit import MemoryLimit
@@ -31,6 +32,7 @@ from elastic.worker.world import World
 # A disk that is slower than the policy slows training down to its pace. One that hangs does not:
 # after one wait of this length saves are skipped until it goes on.
 BUSY_WAIT_S = 5.0
+WARN_AFTER_FAILURES = 2  # one may be a disk that hiccups; a row of them is lost work
 
 
 @dataclass(eq=False)
@@ -68,6 +70,7 @@ class Saver:
         self._era: _Era | None = None
         self._latest: Handle | None = None  # of the present world
         self._others_are_stuck = False
+        self._failures_in_a_row = 0
         self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
         self.writer: Writer | None = None
@@ -334,7 +337,11 @@ class Saver:
     def _report(self, outcome: Outcome) -> None:
         if outcome.ending is not Ending.COMMITTED:
             self._skipped(outcome.name, f"{outcome.ending.value}: {outcome.reason}")
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row == WARN_AFTER_FAILURES:
+                self._warn_of_failures(outcome)
             return
+        self._failures_in_a_row = 0
         self._committed_step = max(self._committed_step, outcome.step)
         if self.due is not None:
             self.due.measured(outcome.stall_s)
@@ -352,6 +359,16 @@ class Saver:
                 bytes=outcome.bytes_written,
             ),
             level=logging.DEBUG if is_told else logging.INFO,
+        )
+
+    def _warn_of_failures(self, outcome: Outcome) -> None:
+        get_logger().warning(
+            "the last %d checkpoints were not saved (%s: %s); training goes on, but a restart "
+            "would go back to step %d",
+            self._failures_in_a_row,
+            outcome.name,
+            outcome.reason,
+            self._committed_step,
         )
 
     def _skipped(self, name: str, reason: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from elastic.errors import NoWorld, TrainingError
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
+from elastic.telemetry.log import get_logger
 from elastic.training import loop
 from elastic.training.between_steps import BetweenSteps
 from elastic.training.changes import Changes, is_switch
@@ -64,6 +65,7 @@ class Session:
         self._is_restored = False
         self.worlds: Worlds | None = None  # an agent that changes worlds without a restart
         self._in_process = False
+        self._has_warned_of_foreign_group = False
         self._has_committed = False
         self.changes = Changes(self)
         self.between = BetweenSteps(self)
@@ -170,6 +172,8 @@ class Session:
                 self.changes.enter_next()
             else:
                 self._world = self.group.form()
+                if self.worlds is not None:
+                    self.worlds.formed(self._world.generation)
         return self.world
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -215,11 +219,24 @@ class Session:
 
     def begin_attempt(self) -> None:
         """The training function is about to run."""
-        if self.worlds is not None and not self.group.is_foreign and not self._is_restored:
-            self._in_process = True
+        if self.worlds is not None and not self._is_restored:
+            if self.group.is_foreign:
+                self._warn_of_foreign_group()
+            else:
+                self._in_process = True
         if self._in_process and not (self.job.modules or self.job.loaders):
             return  # what the job consists of is registered inside the function
         self.enter_world()
+
+    def _warn_of_foreign_group(self) -> None:
+        if not self._has_warned_of_foreign_group:
+            self._has_warned_of_foreign_group = True
+            get_logger().warning(
+                "torch.distributed.init_process_group() was called before run.retry(): recovery "
+                "in process is off, and every change of the world restarts all workers from the "
+                "last checkpoint. Remove the call (and destroy_process_group): run.retry and the "
+                "first loop make the process group; elastic.join(backend=…) chooses its backend."
+            )
 
     def end_attempt(self) -> None:
         """The training function has returned. Nobody is done before everybody is: a rank that

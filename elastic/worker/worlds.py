@@ -132,6 +132,11 @@ class Worlds:
                     self._changed.wait(SLICE_S)
         self.is_waiting = False
 
+    def formed(self, generation: int) -> None:
+        """The world of the environment was entered: any other one is entered by a restart."""
+        with self._changed:
+            self._entering = generation
+
     # -- the main thread tells ----------------------------------------------------------------
 
     def send(self, message: Message) -> None:
