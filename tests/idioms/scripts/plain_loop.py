@@ -1,0 +1,34 @@
+"""The plain loop
+
+Three lines are new: `run.wrap`, `run.track`, `run.loader`; `run.retry` is where recovery happens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+x = torch.randn(96, 4, dtype=torch.float64)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double())
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train() -> None:
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+
+
+run.retry(train)
+result = model.state_dict()
