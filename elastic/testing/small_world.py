@@ -159,9 +159,7 @@ def _outcome(told: dict[str, Any], folder: Path) -> Outcome:
     death = folder / "death.json"
     died_at = json.loads(death.read_text()) if death.exists() else ""
     workers = tuple(_worker(w, folder) for w in told["workers"])
-    return Outcome(
-        workers=workers, worlds=told["worlds"], problem=told["problem"], died_at=died_at
-    )
+    return Outcome(workers=workers, worlds=told["worlds"], problem=told["problem"], died_at=died_at)
 
 
 def _worker(told: dict[str, Any], folder: Path) -> Worker:

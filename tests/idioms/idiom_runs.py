@@ -42,9 +42,7 @@ class IdiomRuns:
     def with_death(self, idiom: Idiom, death: Death, *, is_replaced: bool) -> Outcome:
         """By three workers, one of which dies."""
         folder = self.folder / idiom.name / f"death-{next(self._number)}"
-        return self.world.run(
-            idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced
-        )
+        return self.world.run(idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced)
 
     def draw_death(self, idiom: Idiom, seed: int, counted: str = LINES) -> Death:
         """Anywhere from the first line within retry to the last, the same for the same seed."""

@@ -1,6 +1,7 @@
 """The plain loop
 
-Three lines are new: `run.wrap`, `run.track`, `run.loader`; `run.retry` is where recovery happens.
+`run.wrap` makes the model a DDP, `run.track` and `run.loader` make optimizer and data part of the
+job, `run.epochs` resumes, and `run.retry` is where recovery happens.
 """
 
 import torch
@@ -11,17 +12,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic
 
 torch.manual_seed(0)
-x = torch.randn(96, 4, dtype=torch.float64)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
 dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
 
 run = elastic.join()
-model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double())
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 run.track(optimizer=optimizer)
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
 
 
-def train() -> None:
+def train():
     for epoch in run.epochs(2):
         for inputs, targets in loader:
             optimizer.zero_grad()
