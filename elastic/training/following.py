@@ -98,12 +98,16 @@ class Following:
     def check_leads(self) -> None:
         """Raise TrainingError for a loader that follows another one."""
         if self._has_followed:
-            raise TrainingError(
-                "this loader gives its batches within the steps of another one; it was asked for "
-                "one outside of them",
-                hint="ask for it inside the loop over the first loader; for another use, make "
-                "another one: run.loader(DataLoader(…)); to evaluate, use run.shard(loader)",
-            )
+            raise self.not_within_a_step()
+
+    def not_within_a_step(self) -> TrainingError:
+        """A batch was asked for while the first loader has no step."""
+        return TrainingError(
+            "this loader gives its batches within the steps of another one; it was asked for one "
+            "outside of them",
+            hint="ask for it inside the loop over the first loader; for another use, make "
+            "another one: run.loader(DataLoader(…)); to evaluate, use run.shard(loader)",
+        )
 
     def start(self, passed: Pass, *, epochs_are_counted: bool) -> None:
         """The first batch of a pass is asked for."""
@@ -138,7 +142,13 @@ def follow(session: Session, loader: ElasticLoader, passed: Pass) -> Iterator[An
     batches: Iterator[tuple[BatchInfo, Any]] = iter(())
     try:
         while True:
-            leader, step = _leader(session, loader)
+            leading = session.leading(loader)
+            if leading is None and loader.position.step == len(loader):
+                following.end()  # zip(…, strict=True) makes sure that both are at their end
+                return
+            if leading is None:
+                raise following.not_within_a_step()
+            leader, step = leading
             if not following.is_newest(passed):
                 raise TrainingError(
                     "a loop over the loader goes on after a newer one has begun",
@@ -162,14 +172,6 @@ def follow(session: Session, loader: ElasticLoader, passed: Pass) -> Iterator[An
             following.end()
             loader.let_workers_go()
         raise
-
-
-def _leader(session: Session, loader: ElasticLoader) -> tuple[ElasticLoader, Step]:
-    leading = session.leading(loader)
-    if leading is None:
-        loader.following.check_leads()
-        raise AssertionError("a pass that follows has given no batch")
-    return leading
 
 
 def _check_fits(
