@@ -146,6 +146,7 @@ class Session:
             seed=self.job.seed,
             largest_world=largest_world(),
             drive=lambda driven: loop.batches(self, driven),
+            index=lambda asked: loop.index(self, asked),
             **options,
         )
         if options.get("global_batch") is None:
@@ -397,6 +398,8 @@ class Session:
         self.between.has_stepped = True
         if loader is not None:
             loader.advance()
+            for other in self.job.loaders.values():
+                other.following.commit(step)
         if waiting:
             self._accumulation.add(step)
         else:
@@ -536,6 +539,17 @@ class Session:
     def step_in_hand(self) -> Step | None:
         """The step that the script is inside of."""
         return self.step if self._left_loader is None else None
+
+    def left_step(self, loader: ElasticLoader) -> Step | None:
+        """The step that a loop over ``loader`` was left in, until that is settled."""
+        return self.step if self._left_loader is loader else None
+
+    def leading(self, loader: ElasticLoader) -> tuple[ElasticLoader, Step] | None:
+        """The other loader that the script is inside a step of, and the step."""
+        step, leader = self.step_in_hand, self._loader
+        if step is None or leader is None or leader is loader:
+            return None
+        return leader, step
 
     def drop_step(self) -> None:
         """The step in hand is none any more."""
