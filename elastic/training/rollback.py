@@ -64,8 +64,10 @@ class Rollback:
         self.snapshot: Snapshot = {}
 
     def _weights(self) -> Sequence[torch.Tensor]:
-        weights = [p for module in self._job.modules.values() for p in module.all_parameters]
-        return [*weights, *self._own] if self._own else weights
+        modules = list(self._job.modules.values())
+        if len(modules) == 1 and not self._own:
+            return modules[0].all_parameters
+        return [*(p for module in modules for p in module.all_parameters), *self._own]
 
     # -- while training -----------------------------------------------------------------------
 
