@@ -140,7 +140,7 @@ def undisturbed(style: Callable[[Script], None], steps: int = STEPS) -> Script:
 
 def recover(run: Run) -> None:
     """What an in-process recovery does to the state of a job, without another world."""
-    run._session.recovery.put_back()
+    run._session.recovery.rollback.put_back_small()
     run._session.drop_step()
 
 
