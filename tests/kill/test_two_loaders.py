@@ -1,4 +1,4 @@
-"""Two loaders in one loop, draws by weights and counted steps, while a worker dies and comes back."""
+"""Two loaders in one loop, draws by weights and counted steps, through a death and a join."""
 
 from __future__ import annotations
 
