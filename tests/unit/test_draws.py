@@ -257,6 +257,19 @@ def test_a_position_of_another_draw_is_refused(
         other.load_state_dict(one.state_dict())
 
 
+def test_a_split_that_each_process_draws_for_itself_is_refused() -> None:
+    """Of another rank's state, as of a checkpoint's."""
+    one, other = (
+        ElasticLoader(
+            DataLoader(numbers(), 4, sampler=SubsetRandomSampler(torch.randperm(N)[:40].tolist()))
+        )
+        for _ in range(2)
+    )
+    with pytest.raises(ConfigError, match="SubsetRandomSampler of 40, sha256") as refused:
+        other.load_state_dict(one.state_dict())
+    assert "manual_seed" in refused.value.hint
+
+
 def test_a_sampler_that_changes_in_training_is_refused_at_the_next_epoch() -> None:
     weighted, part = WeightedRandomSampler(WEIGHTS, 40), SubsetRandomSampler(list(PART))
     both = [ElasticLoader(DataLoader(numbers(), 4, sampler=given)) for given in (weighted, part)]
