@@ -21,6 +21,7 @@ from elastic.agent.messages import (
     ChangeNode,
     Close,
     ConnectionClosed,
+    ConnectionOpened,
     LeaseEnded,
     PushedWorld,
     WorkersStart,
@@ -91,6 +92,7 @@ class NodeLoop:
             lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
             board.fail,
             on_world=lambda record: self.post(PushedWorld(record)),
+            on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
@@ -220,6 +222,8 @@ class NodeLoop:
             case Probed():
                 if term is not None:
                     term.on_probed(message)
+            case ConnectionOpened(node_id, is_leader):
+                self._succession.on_connection_opened(node_id, is_leader)
             case ConnectionClosed(node_id, was_leader):
                 self._succession.on_connection_closed(node_id, was_leader)
             case LeaderProbed():
