@@ -329,7 +329,7 @@ def _describe_node(
         address=parameters.local_addr or options.pod_ip or _address_towards(store.endpoint),
         ports=(),
         liveness_port=0,
-        process=current_process(),
+        process=current_process(options.pod_uid or ""),
         state=NodeState.ARRIVED,
         in_process=False,
         min_nodes=parameters.min_nodes,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic.agent import leadership
+from elastic.agent import probe as probes
 from elastic.agent.board import JobSucceeded
 from elastic.agent.identity import current_process
 from elastic.agent.probe import Verdict
@@ -248,7 +248,7 @@ def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
     leader = next(n for n in nodes if n.id == leader_in(server))
     victim, other = (n for n in nodes if n is not leader)
     refused, is_up = threading.Event(), True
-    real = leadership.probe
+    real = probes.probe
 
     def firewall(host: str, port: int, node_id: str, **more: Any) -> Verdict:
         if is_up and node_id == victim.id:
@@ -256,7 +256,7 @@ def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
             return Verdict(Liveness.SUSPECT, "refused by a firewall", refused=True)
         return real(host, port, node_id, **more)
 
-    monkeypatch.setattr(leadership, "probe", firewall)
+    monkeypatch.setattr("elastic.agent.leadership.probe", firewall)
     other.arrive("RuntimeError: Connection closed by peer")  # every member is asked
     assert refused.wait(DEADLINE_S)
     eventually(lambda: any("may be dead: the lease decides" in str(e) for e in leader.events))
