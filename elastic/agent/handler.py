@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.agent import torch_private
+from elastic.agent.address import own_address
 from elastic.agent.board import JobSucceeded
 from elastic.agent.guard import MARK, Guard, end_strays, kill_marked
 from elastic.agent.health_server import HealthServer
@@ -40,10 +41,10 @@ from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions, read_options
 from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig
+from elastic.coordination.etcd_endpoints import EtcdConfig
 from elastic.coordination.etcd_options import etcd_config
 from elastic.coordination.records import Keys, Node, NodeState
-from elastic.errors import CoordinationError, ElasticError, Preempted
+from elastic.errors import ConfigError, CoordinationError, ElasticError, Preempted
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
@@ -92,7 +93,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._log = get_logger()
         self._guard: Guard | None = None
         self._closed = False
-        node = _describe_node(parameters, options, store)
+        try:
+            node = _describe_node(parameters, options, store)
+        except ConfigError:
+            store.close()
+            raise
         os.environ[MARK] = node.node_id
         os.environ["ELASTIC_NODE_NAME"] = node.name
         os.environ["ELASTIC_MAX_NODES"] = str(node.max_nodes)
@@ -326,7 +331,11 @@ def _describe_node(
         name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
         nproc=0,
         role="",
-        address=parameters.local_addr or options.pod_ip or _address_towards(store.endpoint),
+        address=own_address(
+            parameters.local_addr or options.pod_ip or "",
+            store.endpoint,
+            within_s=options.connect_timeout_s,
+        ),
         ports=(),
         liveness_port=0,
         process=current_process(options.pod_uid or ""),
@@ -342,22 +351,3 @@ def _describe_node(
         failure_exit_code=None,
         joined_at_s=SYSTEM_CLOCK.wall(),
     )
-
-
-def _address_towards(endpoint: Endpoint | None) -> str:
-    """This machine's address on the way to etcd: what the other nodes can most likely reach.
-
-    A connected datagram socket sends nothing; it makes the kernel choose the route. Host names
-    are not used: on many machines they resolve to 127.0.1.1 or not at all.
-    """
-    if endpoint is None:
-        return socket.gethostname()
-    host, port = endpoint.host, endpoint.port
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
