@@ -5,19 +5,25 @@ An agent killed with SIGKILL leaves its workers running (torch 2.13.0, measured)
 once the agent is gone the guard ends every process with that mark. Scanning the environment
 rather than keeping a list of pids leaves no moment in which a worker exists unregistered.
 
+An agent that is frozen leaves them running, too. It extends their permission to train while it
+turns (permission.py); when that is over, the guard ends them.
+
 Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID LINK``, with a
-pipe from the agent as standard input. A byte on it is the agent's word that it ended in order.
+pipe from the agent as standard input. A line on it is the end of the permission, by
+CLOCK_BOOTTIME; an ``x`` is the agent's word that it ended in order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +31,7 @@ MARK = "ELASTIC_NODE_ID"
 # (Time comes from the standard library here: the guard runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
+LONGEST_WAIT_S = 3600.0  # select's clock stands still while the machine sleeps
 
 
 def marked_processes(node_id: str) -> list[int]:
@@ -109,19 +116,30 @@ class Guard:
             env=environment,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._writing = threading.Lock()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def permit(self, until_s: float) -> None:
+        """Let the workers train until then, by CLOCK_BOOTTIME. From any thread, never waits."""
+        self._write(f"{until_s!r}\n".encode())
+
+    def _write(self, data: bytes) -> None:
+        pipe = self._process.stdin
+        with self._writing, contextlib.suppress(OSError):  # it is gone, or does not read
+            if pipe is not None and not pipe.closed:
+                os.write(pipe.fileno(), data)
+
     def release(self) -> None:
         """The agent ends in order: nothing is left to guard."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(b"x")
-            self._process.stdin.flush()
-        with contextlib.suppress(OSError):
+        self._write(b"x")
+        with self._writing, contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
             self._process.wait(timeout=2.0)
@@ -152,11 +170,31 @@ def main(agent_pid: int, node_id: str, link: str) -> None:
         return
     except (AttributeError, OSError):  # before Linux 5.3: the pipe alone
         pass
-    readable, _, _ = select.select(watched, [], [])
-    if 0 in readable and os.read(0, 1) == b"x":
-        return
-    end_marked(node_id)
-    remove_folders(link)
+    if not _watch(watched, node_id):
+        end_marked(node_id)
+        remove_folders(link)
+
+
+def _watch(watched: list[int], node_id: str) -> bool:
+    """Until the agent has ended; whether it did so in order. Ends workers without permission."""
+    until_s, rest = math.inf, b""
+    while True:
+        left_s = max(0.0, min(until_s - _boottime(), LONGEST_WAIT_S))
+        readable, _, _ = select.select(watched, [], [], left_s)
+        if 0 in readable and (said := os.read(0, 4096)):
+            if b"x" in said:
+                return True
+            *lines, rest = (rest + said).split(b"\n")
+            until_s = float(lines[-1]) if lines else until_s
+        elif readable:
+            return False
+        elif _boottime() > until_s:
+            end_marked(node_id)
+            until_s = math.inf  # the agent says so when it may start others
+
+
+def _boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 if __name__ == "__main__":

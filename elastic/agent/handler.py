@@ -286,6 +286,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._guard is not None:
             return
         self._guard = Guard(os.environ[MARK], self._service.link_path)
+        self._service.tell_guard(self._guard.permit)
         parameters = self._parameters
         if agent.max_restarts == 0 and parameters.min_nodes < parameters.max_nodes:
             self._log.warning(

@@ -301,4 +301,5 @@ class Roster:
             proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
             last_sign_s=self._missing_since.get(member.node_id, world_since_s),
             finished=known is not None and known.node.state is NodeState.FINISHED,
+            running=known.node.running if known is not None else None,
         )

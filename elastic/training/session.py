@@ -86,6 +86,7 @@ class Session:
         self.saver = saver
         if self.worlds is not None:
             saver.is_superseded = self.worlds.is_superseded
+            saver.is_permitted = lambda worlds=self.worlds: worlds.is_permitted  # type: ignore[misc]
         for module in self.job.modules.values():
             module.reduction.words = self.between.words if saver.is_on else None
 
@@ -280,6 +281,8 @@ class Session:
                 f"a second loop begins a step while step {self.step.number} is in hand",
                 hint="evaluate with run.shard(loader); finish one training loop before the next",
             )
+        if self.worlds is not None:
+            self.worlds.wait_until_permitted()
         self.between.pass_boundary()
         number = self.job.progress.step
         masked = self.changes.begin(number) if self._in_process else ()
