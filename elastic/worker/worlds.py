@@ -135,7 +135,8 @@ class Worlds:
         while not self.is_permitted and not (self._entering and self.is_superseded()):
             with self._changed:
                 self._changed.wait(SLICE_S)
-        get_logger().warning("training goes on: the agent is back")
+        if self.is_permitted:
+            get_logger().warning("training goes on: the agent is back")
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
