@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 MARK = "ELASTIC_NODE_ID"
@@ -50,15 +51,16 @@ def marked_processes(node_id: str) -> list[int]:
     return found
 
 
-def end_marked(node_id: str) -> None:
-    """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``.
+def end_marked(node_id: str, *, stop: Callable[[], bool] = lambda: False) -> None:
+    """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``, or
+    until ``stop``.
 
     For the guard: the agent itself carries the mark in ``os.environ`` only, not in
     ``/proc/<pid>/environ``, and is gone anyway.
     """
     signalled: set[int] = set()
     began = quiet_since = time.monotonic()
-    while (now := time.monotonic()) - quiet_since < SETTLE_S:
+    while (now := time.monotonic()) - quiet_since < SETTLE_S and not stop():
         for pid in marked_processes(node_id):
             late = now - began > GRACE_S
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -189,8 +191,9 @@ def _watch(watched: list[int], node_id: str) -> bool:
         elif readable:
             return False
         elif _boottime() > until_s:
-            end_marked(node_id)
-            until_s = math.inf  # the agent says so when it may start others
+            # Until the agent is back: the workers that it starts then are none of these.
+            end_marked(node_id, stop=lambda: bool(select.select(watched, [], [], 0)[0]))
+            until_s = math.inf
 
 
 def _boottime() -> float:

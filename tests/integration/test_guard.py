@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.guard import MARK, end_strays, marked_processes
+from elastic.agent.guard import MARK, SETTLE_S, end_strays, marked_processes
 
 AGENT = textwrap.dedent(
     """
@@ -72,6 +72,12 @@ class FakeAgent:
         self.process.stdin.write(f"permit {for_s}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "permitted\n"
+
+    def start_worker(self) -> None:
+        """One more that bears the agent's mark."""
+        environment = {**os.environ, MARK: self.token}
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        self.extra = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def end(self) -> None:
         self.process.kill()
@@ -199,7 +205,11 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAge
         wait_until(lambda: not marked_processes(agent.token), deadline_s=30.0)
         assert Path(f"/proc/{agent.guard_pid}").exists()
         os.kill(agent.process.pid, signal.SIGCONT)
-        agent.permit(3600.0)  # it is back, and guarded as before
+        agent.permit(3600.0)  # it is back, and guarded as before: its new workers live
+        agent.start_worker()
+        with pytest.raises(subprocess.TimeoutExpired):
+            agent.process.wait(2 * SETTLE_S)
+        assert len(marked_processes(agent.token)) == 1
         agent.process.kill()
         agent.process.wait()
         wait_until(lambda: not is_running(agent.guard_pid))
