@@ -86,7 +86,7 @@ class Session:
         self.saver = saver
         if self.worlds is not None:
             saver.is_superseded = self.worlds.is_superseded
-            saver.is_permitted = lambda worlds=self.worlds: worlds.is_permitted  # type: ignore[misc]
+            saver.is_permitted = self.worlds.is_permitted
         for module in self.job.modules.values():
             module.reduction.words = self.between.words if saver.is_on else None
 

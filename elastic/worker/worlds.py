@@ -110,7 +110,6 @@ class Worlds:
             return False
         return newest.switch_at_step is None or step >= newest.switch_at_step
 
-    @property
     def is_permitted(self) -> bool:
         """Whether this worker may begin a step or commit a save: no other world can have been
         formed without its node."""
@@ -132,10 +131,10 @@ class Worlds:
             "stopped or frozen, or it no longer reaches etcd; the other nodes may go on without "
             "this one"
         )
-        while not self.is_permitted and not (self._entering and self.is_superseded()):
+        while not self.is_permitted() and not (self._entering and self.is_superseded()):
             with self._changed:
                 self._changed.wait(SLICE_S)
-        if self.is_permitted:
+        if self.is_permitted():
             get_logger().warning("training goes on: the agent is back")
 
     def next(self) -> WorldMessage:

@@ -224,7 +224,7 @@ def test_a_worker_waits_when_it_is_over_and_goes_on_when_it_is_extended() -> Non
     worlds._on_message(Permit(until_s=101.0))
     worlds.wait_until_permitted()
     clock.advance(2.0)
-    assert not worlds.is_permitted
+    assert not worlds.is_permitted()
     worker = Waiting(worlds)
     assert worker.waits
     worlds._on_message(Permit(until_s=110.0))
