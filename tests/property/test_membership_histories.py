@@ -94,6 +94,7 @@ class Histories(RuleBasedStateMachine):
                         proved_dead=machine.proved_dead,
                         last_sign_s=self.last_sign_s.get(member.node_id, self.world_since_s),
                         finished=machine.record.state is NodeState.FINISHED,
+                        running=machine.record.running,
                     )
                 )
         return View(
@@ -139,6 +140,11 @@ class Histories(RuleBasedStateMachine):
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s
                 assert m.proved_dead or m.finished or silent_s >= POLICY.takeover_s
+        for m in view.missing:
+            # Whose workers may still train, and without anybody who goes on.
+            alone = m.running is not None and not {*m.running.node_ids} & {*chosen}
+            if chosen and alone and not (m.proved_dead or m.finished):
+                assert self.now - m.last_sign_s >= POLICY.takeover_s, "two worlds in progress"
         if proposal.state is WorldState.ACTIVE:
             finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
             finished |= {m.member.node_id for m in view.missing if m.finished}
