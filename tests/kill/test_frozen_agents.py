@@ -16,6 +16,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 WORKLOAD = Workload(samples=500, epochs=20, step_s=0.4)
 LEASE_S = 2.0
 TAKEOVER_S = 14.0
+# What the unmodified script takes for a job of one process.
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
 
 
 @pytest.mark.parametrize("script", [SESSION, PLAIN], ids=["in-process", "unmodified"])
@@ -23,7 +32,9 @@ def test_workers_of_a_frozen_agent_stop_before_another_world_takes_over(
     etcd: EmbeddedEtcd, tmp_path: Path, script: Path
 ) -> None:
     (tmp_path / "alone").mkdir()
-    reference = train_undisturbed(tmp_path / "alone", WORKLOAD, script)
+    reference = train_undisturbed(
+        tmp_path / "alone", WORKLOAD, script, ALONE if script is PLAIN else None
+    )
     conf = {"lease_s": LEASE_S, "takeover_s": TAKEOVER_S, "last_call_s": 1.0}
     with TrainingJob(
         [etcd.endpoint],

@@ -279,6 +279,24 @@ class Histories(RuleBasedStateMachine):
         for _ in range(newcomers):
             self.a_node_arrives()
 
+    @precondition(lambda self: self.world is not None and self.ended is None)
+    @precondition(lambda self: len(self.machines) < 12)
+    @rule(die=st.booleans())
+    def a_node_joins_and_the_others_fall_silent_before_they_know(self, die: bool) -> None:
+        """They may still run the world before, in which nobody has met the newcomer."""
+        for machine in self.machines.values():
+            if machine.renews:
+                self.take_up(machine)
+        self.a_node_arrives()
+        self.now += POLICY.last_call_s
+        self.the_leader_decides()
+        for machine in self.machines.values():
+            if machine.renews and machine.record.running is not None:
+                self.silence(machine)
+                machine.process_lives, machine.reachable = not die, die
+        self.now += LEASE_S + 1
+        self.the_leader_decides()
+
     @rule()
     def the_cut_off_come_back(self) -> None:
         for machine in self.machines.values():
