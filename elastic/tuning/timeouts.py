@@ -81,11 +81,6 @@ class Timeouts:
         _require_order_of_leaving(self)
 
     @property
-    def permission_s(self) -> float:
-        """From the last renewal of a node's lease to the end of its workers' permission."""
-        return permission_s(self.takeover_s)
-
-    @property
     def boundary_s(self) -> float:
         """From SIGTERM until the workers have left their last step."""
         return boundary_s(self.step_time_s)
