@@ -6,12 +6,22 @@ An attempt and the checkpoint it becomes are one prefix::
       00000-of-00004.safetensors     in their place from the start
       part-00000-of-00004.json
       .manifest-pending.json         an attempt's manifest.json, before the commit
-      manifest.json                  there: committed. One put, which only the first one wins.
-      .removed                       there, and no manifest: on its way out
+      manifest.json                  there, with all files: committed. One put, the first one wins.
+      .removed                       there, and not committed: on its way out
 
 So the three folders of :mod:`checkpoints.naming` (attempt, committed, removed) are three states
 of a prefix, told by which of the two last objects is there. Renaming between them puts and
 deletes these, and never moves data. An object store has no folders: an empty one is missing.
+
+A committer may be stopped between its look at the parts and its put, for as long as it takes
+others to remove them. Three things keep its manifest from listing what is gone:
+
+- who removes an attempt puts the mark first, and looks for a manifest then; a committer puts the
+  manifest first, and looks for the mark and the files then. One of them sees the other: a
+  committer that sees a mark, or misses a file, takes its manifest back and has failed;
+- who removes looks again when all is deleted, and deletes what came meanwhile;
+- if the committer dies before its look, a manifest without its files is no checkpoint to anybody:
+  it is on its way out, and swept like one.
 """
 
 from __future__ import annotations
@@ -30,6 +40,7 @@ from checkpoints.naming import (
     parse_attempt,
     parse_committed,
     parse_part_file,
+    parse_writer_file,
 )
 from checkpoints.storage import Sink, Source
 
@@ -71,6 +82,12 @@ class ObjectStorage:
         return [MANIFEST if entry == _PENDING else entry for entry in names]
 
     def size(self, path: str) -> int:
+        name, state = _asked(path)
+        if name is not None and state is _State.COMMITTED and path == f"{name}/{MANIFEST}":
+            entries = self._objects.list(str(name))
+            if _state(entries) is not state:  # a manifest whose files are gone commits nothing
+                raise _missing(path)
+            return entries[MANIFEST].size
         return self._objects.stat(_key(path)).size
 
     def modified_s(self, path: str) -> float:
@@ -115,8 +132,26 @@ class ObjectStorage:
         """With all that is in it. Dying in between leaves nothing that looks whole."""
         name, state = _asked(path)
         entries = self._objects.list(_key(path))
-        if name is not None and _state(entries) is not state:
-            return  # it has become something else
+        if name is not None and state is _State.ATTEMPT and _state(entries) is state:
+            entries, state = self._mark(name), _State.REMOVED
+        # Again, for the manifest of a committer that was stopped before its put.
+        while entries and (name is None or _state(entries) is state):
+            self._delete_all(path, entries)
+            entries = self._objects.list(_key(path))
+        # (Else it has become something else.)
+
+    def _mark(self, name: CheckpointName) -> Mapping[str, Entry]:
+        """Say that an attempt is on its way out, unless a committer was faster; what is in it."""
+        with contextlib.suppress(OSError):  # a store may be too full even for this
+            self._objects.put(f"{name}/{_REMOVED}", b"")
+        entries = self._objects.list(str(name))
+        if _state(entries) is _State.COMMITTED:
+            self._objects.delete(f"{name}/{_REMOVED}")
+            return {}
+        # The mark counts though it could not be put.
+        return {**entries, _REMOVED: Entry(0, 0.0)} if entries else {}
+
+    def _delete_all(self, path: str, entries: Mapping[str, Entry]) -> None:
         for entry in sorted(entries, key=_removal_order):
             if entries[entry].is_folder:
                 self.remove_folder(f"{_key(path)}/{entry}")
@@ -131,12 +166,13 @@ class ObjectStorage:
             if name is None or not info.is_folder:
                 found.append(entry)
                 continue
-            if self._exists(name, MANIFEST):
-                found.append(str(name))
-            elif self._exists(name, _REMOVED):
-                found.append(name.removed)
-            else:
-                found.append(name.attempt)
+            match _state(self._objects.list(str(name))):
+                case _State.COMMITTED:
+                    found.append(str(name))
+                case _State.REMOVED:
+                    found.append(name.removed)
+                case _:
+                    found.append(name.attempt)
         return found
 
     def _exists(self, name: CheckpointName, file: str) -> bool:
@@ -156,7 +192,10 @@ class ObjectStorage:
         size = self._objects.stat(pending).size
         data = self._objects.get(pending, 0, size)
         self._objects.put(f"{name}/{MANIFEST}", data, only_new=True)
-        self._objects.delete(f"{name}/{_REMOVED}")
+        entries = self._objects.list(str(name))
+        if _REMOVED in entries or not _has_all_files(entries):
+            self._objects.delete(f"{name}/{MANIFEST}")
+            raise _missing(name.attempt)  # it was removed before this put
         self._objects.delete(pending)
 
     def _uncommit(self, name: CheckpointName) -> None:
@@ -242,10 +281,18 @@ def _key(path: str) -> str:
 
 def _state(entries: Mapping[str, Entry]) -> _State:
     if MANIFEST in entries:
-        return _State.COMMITTED
+        return _State.COMMITTED if _has_all_files(entries) else _State.REMOVED
     if _REMOVED in entries:
         return _State.REMOVED
     return _State.ATTEMPT if entries else _State.MISSING
+
+
+def _has_all_files(entries: Mapping[str, Entry]) -> bool:
+    """Whether nothing of a checkpoint is missing: the names of its files say how many there are."""
+    files = [ranks for ranks in map(parse_writer_file, entries) if ranks is not None]
+    if files:
+        return len(files) == max(world_size for _, world_size in files)
+    return any(not entry.startswith(".") and entry != MANIFEST for entry in entries)
 
 
 def _removal_order(entry: str) -> tuple[int, str]:

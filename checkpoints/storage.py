@@ -23,6 +23,7 @@ from typing import Protocol
 
 from checkpoints.errors import DiskFull, NotWritable, ReadFailed, WriteFailed
 from checkpoints.mapped import MappedFile, in_memory
+from checkpoints.naming import parse_attempt
 
 # Small tensors are gathered into writes of this size; larger ones pass through unbuffered.
 _BUFFER_BYTES = 1 << 20
@@ -170,7 +171,18 @@ class LocalStorage:
 
     def remove_folder(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._root / path)
+            shutil.rmtree(self._root / self._out_of_reach(path))
+
+    def _out_of_reach(self, path: str) -> str:
+        """An attempt under another name: a committer that was stopped before its rename would
+        make a checkpoint of what is half removed."""
+        attempt = parse_attempt(path)
+        if attempt is None:
+            return path
+        with contextlib.suppress(FileNotFoundError):  # what another one left
+            shutil.rmtree(self._root / attempt.removed)
+        os.rename(self._root / path, self._root / attempt.removed)
+        return attempt.removed
 
 
 class _LocalSink:

@@ -17,6 +17,11 @@ class Clock(Protocol):
         """Seconds since an arbitrary point; never goes back. For intervals."""
         ...
 
+    def boottime(self) -> float:
+        """Seconds since the machine booted, those it was suspended included; the same for all
+        its processes. For what must end even if whoever granted it sleeps."""
+        ...
+
     def wall(self) -> float:
         """Seconds since 1970 (UTC). For records and people, never for decisions."""
         ...
@@ -36,6 +41,9 @@ class SystemClock:
     def monotonic(self) -> float:
         return time.monotonic()
 
+    def boottime(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
     def wall(self) -> float:
         return time.time()
 
@@ -53,6 +61,9 @@ class ManualClock:
         self._now = start
 
     def monotonic(self) -> float:
+        return self._now
+
+    def boottime(self) -> float:
         return self._now
 
     def wall(self) -> float:

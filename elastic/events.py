@@ -89,6 +89,14 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeFound(Event):
+    """A node that was given up as dead answers after all."""
+
+    found: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Waiting(Event):
     """The leader waits before it forms the next world, and for what."""
 

@@ -83,6 +83,10 @@ class Accounts:
         """A node was proved dead."""
         self._flaps.lost(name, now)
 
+    def found(self, name: str) -> None:
+        """A node that was given up as dead answers."""
+        self._flaps.found(name)
+
     def formed(self, before: World | None, world: World, now: float) -> None:
         """A world was written: remember who came into a running job."""
         horizon = now - self._cool_down_s

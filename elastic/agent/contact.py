@@ -7,6 +7,7 @@ step's boundary, as the last ones of a job do, and save; a quarter of the time i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from elastic.agent.context import NodeContext
@@ -14,6 +15,9 @@ from elastic.agent.workers import Workers
 from elastic.errors import StoreUnreachable
 
 _AWAY_S = 2.0
+# The node's thread turns every second. After a longer pause it may have been frozen, and not etcd
+# away: it gets this long to find etcd again. (Its workers' permission was not extended meanwhile.)
+_FROZEN_S = 5.0
 
 
 class Contact:
@@ -30,6 +34,8 @@ class Contact:
         self._last_contact_s = last_contact_s
         self._gone_by_s: float | None = None  # the workers have been told to leave
         self._is_lost = False
+        self._checked_s = context.clock.monotonic()
+        self._excused_s = self._thawed_s = -math.inf
         self.watch_is_cut = False  # it says so itself, and when it is back
 
     @property
@@ -48,6 +54,9 @@ class Contact:
     def check(self) -> None:
         """Stop this node if it is cut off, once its workers have left or their time is up."""
         board, now = self._at.board, self._at.clock.monotonic()
+        before_s, self._checked_s = self._checked_s, now
+        if self._last_contact_s is not None and now - before_s > _FROZEN_S:
+            self._excuse(self._last_contact_s(), now)
         if self._gone_by_s is not None:
             if board.workers_left or now >= self._gone_by_s:
                 self._stop(now)
@@ -55,13 +64,18 @@ class Contact:
         if self._last_contact_s is None or not board.has_workers_in_a_world:
             return
         takeover_s = self._at.options.takeover_s
-        if now - self._last_contact_s() <= takeover_s / 2:
+        if now - self._last_contact_s() <= takeover_s / 2 or now - self._thawed_s <= _FROZEN_S:
             return
         if self._workers is None or not board.node.in_process:
             self._stop(now)
             return
         self._gone_by_s = now + takeover_s / 4
         self._workers.part("this node has lost etcd")
+
+    def _excuse(self, contact_s: float, now: float) -> None:
+        """Once for each contact: calls to an etcd that is away hold the thread up as well."""
+        if contact_s > self._excused_s:
+            self._excused_s, self._thawed_s = contact_s, now
 
     def _stop(self, now: float) -> None:
         assert self._last_contact_s is not None

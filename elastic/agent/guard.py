@@ -9,21 +9,27 @@ A worker that was forked (``start_method="fork"``) has its agent's initial envir
 nothing. It has inherited the agent's descriptors: one of them, a pipe that nobody uses, is the
 mark of all that was forked, and of what that forks in turn (docs/decisions/0003).
 
+An agent that is frozen leaves them running, too. It extends their permission to train while it
+turns (permission.py); when that is over, the guard ends them.
+
 Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID FORK_MARK LINK MEMORY
-ENDING``, with a pipe from the agent as standard input. A byte on it is the agent's word that it
-ended in order.
+ENDING``, with a pipe from the agent as standard input. A line on it is the end of the permission,
+by CLOCK_BOOTTIME; an ``x`` is the agent's word that it ended in order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +37,7 @@ MARK = "ELASTIC_NODE_ID"
 # (Time comes from the standard library here: the guard runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
+LONGEST_WAIT_S = 3600.0  # select's clock stands still while the machine sleeps
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,24 @@ def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
     return found
 
 
-def end_marked(node_id: str, forked: ForkMark | None = None) -> None:
-    """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``.
+def end_marked(
+    node_id: str,
+    forked: ForkMark | None = None,
+    *,
+    agent_pid: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``, or
+    until ``stop``.
 
-    For the guard: the agent, which holds what it forks with, is gone.
+    For the guard: the agent, which holds what it forks with, is gone, or is ``agent_pid``.
     """
     signalled: set[int] = set()
     began = quiet_since = time.monotonic()
-    while (now := time.monotonic()) - quiet_since < SETTLE_S:
+    while (now := time.monotonic()) - quiet_since < SETTLE_S and not stop():
         for pid in marked_processes(node_id, forked):
+            if pid == agent_pid:
+                continue
             late = now - began > GRACE_S
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if late or pid not in signalled:
@@ -169,20 +185,31 @@ class Guard:
             env=environment,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._writing = threading.Lock()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def permit(self, until_s: float) -> None:
+        """Let the workers train until then, by CLOCK_BOOTTIME. From any thread, never waits."""
+        self._write(f"{until_s!r}\n".encode())
+
+    def _write(self, data: bytes) -> None:
+        pipe = self._process.stdin
+        with self._writing, contextlib.suppress(OSError):  # it is gone, or does not read
+            if pipe is not None and not pipe.closed:
+                os.write(pipe.fileno(), data)
 
     def release(self) -> None:
         """The agent ends in order: nothing is left to guard."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
         os.close(self._inherited)
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(b"x")
-            self._process.stdin.flush()
-        with contextlib.suppress(OSError):
+        self._write(b"x")
+        with self._writing, contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
             self._process.wait(timeout=2.0)
@@ -227,11 +254,37 @@ def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str)
         return
     except (AttributeError, OSError):  # before Linux 5.3: the pipe alone
         pass
-    readable, _, _ = select.select(watched, [], [])
-    if 0 in readable and os.read(0, 1) == b"x":
-        return
-    end_marked(node_id, forked)
-    remove_leftovers(*leftovers)
+    if not _watch(watched, agent_pid, node_id, forked):
+        end_marked(node_id, forked)
+        remove_leftovers(*leftovers)
+
+
+def _watch(watched: list[int], agent_pid: int, node_id: str, forked: ForkMark | None) -> bool:
+    """Until the agent has ended; whether it did so in order. Ends workers without permission."""
+    until_s, rest = math.inf, b""
+    while True:
+        left_s = max(0.0, min(until_s - _boottime(), LONGEST_WAIT_S))
+        readable, _, _ = select.select(watched, [], [], left_s)
+        if 0 in readable and (said := os.read(0, 4096)):
+            if b"x" in said:
+                return True
+            *lines, rest = (rest + said).split(b"\n")
+            until_s = float(lines[-1]) if lines else until_s
+        elif readable:
+            return False
+        elif _boottime() > until_s:
+            # Until the agent is back: the workers that it starts then are none of these.
+            end_marked(
+                node_id,
+                forked,
+                agent_pid=agent_pid,
+                stop=lambda: bool(select.select(watched, [], [], 0)[0]),
+            )
+            until_s = math.inf
+
+
+def _boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from elastic.agent.address import own_address
 from elastic.agent.endings import why_left
 from elastic.agent.guard import MARK, Guard, end_strays, kill_marked
 from elastic.agent.health_server import HealthServer
@@ -37,7 +38,6 @@ from elastic.agent.torch_private import CallingAgent, Launcher
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions
 from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_endpoints import Endpoint
 from elastic.coordination.records import Keys, Node, NodeState
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
@@ -108,6 +108,7 @@ class Launch:
                 node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
             )
             made.callback(self._guard.release)
+            self.service.tell_guard(self._guard.permit)
             self.leaving = Leaving(
                 self.service,
                 options.leave_grace_s,
@@ -304,10 +305,14 @@ def _describe_node(
         name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
         nproc=0,
         role="",
-        address=parameters.local_addr or options.pod_ip or _address_towards(store.endpoint),
+        address=own_address(
+            parameters.local_addr or options.pod_ip or "",
+            store.endpoint,
+            within_s=options.connect_timeout_s,
+        ),
         ports=(),
         liveness_port=0,
-        process=current_process(),
+        process=current_process(options.pod_uid or ""),
         state=NodeState.ARRIVED,
         in_process=False,
         min_nodes=parameters.min_nodes,
@@ -320,22 +325,3 @@ def _describe_node(
         failure_exit_code=None,
         joined_at_s=SYSTEM_CLOCK.wall(),
     )
-
-
-def _address_towards(endpoint: Endpoint | None) -> str:
-    """This machine's address on the way to etcd: what the other nodes can most likely reach.
-
-    A connected datagram socket sends nothing; it makes the kernel choose the route. Host names
-    are not used: on many machines they resolve to 127.0.1.1 or not at all.
-    """
-    if endpoint is None:
-        return socket.gethostname()
-    host, port = endpoint.host, endpoint.port
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()

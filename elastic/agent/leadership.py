@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from elastic.agent.accounts import Accounts, Broken
 from elastic.agent.board import WorldEntry
+from elastic.agent.connections import Connections
 from elastic.agent.context import NodeContext
 from elastic.agent.identity import proved_gone
 from elastic.agent.probe import Verdict, probe
@@ -44,7 +45,14 @@ from elastic.coordination.records import (
 )
 from elastic.coordination.standing import stand
 from elastic.errors import RecordError
-from elastic.events import NodeLost, NodeSuspected, StoreTrouble, Waiting, WorldFormed
+from elastic.events import (
+    NodeFound,
+    NodeLost,
+    NodeSuspected,
+    StoreTrouble,
+    Waiting,
+    WorldFormed,
+)
 
 # Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
 # registered again by then, so the highest running world is known.
@@ -73,11 +81,13 @@ class NodesEvent:
 class Leadership:
     """One term as leader. Made on taking office, closed on losing it."""
 
-    def __init__(self, context: NodeContext, announce: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, context: NodeContext, announce: Callable[[bytes], None], connections: Connections
+    ) -> None:
         self._at = context
         self._announce = announce
         self._since_s = context.clock.monotonic()
-        self.roster = Roster(context.keys)
+        self.roster = Roster(context.keys, connections)
         self._listed = False
         self._asked: set[str] = set()
         self._next_recheck_s = 0.0
@@ -137,19 +147,27 @@ class Leadership:
         )
         self.roster.doubt(node_id, self._at.clock.monotonic())
 
+    def on_opened(self, node_id: str) -> None:
+        """A follower said hello."""
+        self.roster.connection_opened(node_id, self._at.clock.monotonic())
+
     def on_probed(self, probed: Probed) -> None:
         """A verdict arrived."""
         self._asked.discard(probed.node_id)
-        verdict = probed.verdict
-        changed = self.roster.settle(probed.node_id, verdict.liveness, self._at.clock.monotonic())
-        if not changed:
+        now, reason = self._at.clock.monotonic(), probed.verdict.reason
+        was_dead = self.roster.is_dead(probed.node_id)
+        changed = self.roster.settle(probed.node_id, probed.verdict, now)
+        if changed is None:
             return
         name = self._name(probed.node_id)
-        if verdict.liveness is Liveness.DEAD:
-            self._at.journal.emit(NodeLost(lost=name, reason=verdict.reason))
-            self._accounts.lost(name, self._at.clock.monotonic())
-        elif verdict.liveness is Liveness.SUSPECT:
-            self._at.journal.emit(NodeSuspected(suspect=name, reason=verdict.reason))
+        if was_dead:
+            self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
+            self._accounts.found(name)
+        if changed is Liveness.DEAD:
+            self._at.journal.emit(NodeLost(lost=name, reason=reason))
+            self._accounts.lost(name, now)
+        elif changed is Liveness.SUSPECT:
+            self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
     def _doubt_all(self, world: World | None, now: float) -> None:
         """A new term: whoever died before it, member or not, left no connection to close."""
@@ -252,7 +270,7 @@ class Leadership:
             known = self.roster.knows(node_id)
             member = members.get(node_id) or (known.node.as_member() if known else None)
             if member is None:
-                self.roster.settle(node_id, Liveness.SUSPECT, now)
+                self.roster.settle(node_id, Verdict(Liveness.SUSPECT, "no address"), now)
                 continue
             self._asked.add(node_id)
             self._probes.submit(

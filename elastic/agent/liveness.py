@@ -3,6 +3,8 @@
 Every agent listens on one port and answers a hello with its own id. It also holds one
 connection to the leader: when either process dies the kernel closes it, and the other side
 hears of it at once. A close is a suspicion; :mod:`elastic.agent.probe` turns it into a verdict.
+Peers are reached by address: to resolve a name may take longer than a lease, and nobody would be
+answered meanwhile.
 
 The leader sends every world it has written down these connections, ahead of the store's watch.
 
@@ -38,6 +40,7 @@ class _Peer:
     connection: socket.socket
     node_id: str | None = None  # set by a follower's hello, and for our leader
     is_leader: bool = False
+    is_known: bool = False  # it has shown its id
     connect_by_s: float | None = None  # still connecting, until then
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
@@ -46,9 +49,10 @@ class _Peer:
 class LivenessServer:
     """Listens, answers, follows the leader. One thread, owned by whoever calls ``close``.
 
-    All callbacks run on that thread: ``on_closed(node_id, is_leader)`` when a connection that
-    had a hello (or ours to the leader) closes, ``on_world(record)`` when the leader sent a world,
-    ``on_error`` if the thread dies.
+    All callbacks run on that thread: ``on_opened(node_id, is_leader)`` when a follower said hello
+    or the leader answered ours, ``on_closed(node_id, is_leader)`` when a connection that had a
+    hello closes, or ours to the leader does or could not be made, ``on_world(record)`` when the
+    leader sent a world, ``on_error`` if the thread dies.
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class LivenessServer:
         on_closed: Callable[[str, bool], None],
         on_error: Callable[[BaseException], None] = lambda error: None,
         on_world: Callable[[bytes], None] = lambda record: None,
+        on_opened: Callable[[str, bool], None] = lambda node_id, is_leader: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._node_id = node_id
         self._on_closed = on_closed
         self._on_error = on_error
         self._on_world = on_world
+        self._on_opened = on_opened
         self._clock = clock
         self._listener = _listen(host)
         self._selector = selectors.DefaultSelector()
@@ -192,9 +198,11 @@ class LivenessServer:
         silent itself, and taken for lost with it."""
         self._forget_leader()
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            # A listener on a name listens on its IPv4 address.
-            family, kind, protocol, _, address = min(found, key=lambda f: f[0] != socket.AF_INET)
+            # Agents publish addresses. (A name of an older one is left to the probe's thread.)
+            found = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+            family, kind, protocol, _, address = found[0]
             connection = socket.socket(family, kind, protocol)
         except OSError:
             self._on_closed(node_id, True)
@@ -249,12 +257,23 @@ class LivenessServer:
         if peer.is_leader:
             if isinstance(world := message.get("world"), dict):
                 self._on_world(json.dumps(world).encode())
-            return True  # else it is the answer to our hello
+            elif (answer := message.get("node_id")) is not None:  # to our hello
+                if answer != peer.node_id:
+                    return False  # the port is another agent's by now
+                self._show(peer)
+            return True
         hello = message.get("hello")
         if not isinstance(hello, str):
             return self._send(peer, to_line({"node_id": self._node_id}))
-        peer.node_id = hello
+        if not peer.is_known:
+            peer.node_id = hello
+            self._show(peer)
         return self._send(peer, to_line({"node_id": self._node_id}) + self._announcement)
+
+    def _show(self, peer: _Peer) -> None:
+        if not peer.is_known and peer.node_id is not None:
+            peer.is_known = True
+            self._on_opened(peer.node_id, peer.is_leader)
 
     def _announce(self, line: bytes) -> None:
         self._announcement = line

@@ -21,10 +21,12 @@ from elastic.agent.messages import (
     ChangeNode,
     Close,
     ConnectionClosed,
+    ConnectionOpened,
     LeaseEnded,
     PushedWorld,
     WorkersStart,
 )
+from elastic.agent.permission import Permission
 from elastic.agent.succession import LeaderProbed, Succession
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
@@ -91,13 +93,16 @@ class NodeLoop:
             lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
             board.fail,
             on_world=lambda record: self.post(PushedWorld(record)),
+            on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at) if options.mode == "in-process" else None
         self._contact = Contact(self._at, self._workers, last_contact_s)
+        self.permission = Permission(self._at, self._workers)
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
+        self._knows_world = False  # the world has been read since this lease was granted
         self._watch: Watch | None = None
         self._close_by_s: float | None = None  # set once: the end, at the latest
         self._next_wake_s = 0.0
@@ -179,6 +184,7 @@ class NodeLoop:
         if self._guarded(self._duties):
             self._at.board.store_trouble = ""
         self._tell_workers()
+        self.permission.renew(self._lease if self._registered else None)
         self._contact.check()
 
     def _tell_workers(self) -> None:
@@ -220,6 +226,8 @@ class NodeLoop:
             case Probed():
                 if term is not None:
                     term.on_probed(message)
+            case ConnectionOpened(node_id, is_leader):
+                self._succession.on_connection_opened(node_id, is_leader)
             case ConnectionClosed(node_id, was_leader):
                 self._succession.on_connection_closed(node_id, was_leader)
             case LeaderProbed():
@@ -273,6 +281,7 @@ class NodeLoop:
             )
             if self._workers is not None:
                 self._workers.register_again()
+            self._knows_world = False
         node = self._at.board.node
         try:
             self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)
@@ -280,6 +289,13 @@ class NodeLoop:
             lease, self._lease = self._lease, None
             lease.close(revoke=False)
             raise
+        if not self._knows_world:
+            # Without a lease this node may have been given up: its workers' permission is not
+            # renewed before that is known.
+            entry = self._at.store.get(self._at.keys.world)
+            self._knows_world = True
+            if entry is not None:
+                self._learn_world(entry)
         self._registered = True
         if self._succession.term is not None:
             self._succession.term.on_own_record(node, self._lease.id)

@@ -22,6 +22,14 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True)
+class ConnectionOpened:
+    """A liveness connection has shown who is at its other end."""
+
+    node_id: str
+    is_leader: bool
+
+
+@dataclass(frozen=True)
 class ConnectionClosed:
     """A liveness connection with a named peer closed."""
 

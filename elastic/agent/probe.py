@@ -20,6 +20,7 @@ class Verdict:
     liveness: Liveness
     reason: str
     reset: bool = False  # the connection was accepted and then reset
+    refused: bool = False  # nobody of that name listens there: half of a proof (connections.py)
 
 
 def probe(
@@ -27,9 +28,10 @@ def probe(
 ) -> Verdict:
     """Ask the agent at ``host:port`` whether it is ``node_id``.
 
-    Refused, or answered by another agent: the process is gone, for a live agent never closes
-    its port. Silence is no proof. A connection that is accepted and reset has met an agent
-    dying: it is asked again, when its port refuses.
+    Refused, or answered by another agent: half of a proof that the process is gone, for a live
+    agent never closes its port, but a firewall refuses in its name. What the other half is, says
+    :mod:`elastic.agent.connections`. Silence is no proof at all. A connection that is accepted
+    and reset has met an agent dying: it is asked again, when its port refuses.
     """
     verdict = _probe(host, port, node_id, timeout_s)
     if verdict.reset:
@@ -44,7 +46,7 @@ def _probe(host: str, port: int, node_id: str, timeout_s: float) -> Verdict:
             connection.sendall(to_line({"probe": node_id}))
             answer = _read_line(connection)
     except ConnectionRefusedError:
-        return Verdict(Liveness.DEAD, f"{host}:{port} refuses connections")
+        return Verdict(Liveness.SUSPECT, f"{host}:{port} refuses connections", refused=True)
     except ConnectionResetError:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} reset the connection", reset=True)
     except OSError as error:
@@ -52,7 +54,7 @@ def _probe(host: str, port: int, node_id: str, timeout_s: float) -> Verdict:
     if answer.get("node_id") == node_id:
         return Verdict(Liveness.ALIVE, f"{host}:{port} answers")
     if isinstance(answer.get("node_id"), str):
-        return Verdict(Liveness.DEAD, f"{host}:{port} is now another agent")
+        return Verdict(Liveness.SUSPECT, f"{host}:{port} is now another agent", refused=True)
     return Verdict(Liveness.SUSPECT, f"{host}:{port} does not speak this protocol")
 
 

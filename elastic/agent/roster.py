@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from elastic.agent.connections import Connections
+from elastic.agent.probe import Verdict
 from elastic.coordination.keyvalue import Entry
 from elastic.coordination.membership import Liveness, MissingMember, NodeView, View
 from elastic.coordination.records import (
@@ -50,8 +52,9 @@ class Failed:
 class Roster:
     """The leader's memory of the nodes."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, connections: Connections) -> None:
         self._keys = keys
+        self._connections = connections
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
         self._unsettled: dict[str, float] = {}  # node_id -> when to ask; in question
@@ -92,8 +95,8 @@ class Roster:
         self._missing_since.pop(node.node_id, None)
         # A record is no proof of life: it may have been on its way when its writer died.
         self._liveness.setdefault(node.node_id, Liveness.ALIVE)
-        if self._liveness[node.node_id] is Liveness.SUSPECT:
-            self.doubt(node.node_id, now)
+        if self._liveness[node.node_id] is not Liveness.ALIVE:
+            self._unsettled[node.node_id] = now  # newer than the verdict: ask again
         self._remember_failure(node)
 
     def _remember_failure(self, node: Node) -> None:
@@ -122,11 +125,15 @@ class Roster:
         if self._liveness.get(node_id) is not Liveness.DEAD:
             self._unsettled[node_id] = now
 
-    def settle(self, node_id: str, liveness: Liveness, now: float) -> bool:
-        """A probe's verdict. True if it changed what is known."""
+    def connection_opened(self, node_id: str, now: float) -> None:
+        """It has said hello: newer than any verdict against it."""
+        if self._liveness.get(node_id, Liveness.ALIVE) is not Liveness.ALIVE:
+            self._unsettled[node_id] = now
+
+    def settle(self, node_id: str, verdict: Verdict, now: float) -> Liveness | None:
+        """A probe's verdict. What is known now, if that changed it."""
         before = self._liveness.get(node_id, Liveness.ALIVE)
-        if before is Liveness.DEAD:
-            return False
+        liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
         if liveness is Liveness.SUSPECT:
             self._suspect_since.setdefault(node_id, now)
@@ -134,8 +141,18 @@ class Roster:
             self._suspect_since.pop(node_id, None)
         self._unsettled.pop(node_id, None)
         if liveness is Liveness.ALIVE:
+            self._connections.answered(node_id)
             self._touch(node_id, now)
-        return liveness is not before
+        return liveness if liveness is not before else None
+
+    def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
+        """A refusal proves a death if the lease or our connection is lost, too; silence after
+        such a proof changes nothing for as long as that is so."""
+        is_lost = node_id in self._missing_since or self._connections.is_lost(node_id)
+        is_proof = verdict.refused or before is Liveness.DEAD
+        if verdict.liveness is Liveness.SUSPECT and is_proof and is_lost:
+            return Liveness.DEAD
+        return verdict.liveness
 
     def _touch(self, node_id: str, now: float) -> None:
         known = self._known.get(node_id)
@@ -160,17 +177,22 @@ class Roster:
             and self._liveness.get(node_id) is Liveness.ALIVE
         )
 
+    def is_dead(self, node_id: str) -> bool:
+        """Its death is proved, for all that is known now."""
+        return self._liveness.get(node_id) is Liveness.DEAD
+
     def unsettled(self) -> frozenset[str]:
         """Nodes in question; nothing is decided before they are settled."""
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to ask again from time to time: silent, or alive without a key."""
+        """Nodes to ask again from time to time: silent, alive without a key, or dead with one."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
             if liveness is Liveness.SUSPECT
             or (liveness is Liveness.ALIVE and node_id in self._missing_since)
+            or (liveness is Liveness.DEAD and node_id not in self._missing_since)
         )
 
     def doubt_members_without_key(self, world: World | None, now: float) -> None:
@@ -207,6 +229,7 @@ class Roster:
                 self._troubles,
             ):
                 memory.pop(node_id, None)
+            self._connections.forget(node_id)
 
     def highest_running(self) -> World | None:
         """The newest world that any node says it runs."""
@@ -278,4 +301,5 @@ class Roster:
             proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
             last_sign_s=self._missing_since.get(member.node_id, world_since_s),
             finished=known is not None and known.node.state is NodeState.FINISHED,
+            running=known.node.running if known is not None else None,
         )

@@ -301,6 +301,10 @@ class NodeService:
         """The socket for this node's workers; empty in restart mode."""
         return self._loop.link_path
 
+    def tell_guard(self, permit: Callable[[float], object]) -> None:
+        """Call ``permit`` with the end of the workers' permission whenever it is extended."""
+        self._loop.permission.tell_guard = permit
+
     @property
     def can_leave_in_order(self) -> bool:
         """Whether the workers can be asked to leave at a step's boundary."""

@@ -6,7 +6,9 @@ import logging
 import threading
 from dataclasses import dataclass
 
+from elastic.agent.connections import Connections
 from elastic.agent.context import NodeContext
+from elastic.agent.identity import proved_gone
 from elastic.agent.leadership import Leadership
 from elastic.agent.liveness import LivenessServer
 from elastic.agent.probe import Verdict, probe
@@ -39,6 +41,7 @@ class Succession:
         self._absent_since_s = context.clock.monotonic()
         self._follow_at_s: float | None = None
         self._probing: threading.Thread | None = None
+        self._connections = Connections()
         self.term: Leadership | None = None
 
     @property
@@ -104,6 +107,7 @@ class Succession:
             return
         self._at.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
         self._follow_at_s = None
+        self._connections.let_go()
         if after != self._my_id:
             self.end_term()
         if entry is None or after == self._my_id:
@@ -116,7 +120,7 @@ class Succession:
 
     def _begin_term(self) -> None:
         self.end_term()
-        self.term = Leadership(self._at, self._liveness.announce)
+        self.term = Leadership(self._at, self._liveness.announce, self._connections)
         world = self._at.board.world.world
         if world is not None:  # for followers that are cut off from the store
             self._liveness.announce(encode(world))
@@ -145,8 +149,15 @@ class Succession:
                 self._set(handed)
             return
 
+    def on_connection_opened(self, node_id: str, is_leader: bool) -> None:
+        """A follower said hello, or our leader answered ours."""
+        self._connections.opened(node_id, is_leader)
+        if self.term is not None and not is_leader:
+            self.term.on_opened(node_id)
+
     def on_connection_closed(self, node_id: str, was_leader: bool) -> None:
         """A liveness connection closed: a suspicion, to be probed."""
+        self._connections.closed(node_id, was_leader)
         if self.term is not None and not was_leader:
             self.term.on_closed(node_id)
         entry = self._entry
@@ -159,25 +170,33 @@ class Succession:
             self._probing.start()
 
     def _probe(self, entry: LeaderEntry) -> None:
-        leader = entry.leader
-        verdict = probe(
-            leader.address,
-            leader.liveness_port,
-            leader.node_id,
-            timeout_s=self._at.options.probe_s,
-            clock=self._at.clock,
-        )
+        leader, world = entry.leader, self._at.board.world.world
+        members = world.members if world is not None else ()
+        process = next((m.process for m in members if m.node_id == leader.node_id), None)
+        if process is not None and proved_gone(process, self._at.board.node.process):
+            verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
+        else:
+            verdict = probe(
+                leader.address,
+                leader.liveness_port,
+                leader.node_id,
+                timeout_s=self._at.options.probe_s,
+                clock=self._at.clock,
+            )
         self._at.post(LeaderProbed(entry, verdict))
 
     def on_probed(self, probed: LeaderProbed) -> None:
         """Dead: delete its key, so that somebody takes its place at once."""
         if self._entry != probed.entry:
             return
-        if probed.verdict.liveness is Liveness.DEAD:
+        verdict = probed.verdict
+        is_lost = self._connections.is_lost(probed.entry.leader.node_id)
+        if verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost):
             leader_key.depose(self._at.store, self._at.keys, probed.entry)
             self._set(None)
             return
-        # Silent: its lease decides, and meanwhile we try to hold the connection again.
+        # Silent, or it refuses and was never connected: its lease decides. Meanwhile we try to
+        # hold the connection again.
         self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
 
     def resign(self) -> None:

@@ -25,6 +25,7 @@ from elastic.link.protocol import (
     Hello,
     Left,
     Message,
+    Permit,
     Ready,
     SigtermAnswer,
     SigtermAsk,
@@ -69,6 +70,7 @@ class Workers:
         self._trouble: Trouble | None = None  # to be written, or written
         self._trouble_written = False
         self._has_parted = False  # told to leave: their ends are no deaths
+        self._permit: Permit | None = None  # the last one
 
     @property
     def path(self) -> str:
@@ -113,6 +115,8 @@ class Workers:
 
     def _welcome(self, worker: Worker) -> None:
         """A first world stands already; a newer one may have come since the worker began."""
+        if self._permit is not None:
+            self._server.send(self._permit, worker)
         running = self._node.running
         if self._pushed is not None and (
             running is None or self._pushed.generation > running.generation
@@ -244,6 +248,16 @@ class Workers:
             return  # a spare: it waits for a world with it
         self._pushed = world
         self._send(world, None)
+
+    def permit(self, until_s: float) -> None:
+        """Let them train until then, by this machine's boot time."""
+        self._permit = Permit(until_s=until_s)
+        self._server.send(self._permit)
+
+    @property
+    def are_all_here(self) -> bool:
+        """Whether every worker of this node has said hello, and so heeds its permission."""
+        return len(self._server.workers()) >= self._node.nproc > 0
 
     def part(self, reason: str) -> None:
         """Have all workers leave at their next boundary, and save, as the last ones of a job do."""

@@ -51,6 +51,7 @@ class EtcdLease:
         self._closed = threading.Event()
         self._wake = threading.Event()
         self._stream: Any = None
+        self._renewed_s = clock.boottime()
         self._id, self._ttl_s = self._grant(ttl_s)
         self._timeout_s = min(
             max(self._ttl_s / _TIMEOUTS_PER_TTL, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S
@@ -71,6 +72,10 @@ class EtcdLease:
     @property
     def lost(self) -> bool:
         return self._lost.is_set()
+
+    @property
+    def renewed_s(self) -> float:
+        return self._renewed_s
 
     def renew_now(self) -> None:
         """Somebody has reason to doubt the lease: ask etcd at once."""
@@ -126,6 +131,7 @@ class EtcdLease:
             self._wake.clear()
             if self._closed.is_set():
                 return
+            asked_s = self._clock.boottime()
             try:
                 alive = self._renew() or self._confirm()
             except Failure:
@@ -137,6 +143,7 @@ class EtcdLease:
                 if self._on_lost is not None:
                     self._on_lost()
                 return
+            self._renewed_s = asked_s
 
     def _renew(self) -> bool:
         """One renewal. False: etcd says that it does not know the lease. Raises Failure."""

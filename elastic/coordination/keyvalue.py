@@ -103,6 +103,12 @@ class Lease(Protocol):
         renewal goes on, on every endpoint, until the store answers that it does not exist."""
         ...
 
+    @property
+    def renewed_s(self) -> float:
+        """When the store was asked for the last time of those it has confirmed the lease
+        (``clock.boottime()``): so long at least nobody else has seen it end."""
+        ...
+
     def close(self, *, revoke: bool = True) -> None:
         """Stop renewing and join; with ``revoke`` delete its keys now (best effort)."""
         ...

@@ -27,6 +27,7 @@ class LeaseOf:
     id: int
     ttl_s: float = 0.0
     lost: bool = False
+    renewed_s: float = 0.0
 
     def close(self, *, revoke: bool = True) -> None:
         """Not ours to close."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elastic.clock import SYSTEM_CLOCK
 from elastic.coordination.keyvalue import (
     Deleted,
     Disconnected,
@@ -212,6 +213,7 @@ class MemoryLease:
         self._on_lost = on_lost
         self._id = server.grant()
         self._ttl_s = ttl_s
+        self._renewed_s = SYSTEM_CLOCK.boottime()
         self._closed = False
         self._lost = False
         self._thread = threading.Thread(
@@ -230,6 +232,14 @@ class MemoryLease:
     @property
     def lost(self) -> bool:
         return self._lost
+
+    @property
+    def renewed_s(self) -> float:
+        """Now, unless the store is away or has ended it."""
+        with self._server.changed:
+            if not self._server.down and self._id in self._server.leases:
+                self._renewed_s = SYSTEM_CLOCK.boottime()
+            return self._renewed_s
 
     def close(self, *, revoke: bool = True) -> None:
         with self._server.changed:

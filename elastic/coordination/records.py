@@ -63,10 +63,12 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """Enough to prove on the same host that a process is gone, even after pids are reused."""
+    """Enough to prove on the same machine that a process is gone (agent/identity.py)."""
 
     host: str
-    boot_id: str
+    machine_id: str  # "": none, as in many containers
+    boot_id: str  # "": not known
+    pod_uid: str  # "": in no pod, or not told
     pid_namespace: int
     pid: int
     start_ticks: int

@@ -19,6 +19,7 @@ class Gone:
     sentence: str
     proved: bool  # it certainly makes no progress any more
     last_sign_s: float
+    running: World | None = None  # if that is not proved: the group that it may still step in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,7 @@ def _lease_over(m: MissingMember) -> Gone:
         sentence=f"{m.member.name} is lost ({how})",
         proved=m.proved_dead,
         last_sign_s=m.last_sign_s,
+        running=m.running,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from elastic.coordination.newcomers import Newcomers, cooling_until, find_newcomers
@@ -38,6 +39,8 @@ class Succession:
     def decide(self) -> Decision:
         """Everything that happened at once makes one world: lost, left, failed and joining."""
         newcomers = self._newcomers()
+        if (stepping := self._may_step_alone()) is not None:
+            return stepping
         if self.world.state is WorldState.PAUSED:
             return self._after_pause(newcomers)
         if not self.standing.changed and not newcomers.eligible:
@@ -87,6 +90,28 @@ class Succession:
             return Wait(reason=reason)
         until = max(since) + self.policy.suspect_s
         return others if self.now >= until else Wait(reason=reason, until_s=until)
+
+    def _may_step_alone(self) -> Wait | None:
+        """Members that fell silent in a group without any survivor: nobody's leaving stops them.
+
+        So it is where survivors were about to join them: a plan that was not carried out, or a
+        restart that they had not begun. The others wait, as after the loss of everybody.
+        """
+        survivors = {n.node.node_id for n in self.standing.survivors}
+        alone = [
+            g
+            for g in self.standing.gone
+            if not g.proved and g.running is not None and survivors.isdisjoint(g.running.node_ids)
+        ]
+        until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
+        if self.now >= until_s:
+            return None
+        said = "; ".join(g.sentence for g in alone)
+        reason = (
+            f"workers that nobody has joined may still run: {said}; "
+            f"it is taken over {self.policy.takeover_s:g} s after the last sign"
+        )
+        return Wait(reason=reason, until_s=until_s)
 
     def _settling_until_s(self) -> float | None:
         """Trouble with everyone alive waits a moment for news of a death that explains it: the

@@ -47,6 +47,7 @@ class MissingMember:
     proved_dead: bool  # refused, or its host says so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
+    running: World | None = None  # the world that its workers ran when it was seen last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,6 +180,13 @@ class FlapTracker:
             self.cool(node, now)
         self._forget(now)
 
+    def found(self, node: str) -> None:
+        """The node that was lost last lives: it is not held against it."""
+        if times := self._losses.get(node):
+            times.pop()
+            if not times:
+                del self._losses[node]
+
     def accused(self, node: str, now: float) -> None:
         """A node was the first to fail in a world that nobody was lost from.
 

@@ -120,6 +120,14 @@ class SigtermAnswer:
     leaving: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Permit:
+    """Agent: the worker may begin steps and commit saves until then, by this machine's
+    CLOCK_BOOTTIME (``clock.boottime()``). Only ever later than before."""
+
+    until_s: float
+
+
 Message = (
     Hello
     | Beat
@@ -132,9 +140,10 @@ Message = (
     | Welcome
     | WorldMessage
     | SigtermAnswer
+    | Permit
 )
 FROM_WORKER = (Hello, Beat, Ready, Entered, Trouble, Left, Bye, SigtermAsk)
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 _FIELDS = {name: typing.get_type_hints(kind) for name, kind in _KINDS.items()}
 

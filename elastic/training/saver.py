@@ -63,6 +63,7 @@ class Saver:
                 )
         self._breaks = 0  # worlds of this process
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
+        self.is_permitted: Callable[[], bool] = lambda: True  # by this node's agent
         self._lineage: checkpoints.Lineage = ()
         self._generation = 0
         self._saved_step = 0  # the last step that this world need not save any more
@@ -177,7 +178,8 @@ class Saver:
 
     def _may_commit(self, era: _Era) -> bool:
         """Asked by the writer's thread. False: no newer world may be harmed by this one."""
-        return not era.is_over and not (era is self._era and self.is_superseded())
+        is_stale = era.is_over or (era is self._era and self.is_superseded())
+        return not is_stale and self.is_permitted()
 
     def _sweep(self, generation: int, nonce: str) -> None:
         """On the writer's thread: complete or remove what the broken world has left."""

@@ -99,6 +99,7 @@ class Session:
         self.saver = saver
         if self.worlds is not None:
             saver.is_superseded = self.worlds.is_superseded
+            saver.is_permitted = self.worlds.is_permitted
         for module in self.job.modules.values():
             module.reduction.words = self.between.words if saver.is_on else None
 
@@ -349,6 +350,8 @@ class Session:
         number = self.job.progress.step
         if self._accumulation.since is None:
             self._call_back_again()
+            if self.worlds is not None:
+                self.worlds.wait_until_permitted()
             self.between.pass_boundary()
             if self._can_roll_back:
                 self.recovery.before_step(number)

@@ -37,6 +37,10 @@ LEAST_CHECKPOINT_S = 1.0
 # 2.11 to 2.13); its main thread does nothing else meanwhile, and is not hung.
 TORCH_STOPS_WORKERS_S = 60.0
 _LEASES_TO_TAKEOVER = 4.0
+# Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
+# their agent again. An agent that is cut off from etcd ends them at three quarters (contact.py);
+# the rest is for the step that has begun, and for clocks that run unequally fast.
+_PERMISSION_SHARE = 7 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,11 @@ def of_environment(environ: Mapping[str, str]) -> Timeouts:
             hint="give the pod's terminationGracePeriodSeconds",
         ) from None
     return for_pod(grace_s)
+
+
+def permission_s(takeover_s: float) -> float:
+    """From the last renewal of a node's lease to the end of its workers' permission to train."""
+    return takeover_s * _PERMISSION_SHARE
 
 
 def boundary_s(step_time_s: float) -> float:

@@ -6,6 +6,7 @@ thread asks whether it should go on, and waits here for the world to enter next.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from elastic.link.protocol import (
     Entered,
     Left,
     Message,
+    Permit,
     Ready,
     SigtermAnswer,
     SigtermAsk,
     Trouble,
     WorldMessage,
 )
+from elastic.telemetry.log import get_logger
 from elastic.worker.faults import GroupBuildFailed
 from elastic.worker.world import World, node_name
 
@@ -52,6 +55,7 @@ class Worlds:
         self._said_ready = False
         self.has_left = False  # this worker only waits for its end
         self.is_waiting = False  # the main thread, for a world
+        self._permitted_until_s = math.inf  # by clock.boottime(); no agent has set a limit yet
         self._leaving_answer: bool | None = None
         self._client: LinkClient | None = None
 
@@ -105,6 +109,33 @@ class Worlds:
         if newest is None or newest.generation <= self._entering:
             return False
         return newest.switch_at_step is None or step >= newest.switch_at_step
+
+    def is_permitted(self) -> bool:
+        """Whether this worker may begin a step or commit a save: no other world can have been
+        formed without its node."""
+        return self._clock.boottime() <= self._permitted_until_s
+
+    def wait_until_permitted(self) -> None:
+        """Before a step: wait while the permission to train has expired.
+
+        The agent renews it for as long as it lives and its node is not given up; one that is
+        frozen does not, and after a while the other nodes may train without this one. Returns
+        also when the present world is over: then the next one is to be entered.
+        """
+        if self._clock.boottime() > self._permitted_until_s:
+            self._wait_for_permission()
+
+    def _wait_for_permission(self) -> None:
+        get_logger().warning(
+            "training waits: this worker's agent has not renewed the permission to train. It is "
+            "stopped or frozen, or it no longer reaches etcd; the other nodes may go on without "
+            "this one"
+        )
+        while not self.is_permitted() and not (self._entering and self.is_superseded()):
+            with self._changed:
+                self._changed.wait(SLICE_S)
+        if self.is_permitted():
+            get_logger().warning("training goes on: the agent is back")
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
@@ -179,6 +210,10 @@ class Worlds:
                 self._learn(message)
             case SigtermAnswer(leaving=leaving):
                 self._leaving_answer = leaving
+            case Permit(until_s=until_s):
+                with self._changed:
+                    self._permitted_until_s = until_s
+                    self._changed.notify_all()
             case _:
                 pass
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import Backend
 from etcd_fixtures import PATIENCE_S, Recorder, wait_until
 
+from elastic.clock import SYSTEM_CLOCK
 from elastic.coordination.keyvalue import KeyValue
 from elastic.errors import CoordinationError, LeaseGone
 
@@ -96,6 +97,22 @@ def test_a_write_on_a_lost_lease_lets_its_owner_know(
     with pytest.raises(CoordinationError):
         store.put(f"{root}a", b"", lease=lease)
     assert lost.wait(PATIENCE_S)
+
+
+def test_a_lease_knows_when_it_was_renewed_last(
+    backend: Backend, store: KeyValue, root: str
+) -> None:
+    asked_s = SYSTEM_CLOCK.boottime()
+    lease = store.lease(2)
+    granted_s = lease.renewed_s
+    assert asked_s <= granted_s <= SYSTEM_CLOCK.boottime()
+    wait_until(lambda: lease.renewed_s > granted_s, "it is renewed")
+    backend.expire(lease)
+    wait_until(lambda: lease.lost, "it is lost")
+    last_s = lease.renewed_s
+    assert last_s <= SYSTEM_CLOCK.boottime()
+    store.get(root)  # what else the store answers extends nothing
+    assert lease.renewed_s == last_s
 
 
 def test_a_lease_outlives_an_interruption(backend: Backend, store: KeyValue, root: str) -> None:

@@ -31,7 +31,9 @@ from elastic.agent.entrypoint import create_handler
 from elastic.coordination.records import Cause, Member, ProcessIdentity, World, WorldState
 from elastic.errors import ConfigError
 
-PROCESS = ProcessIdentity(host="h", boot_id="b", pid_namespace=1, pid=1, start_ticks=1)
+PROCESS = ProcessIdentity(
+    host="h", machine_id="m", boot_id="b", pod_uid="", pid_namespace=1, pid=1, start_ticks=1
+)
 
 
 def world(*nprocs: int) -> World:

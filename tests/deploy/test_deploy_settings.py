@@ -16,7 +16,13 @@ from elastic.tuning.timeouts import for_pod
 
 POD_IP = "10.1.2.3"
 # What the kubelet fills in.
-DOWNWARD = {"metadata.name": "workers-0", "status.podIP": POD_IP, "limits.memory": str(2**33)}
+POD_UID = "7c6ed9a5-0a5c-4d2b-9f0e-2f3c0d0c6b1e"
+DOWNWARD = {
+    "metadata.name": "workers-0",
+    "metadata.uid": POD_UID,
+    "status.podIP": POD_IP,
+    "limits.memory": str(2**33),
+}
 
 
 def environment(pod: Pod, settings: dict[str, str]) -> dict[str, str]:
@@ -91,6 +97,7 @@ def test_the_backend_is_ours_and_failures_do_not_end_a_node(flags: Namespace) ->
 
 def test_join_needs_no_flags(flags: Namespace, options: AgentOptions) -> None:
     assert flags.local_addr == options.pod_ip == POD_IP
+    assert options.pod_uid == POD_UID
     assert options.memory_limit_bytes == 2**33
     assert options.health_port == 8471
 

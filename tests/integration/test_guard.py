@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.guard import MARK, ForkMark, end_strays, marked_processes
+from elastic.agent.guard import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
 from elastic.testing.processes import is_alive
 
 AGENT = textwrap.dedent(
     """
-    import os, subprocess, sys
+    import os, subprocess, sys, time
     from elastic.agent.guard import Guard
     guard = Guard(os.environ["TOKEN"], os.environ.get("LINK", ""), os.environ.get("MEMORY", ""),
               os.environ.get("ENDING", ""))
@@ -30,8 +30,12 @@ AGENT = textwrap.dedent(
         subprocess.Popen([sys.executable, "-S", "-c", code], env=environment,
                          start_new_session=True)
     print("up", guard.pid, flush=True)
-    if sys.stdin.readline().startswith("release"):
-        guard.release()
+    for line in sys.stdin:
+        if line.startswith("release"):
+            guard.release()
+            break
+        guard.permit(time.clock_gettime(time.CLOCK_BOOTTIME) + float(line.split()[1]))
+        print("permitted", flush=True)
     """
 )
 
@@ -64,6 +68,19 @@ class FakeAgent:
         self.guard_pid = int(self.process.stdout.readline().split()[1])
         wait_until(lambda: len(marked_processes(self.token)) == 2)
         wait_until(lambda: ignores_sigterm(self.guard_pid))
+
+    def permit(self, for_s: float) -> None:
+        """Let the workers train for so long."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"permit {for_s}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "permitted\n"
+
+    def start_worker(self) -> None:
+        """One more that bears the agent's mark."""
+        environment = {**os.environ, MARK: self.token}
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        self.extra = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def end(self) -> None:
         self.process.kill()
@@ -258,3 +275,41 @@ def test_strays_of_a_dead_worker_end_and_services_in_their_own_session_do_not() 
         worker.kill()
         for pid in marked_processes(token):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAgent) -> None:
+    """They know nothing of it: an unmodified script's."""
+    try:
+        agent.permit(3600.0)
+        agent.permit(1.0)
+        os.kill(agent.process.pid, signal.SIGSTOP)
+        wait_until(lambda: not marked_processes(agent.token), deadline_s=30.0)
+        assert Path(f"/proc/{agent.guard_pid}").exists()
+        os.kill(agent.process.pid, signal.SIGCONT)
+        agent.permit(3600.0)  # it is back, and guarded as before: its new workers live
+        agent.start_worker()
+        with pytest.raises(subprocess.TimeoutExpired):
+            agent.process.wait(2 * SETTLE_S)
+        assert len(marked_processes(agent.token)) == 1
+        agent.process.kill()
+        agent.process.wait()
+        wait_until(lambda: not is_running(agent.guard_pid))
+    finally:
+        agent.end()
+
+
+def test_workers_whose_permission_is_extended_live(agent: FakeAgent) -> None:
+    try:
+        agent.permit(1.0)
+        agent.permit(3600.0)
+        time.sleep(1.5)  # past the end of the first one; nothing to wait for
+        assert len(marked_processes(agent.token)) == 2
+    finally:
+        agent.end()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

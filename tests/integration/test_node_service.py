@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 
+from elastic.agent import probe as probes
 from elastic.agent.board import JobSucceeded
 from elastic.agent.identity import current_process
+from elastic.agent.probe import Verdict
 from elastic.agent.service import NodeService
 from elastic.config import AgentOptions
+from elastic.coordination.membership import Liveness
 from elastic.coordination.memory import MemoryServer, MemoryStore
 from elastic.coordination.records import (
     Cause,
@@ -40,7 +43,7 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import Event
+from elastic.events import Event, NodeLost
 
 KEYS = Keys.of("/elastic", "job")
 OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
@@ -117,6 +120,10 @@ class TestNode:
         self.service.start()
         self.id = self.service.node_id
 
+    @property
+    def events(self) -> list[Event]:
+        return self.journal.events
+
     def arrive(self, failure: str | None = None) -> TestNode:
         self.service.arrive(
             nproc=1,
@@ -148,6 +155,11 @@ class TestNode:
         self.service._loop._end = lambda: None  # type: ignore[method-assign]
         self.service._loop.close()
         self.service._loop._succession.end_term()
+
+    def die(self) -> None:
+        """Crash, and the lease ends in its time."""
+        self.crash()
+        self.store.server.expire(self.lease_id())
 
     def lease_id(self) -> int:
         lease = self.service._loop._lease
@@ -228,12 +240,39 @@ def test_the_leader_crashes(start: Callable[..., TestNode], server: MemoryServer
     assert {n.follow().generation for n in rest} == {2}
 
 
+def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease lives and it holds its connection: it is asked until it can be reached."""
+    nodes = trio(start)
+    leader = next(n for n in nodes if n.id == leader_in(server))
+    victim, other = (n for n in nodes if n is not leader)
+    refused, is_up = threading.Event(), True
+    real = probes.probe
+
+    def firewall(host: str, port: int, node_id: str, **more: Any) -> Verdict:
+        if is_up and node_id == victim.id:
+            refused.set()
+            return Verdict(Liveness.SUSPECT, "refused by a firewall", refused=True)
+        return real(host, port, node_id, **more)
+
+    monkeypatch.setattr("elastic.agent.leadership.probe", firewall)
+    other.arrive("RuntimeError: Connection closed by peer")  # every member is asked
+    assert refused.wait(DEADLINE_S)
+    eventually(lambda: any("may be dead: the lease decides" in str(e) for e in leader.events))
+    assert not [e for e in leader.events if isinstance(e, NodeLost)]
+    assert world_in(server).generation == 1
+    is_up = False
+    worlds = [other.enter(), leader.follow(), victim.follow()]
+    assert {w.node_ids for w in worlds} == {tuple(n.id for n in nodes)}
+
+
 def test_two_crash_together_and_one_is_not_enough(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
-    b.crash()
-    c.crash()
+    b.die()
+    c.die()
     eventually(a.service.newer_world)
     a.arrive()
     eventually(lambda: world_in(server).state is WorldState.PAUSED)
@@ -302,7 +341,7 @@ def test_all_crash_and_the_job_is_started_again(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     for node in trio(start):  # one by one: a survivor may still write a paused world in between
-        node.crash()
+        node.die()
     fresh = trio(start)
     world = fresh[0].service.running
     assert world is not None
@@ -517,7 +556,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
             eventually(lambda: set(world_in(server).node_ids) == {n.id for n in live})
             victim = live.pop(round_ % 3)
             crashes[victim.id].set()
-            victim.crash()
+            victim.die()
             add()
         expected = {n.id for n in live}
         eventually(

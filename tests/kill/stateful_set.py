@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,7 +280,11 @@ class StatefulSet(TrainingJob):
             "ELASTIC_JOURNAL": str(self.folder / "journal"),
             **self._settings,
         }
-        fields = {"metadata.name": name, "status.podIP": "127.0.0.1"}
+        fields = {
+            "metadata.name": name,
+            "metadata.uid": str(uuid.uuid4()),
+            "status.podIP": "127.0.0.1",
+        }
         for variable in container["env"]:
             source = variable.get("valueFrom", {})
             if "fieldRef" in source:

@@ -94,6 +94,7 @@ class Histories(RuleBasedStateMachine):
                         proved_dead=machine.proved_dead,
                         last_sign_s=self.last_sign_s.get(member.node_id, self.world_since_s),
                         finished=machine.record.state is NodeState.FINISHED,
+                        running=machine.record.running,
                     )
                 )
         return View(
@@ -139,6 +140,11 @@ class Histories(RuleBasedStateMachine):
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s
                 assert m.proved_dead or m.finished or silent_s >= POLICY.takeover_s
+        for m in view.missing:
+            # Whose workers may still train, and without anybody who goes on.
+            alone = m.running is not None and not {*m.running.node_ids} & {*chosen}
+            if chosen and alone and not (m.proved_dead or m.finished):
+                assert self.now - m.last_sign_s >= POLICY.takeover_s, "two worlds in progress"
         if proposal.state is WorldState.ACTIVE:
             finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
             finished |= {m.member.node_id for m in view.missing if m.finished}
@@ -272,6 +278,24 @@ class Histories(RuleBasedStateMachine):
         self.now += LEASE_S + 1
         for _ in range(newcomers):
             self.a_node_arrives()
+
+    @precondition(lambda self: self.world is not None and self.ended is None)
+    @precondition(lambda self: len(self.machines) < 12)
+    @rule(die=st.booleans())
+    def a_node_joins_and_the_others_fall_silent_before_they_know(self, die: bool) -> None:
+        """They may still run the world before, in which nobody has met the newcomer."""
+        for machine in self.machines.values():
+            if machine.renews:
+                self.take_up(machine)
+        self.a_node_arrives()
+        self.now += POLICY.last_call_s
+        self.the_leader_decides()
+        for machine in self.machines.values():
+            if machine.renews and machine.record.running is not None:
+                self.silence(machine)
+                machine.process_lives, machine.reachable = not die, die
+        self.now += LEASE_S + 1
+        self.the_leader_decides()
 
     @rule()
     def the_cut_off_come_back(self) -> None:

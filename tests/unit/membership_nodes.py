@@ -52,7 +52,13 @@ def node(
         ports=(5001, 5002, 5003),
         liveness_port=6000,
         process=ProcessIdentity(
-            host=name, boot_id="b", pid_namespace=1, pid=int(name[1:]), start_ticks=1
+            host=name,
+            machine_id="",
+            boot_id="b",
+            pod_uid="",
+            pid_namespace=1,
+            pid=int(name[1:]),
+            start_ticks=1,
         ),
         state=state,
         in_process=in_process,

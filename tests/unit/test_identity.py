@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from elastic.agent.identity import current_process, proved_gone
 
@@ -20,15 +25,61 @@ def test_a_reused_pid_is_recognised_by_its_start_time() -> None:
     assert proved_gone(replace(ME, start_ticks=ME.start_ticks - 1), ME)
 
 
-def test_a_rebooted_host_proves_it() -> None:
-    assert proved_gone(replace(ME, boot_id="another boot"), ME)
+DEAD = replace(ME, pid=2**22 + 1)
 
 
-def test_nothing_is_proved_about_another_host_or_pid_namespace() -> None:
-    dead = replace(ME, pid=2**22 + 1)
-    assert proved_gone(dead, ME)
-    assert not proved_gone(replace(dead, host="another"), ME)
-    assert not proved_gone(replace(dead, pid_namespace=1), ME)
+def test_a_missing_pid_proves_it_on_the_same_machine() -> None:
+    assert proved_gone(DEAD, ME)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"host": "another"},
+        {"machine_id": "another"},  # clones that were made while they ran, with a new id
+        {"boot_id": "another"},  # a clone of the disk with the same name, or a machine rebooted
+        {"pod_uid": "another"},  # a pod on the same machine
+        {"pid_namespace": 1},  # a container on it
+    ],
+)
+def test_nothing_is_proved_unless_everything_agrees(other: dict[str, Any]) -> None:
+    assert not proved_gone(replace(DEAD, **other), ME)
+
+
+def test_containers_without_a_machine_id_can_prove_it() -> None:
+    here = replace(ME, machine_id="", pod_uid="7c6e")
+    assert proved_gone(replace(here, pid=DEAD.pid), here)
+
+
+@pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": 0}])
+def test_what_is_unknown_on_both_sides_does_not_agree(unknown: dict[str, Any]) -> None:
+    here = replace(ME, **unknown)
+    assert not proved_gone(replace(here, pid=DEAD.pid), here)
+
+
+def test_a_process_that_proc_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with hidepid, for a process of another user."""
+    monkeypatch.setattr("elastic.agent.identity._stat", lambda pid: None)
+    assert not proved_gone(ME, ME)
+    assert proved_gone(DEAD, ME)
+
+
+def test_another_namespaces_proc_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "readlink", lambda path: "4242")
+    assert current_process().pid_namespace == 0
+
+
+def test_the_pods_uid_is_part_of_it() -> None:
+    assert current_process("7c6e").pod_uid == "7c6e"
+    assert ME.machine_id == read("/etc/machine-id")
+    assert ME.boot_id == read("/proc/sys/kernel/random/boot_id") != ""
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 def test_a_zombie_is_gone() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,12 +23,14 @@ class Agent:
 
     def __init__(self, node_id: str) -> None:
         self.closed: queue.Queue[tuple[str, bool]] = queue.Queue()
+        self.opened: queue.Queue[tuple[str, bool]] = queue.Queue()
         self.worlds: queue.Queue[bytes] = queue.Queue()
         self.server = LivenessServer(
             node_id,
             "127.0.0.1",
             lambda n, w: self.closed.put((n, w)),
             on_world=self.worlds.put,
+            on_opened=lambda n, w: self.opened.put((n, w)),
         )
         self.server.start()
 
@@ -49,12 +53,19 @@ def ask(port: int, node_id: str, timeout_s: float = DEADLINE_S) -> Liveness:
     return probe("127.0.0.1", port, node_id, timeout_s=timeout_s).liveness
 
 
-def test_probe_tells_alive_replaced_and_dead(leader: Agent) -> None:
+def refuses(port: int, node_id: str) -> bool:
+    verdict = probe("127.0.0.1", port, node_id, timeout_s=DEADLINE_S)
+    assert verdict.liveness is not Liveness.DEAD, "a refusal alone is no proof"
+    return verdict.refused
+
+
+def test_probe_tells_alive_replaced_and_refused(leader: Agent) -> None:
     port = leader.server.port
     assert ask(port, "leader") is Liveness.ALIVE
-    assert ask(port, "its predecessor") is Liveness.DEAD
+    assert not refuses(port, "leader")
+    assert refuses(port, "its predecessor")
     leader.server.close()
-    assert ask(port, "leader") is Liveness.DEAD
+    assert refuses(port, "leader")
 
 
 def test_silence_is_no_proof() -> None:
@@ -64,7 +75,6 @@ def test_silence_is_no_proof() -> None:
 
 def test_a_stranger_on_the_port_is_no_proof() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        import threading
 
         def answer() -> None:
             connection, _ = stranger.accept()
@@ -90,6 +100,41 @@ def test_leader_hears_of_a_followers_end(leader: Agent, follower: Agent) -> None
         connection.sendall(b'{"hello": "n1"}\n')
         assert b"leader" in connection.recv(100)
     assert leader.closed.get(timeout=DEADLINE_S) == ("n1", False)
+
+
+def test_both_sides_hear_of_an_opening(leader: Agent, follower: Agent) -> None:
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    assert leader.opened.get(timeout=DEADLINE_S) == ("follower", False)
+    assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
+
+
+def test_another_agent_on_the_leaders_port_is_not_followed(leader: Agent, follower: Agent) -> None:
+    follower.server.follow("its predecessor", "127.0.0.1", leader.server.port)
+    assert follower.closed.get(timeout=DEADLINE_S) == ("its predecessor", True)
+    assert follower.opened.empty()
+
+
+def test_the_liveness_thread_resolves_no_names(
+    follower: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resolver may take longer than a lease, and nobody would be answered meanwhile."""
+    asked, release = threading.Event(), threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: Any, *args: Any, **more: Any) -> Any:
+        if host == "a-name.invalid" and not more.get("flags", 0) & socket.AI_NUMERICHOST:
+            asked.set()
+            release.wait(DEADLINE_S)
+        return real(host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        follower.server.follow("leader", "a-name.invalid", 1)
+        assert ask(follower.server.port, "follower", timeout_s=DEADLINE_S / 2) is Liveness.ALIVE
+        assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
+        assert not asked.is_set()
+    finally:
+        release.set()
 
 
 def test_following_a_refusing_leader_is_reported(follower: Agent) -> None:

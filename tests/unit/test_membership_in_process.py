@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from membership_nodes import (
     NOW,
     POLICY,
@@ -17,7 +18,7 @@ from membership_nodes import (
     world,
 )
 
-from elastic.coordination.membership import End, NodeView, decide
+from elastic.coordination.membership import End, MissingMember, NodeView, decide
 from elastic.coordination.records import (
     Cause,
     NodeState,
@@ -227,3 +228,56 @@ def test_a_member_that_failed_in_the_last_step_is_not_forgotten() -> None:
     failed = seen(node("n3", arrived_for=7, failure="boom"))
     p = proposal(view(SEVEN, finished("n1"), finished("n2"), failed))
     assert (named(p), p.mode) == (["n3"], "restart")
+
+
+ALONE = world("n1", generation=6, mode="in-process", limits=(1, 4))
+JOINED = world("n1", "n2", mode="in-process", limits=(1, 4), switch_at_step=40)
+
+
+def silent(name: str, running: World | None, *, last_sign_s: float = NOW - 5) -> MissingMember:
+    return replace(missing(name, last_sign_s=last_sign_s), running=running)
+
+
+def joiner(name: str) -> NodeView:
+    n = node(name, NodeState.READY, in_process=True, arrived_for=0, limits=(1, 4))
+    return seen(n)
+
+
+def test_who_was_about_to_join_does_not_go_on_while_the_others_may_train() -> None:
+    """n1 froze while a plan was pending: its workers train on, and know nothing of n2."""
+    w = wait(view(JOINED, joiner("n2"), gone=[silent("n1", ALONE)]))
+    assert "may still run" in w.reason and "n1" in w.reason
+    assert w.until_s == NOW - 5 + POLICY.takeover_s
+
+
+def test_who_was_about_to_join_goes_on_after_takeover_s() -> None:
+    gone = silent("n1", ALONE, last_sign_s=NOW - POLICY.takeover_s)
+    assert named(proposal(view(JOINED, joiner("n2"), gone=[gone]))) == ["n2"]
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        replace(silent("n1", ALONE), proved_dead=True),
+        silent("n1", None),  # its workers had ended before it fell silent
+        silent("n1", replace(JOINED, switch_at_step=None)),  # n2 is in that group
+    ],
+)
+def test_who_was_about_to_join_goes_on_when_nobody_can_train(gone: MissingMember) -> None:
+    assert named(proposal(view(JOINED, joiner("n2"), gone=[gone]))) == ["n2"]
+
+
+def test_a_survivor_of_the_silent_ones_group_goes_on_at_once() -> None:
+    pair = world("n1", "n3", generation=6, mode="in-process", limits=(1, 4))
+    planned = replace(JOINED, members=world("n1", "n3", "n2").members)
+    survivor = seen(replace(ready("n3", pair).node, min_nodes=1))
+    p = proposal(view(planned, survivor, joiner("n2"), gone=[silent("n1", pair)]))
+    assert named(p) == ["n3", "n2"]
+
+
+def test_in_restart_mode_nobody_trains_on_while_the_old_world_may() -> None:
+    old = world("n1", generation=6, limits=(1, 4))
+    new = world("n1", "n2", limits=(1, 4))
+    begun = seen(node("n2", NodeState.STARTING, running=new, limits=(1, 4)))
+    assert "may still run" in wait(view(new, begun, gone=[silent("n1", old)])).reason
+    assert named(proposal(view(new, begun, gone=[silent("n1", new)]))) == ["n2"]

@@ -87,7 +87,15 @@ MEMBER = {
     "liveness_port": 1,
     "memory_port": 2,
     "memory_token": "cd",
-    "process": {"host": "h", "boot_id": "b", "pid_namespace": 1, "pid": 2, "start_ticks": 3},
+    "process": {
+        "host": "h",
+        "machine_id": "m",
+        "boot_id": "b",
+        "pod_uid": "",
+        "pid_namespace": 1,
+        "pid": 2,
+        "start_ticks": 3,
+    },
 }
 WORLD = {
     "generation": 7,

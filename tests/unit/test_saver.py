@@ -352,6 +352,14 @@ def test_a_world_that_is_known_to_be_over_does_not_commit(ranks: list[Rank]) -> 
     assert steps_of(storage_of(ranks[0])) == []
 
 
+def test_a_world_without_permission_to_train_does_not_commit(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.saver.is_permitted = lambda: False
+        rank.save(5)
+    assert all(rank.saver.wait(LONG_S) for rank in ranks)
+    assert steps_of(storage_of(ranks[0])) == []
+
+
 # -- the last one -------------------------------------------------------------------------------
 
 

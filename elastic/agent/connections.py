@@ -1,0 +1,55 @@
+"""Which nodes have lost their liveness connection to this one: half of the proof of a death.
+
+A port that refuses says that nobody listens there, as seen from here. That is so after a death,
+and also behind a firewall that rejects, or while a proxy restarts. Only together with a lost lease
+or with the end of a connection that was open does it prove that the process is gone; and an answer
+that comes later is newer evidence, and reopens the case.
+"""
+
+from __future__ import annotations
+
+
+class Connections:
+    """Kept over all terms: a node that becomes leader knows which connections it lost as a
+    follower. For the node's thread."""
+
+    def __init__(self) -> None:
+        self._followers: dict[str, int] = {}  # node_id -> open connections from it
+        self._leader: str | None = None  # ours to it is open
+        self._lost: set[str] = set()
+
+    def opened(self, node_id: str, is_leader: bool) -> None:
+        """A connection has shown the node's id; ``is_leader``: one of ours to the leader."""
+        if is_leader:
+            self._leader = node_id
+        else:
+            self._followers[node_id] = self._followers.get(node_id, 0) + 1
+        self._lost.discard(node_id)
+
+    def closed(self, node_id: str, is_leader: bool) -> None:
+        """A connection ended; one that never opened is no loss, nor one of several."""
+        if is_leader:
+            was_open, self._leader = self._leader == node_id, None
+        else:
+            count = self._followers.pop(node_id, 0)
+            was_open = count > 0
+            if count > 1:
+                self._followers[node_id] = count - 1
+        if was_open and node_id not in self._followers and node_id != self._leader:
+            self._lost.add(node_id)
+
+    def let_go(self) -> None:
+        """This node gives its connection to the leader up."""
+        self._leader = None
+
+    def answered(self, node_id: str) -> None:
+        """The node has answered since: what closed before proves nothing any more."""
+        self._lost.discard(node_id)
+
+    def is_lost(self, node_id: str) -> bool:
+        """Whether a connection with it was open and is not, and it has not answered since."""
+        return node_id in self._lost
+
+    def forget(self, node_id: str) -> None:
+        """Nobody asks about this node any more."""
+        self._lost.discard(node_id)

@@ -1,0 +1,73 @@
+"""The permission to train: what ends training on a node whose agent cannot end it any more.
+
+An agent can freeze (SIGSTOP, a cgroup's freezer, a suspended machine) while its workers train on.
+The others take the job over ``takeover_s`` after the last sign of its node, which is not before
+its lease was renewed for the last time. So the agent grants its workers the right to begin steps
+and commit saves until ``permission_s`` after that renewal, and renews the grant while it turns,
+holds its lease, and no world has been formed without its node. Time is CLOCK_BOOTTIME, which goes
+on while processes are frozen and the machine sleeps, and is the same for agent and workers.
+
+etcd is not needed to keep a grant, only to extend it: an outage shorter than ``takeover_s / 2``,
+after which the agent stops its workers itself (contact.py), is not noticed here.
+
+Workers that have said hello wait when their permission is over, and go on when it is renewed. Those
+of scripts that know nothing of us are ended by the guard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic.agent.context import NodeContext
+from elastic.coordination.keyvalue import Lease
+from elastic.tuning.timeouts import permission_s
+
+_RENEWALS = 64  # of takeover_s: often enough to lose little of it, and rare
+
+
+class PermittedWorkers(Protocol):
+    """What is asked of this node's workers."""
+
+    @property
+    def are_all_here(self) -> bool: ...
+
+    def permit(self, until_s: float) -> None: ...
+
+
+class Permission:
+    """Renewed on every turn of the node's thread."""
+
+    def __init__(self, context: NodeContext, workers: PermittedWorkers | None) -> None:
+        self._at = context
+        self._workers = workers
+        self._granted_until_s = -math.inf
+        self.tell_guard: Callable[[float], object] = lambda until_s: None
+
+    def renew(self, lease: Lease | None) -> None:
+        """Extend the grant if this node holds ``lease`` and is not given up."""
+        if lease is None or lease.lost or self._is_given_up():
+            return
+        takeover_s = self._at.options.takeover_s
+        until_s = lease.renewed_s + permission_s(takeover_s)
+        if until_s < self._granted_until_s + takeover_s / _RENEWALS:
+            return
+        self._granted_until_s = until_s
+        if self._workers is not None:
+            self._workers.permit(until_s)
+        heed = self._workers is not None and self._workers.are_all_here
+        self.tell_guard(math.inf if heed else until_s)
+
+    def _is_given_up(self) -> bool:
+        """The job goes on without the world that this node's workers run, or is over."""
+        node, world = self._at.board.node, self._at.board.world.world
+        if self._at.board.done is not None:
+            return True
+        return (
+            world is not None
+            and node.running is not None
+            and world.generation > node.running.generation
+            and node.node_id not in world.node_ids
+            and world.switch_at_step is None
+        )

@@ -1,0 +1,92 @@
+"""What a node publishes is an address, whatever it was told."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from elastic.agent.address import own_address
+from elastic.clock import ManualClock
+from elastic.coordination.etcd_endpoints import Endpoint
+from elastic.errors import ConfigError
+
+LOCAL_ETCD = Endpoint("127.0.0.1", 2379)
+
+
+class Names:
+    """A resolver that knows what it is told, and counts how often it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **known: list[str]) -> None:
+        self.known = known
+        self.asked = 0
+        real = socket.getaddrinfo
+
+        def look_up(host: str, port: Any, *args: Any, **more: Any) -> Any:
+            if host not in self.known:
+                return real(host, port, *args, **more)
+            self.asked += 1
+            if not self.known[host]:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [
+                (
+                    socket.AF_INET6 if ":" in address else socket.AF_INET,
+                    socket.SOCK_STREAM,
+                    6,
+                    "",
+                    (address, 0),
+                )
+                for address in self.known[host]
+            ]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def address(told: str, endpoint: Endpoint | None = LOCAL_ETCD) -> str:
+    return own_address(told, endpoint, within_s=2.0, clock=ManualClock())
+
+
+@pytest.mark.parametrize("told", ["10.1.2.3", "fd00::7"])
+def test_an_address_stays_what_it_is(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, **{told: []})
+    assert address(told) == told
+    assert names.asked == 0
+
+
+def test_a_name_becomes_its_address_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    Names(monkeypatch, node7=["127.0.1.1", "fd00::7", "10.0.0.7"])
+    assert address("node7") == "10.0.0.7"
+
+
+def test_a_name_for_loopback_is_of_no_use_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Debian, where a machine's own name is 127.0.1.1."""
+    Names(monkeypatch, node7=["127.0.1.1"])
+    assert address("node7") == "127.0.0.1", "the way to this etcd is by that address"
+    assert address("node7", None) == "127.0.1.1"
+
+
+def test_localhost_is_meant() -> None:
+    assert address("localhost") in ("127.0.0.1", "::1")
+
+
+def test_nothing_told_is_the_way_to_etcd() -> None:
+    assert address("") == "127.0.0.1"
+
+
+def test_a_name_may_be_known_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, node7=[])
+
+    class Later(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            names.known["node7"] = ["10.0.0.7"]
+
+    assert own_address("node7", None, within_s=2.0, clock=Later()) == "10.0.0.7"
+
+
+def test_an_unknown_name_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, node7=[])
+    with pytest.raises(ConfigError, match=r"local-addr=node7 .*not known") as refused:
+        address("node7")
+    assert "IP address" in str(refused.value.hint)
+    assert names.asked > 1

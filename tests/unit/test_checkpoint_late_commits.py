@@ -1,0 +1,245 @@
+"""A committer is stopped between its look at the parts and what commits them, while others remove
+them: what is listed is whole, in whatever order they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+from checkpoint_states import same, save_all, small_state
+
+import checkpoints
+from checkpoints.commit import Incomplete, commit, is_committed
+from checkpoints.faulty import Died, Fault, FaultyObjects
+from checkpoints.fsspec_objects import FsspecObjects
+from checkpoints.naming import CheckpointName
+from checkpoints.objects import ObjectStorage
+from checkpoints.retention import remove_committed
+from checkpoints.storage import LocalStorage, Storage
+
+NAME = CheckpointName(5, 1, "aa")
+MANIFEST_PUT = f"write {NAME}/manifest.json"
+DEADLINE_S = 30.0
+
+Remover = Callable[[Storage], object]
+
+
+def prepared() -> FsspecObjects:
+    """An older checkpoint, and an attempt to which nothing is missing but the commit."""
+    fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
+    objects = FsspecObjects(fs, "/bucket/prefix")
+    save_all(ObjectStorage(objects), small_state(4), step=4, generation=1, nonce="aa")
+    attempt(ObjectStorage(objects))
+    return objects
+
+
+def attempt(storage: Storage) -> None:
+    for rank in (0, 1):
+        checkpoints.save(
+            storage,
+            small_state(5),
+            step=5,
+            generation=1,
+            nonce="aa",
+            rank=rank,
+            world_size=2,
+            fence=lambda: False,
+        )
+    assert not is_committed(storage, NAME)
+
+
+class Stopped:
+    """A committer that is stopped before its put of the manifest, until it is let go on."""
+
+    def __init__(self, objects: FsspecObjects) -> None:
+        self.failed: Exception | None = None
+        self._is_there, self._may_go_on = threading.Event(), threading.Event()
+        self._storage = ObjectStorage(FaultyObjects(objects, before=self._stop))
+        self._thread = threading.Thread(target=self._commit, name="committer", daemon=True)
+        self._thread.start()
+        assert self._is_there.wait(DEADLINE_S)
+
+    def _stop(self, label: str) -> None:
+        if label == MANIFEST_PUT:
+            self._is_there.set()
+            assert self._may_go_on.wait(DEADLINE_S)
+
+    def _commit(self) -> None:
+        try:
+            commit(self._storage, NAME, 2)
+        except (Incomplete, OSError) as error:
+            self.failed = error
+
+    def goes_on(self) -> None:
+        self._may_go_on.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+def assert_what_is_listed_is_whole(storage: Storage) -> list[int]:
+    listed = [name for name in storage.list("") if name.startswith("step-")]
+    infos = checkpoints.list_checkpoints(storage)
+    assert sorted(listed) == sorted(info.name for info in infos)
+    for info in infos:
+        assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
+    found = checkpoints.latest(storage)
+    assert found.passed_over == ()
+    assert is_committed(storage, NAME) == (str(NAME) in listed)
+    return sorted(info.step for info in infos)
+
+
+def assert_nothing_lingers(storage: Storage) -> None:
+    checkpoints.sweep(storage, generation=9, nonce="zz")
+    left = [name for name in storage.list("") if name.startswith(".tmp-")]
+    assert left == []
+    assert_what_is_listed_is_whole(storage)
+
+
+def remove_attempt(storage: Storage) -> None:
+    storage.remove_folder(NAME.attempt)
+
+
+def remove_committed_one(storage: Storage) -> None:
+    remove_committed(storage, NAME)
+
+
+def overtake(storage: Storage) -> None:
+    """Its own world commits a later step, and removes what it has overtaken."""
+    save_all(storage, small_state(6), step=6, generation=1, nonce="aa")
+
+
+def commit_and_prune(storage: Storage) -> None:
+    """Another committer was faster, and the checkpoint was given up since."""
+    commit(storage, NAME, 2)
+    save_all(storage, small_state(6), step=6, generation=2, nonce="bb")
+    assert str(NAME) in checkpoints.prune(storage, checkpoints.LatestN(1))
+
+
+@pytest.mark.parametrize("remove", [remove_attempt, overtake, commit_and_prune])
+def test_a_committer_that_was_stopped_before_its_put_lists_nothing_that_is_gone(
+    remove: Remover,
+) -> None:
+    objects = prepared()
+    storage = ObjectStorage(objects)
+    committer = Stopped(objects)
+    remove(storage)
+    committer.goes_on()
+    assert isinstance(committer.failed, FileNotFoundError), "and it knows that it failed"
+    steps = assert_what_is_listed_is_whole(storage)
+    assert 5 not in steps
+    assert_nothing_lingers(storage)
+
+
+@pytest.mark.parametrize("is_committed_before", [False, True])
+def test_a_committer_that_goes_on_at_any_request_of_a_removal(is_committed_before: bool) -> None:
+    remove = remove_committed_one if is_committed_before else remove_attempt
+    counted = prepared()
+    if is_committed_before:
+        commit(ObjectStorage(counted), NAME, 2)
+    undisturbed = FaultyObjects(counted)
+    remove(ObjectStorage(undisturbed))
+    assert len(undisturbed.calls) > 5
+    outcomes = set()
+    for at in range(len(undisturbed.calls)):
+        objects = prepared()
+        committer = Stopped(objects)
+        if is_committed_before:
+            commit(ObjectStorage(objects), NAME, 2)
+        removing = FaultyObjects(objects, before=at_request(at, committer.goes_on))
+        with contextlib.suppress(FileNotFoundError):
+            remove(ObjectStorage(removing))
+        committer.goes_on()
+        storage = ObjectStorage(objects)
+        steps = assert_what_is_listed_is_whole(storage)
+        if committer.failed is None and not is_committed_before:
+            assert 5 in steps, f"said to be committed, and gone: {removing.calls[at:]}"
+        outcomes.add(5 in steps)
+        assert_nothing_lingers(storage)
+    # Removing a committed one wins; an attempt that is committed in time stays.
+    assert outcomes == ({False} if is_committed_before else {True, False})
+
+
+def test_a_removal_at_any_request_of_a_committer() -> None:
+    at, calls = 0, 1
+    while at < calls:
+        objects = prepared()
+        storage = ObjectStorage(objects)
+        remove = functools.partial(remove_attempt, storage)
+        committing = FaultyObjects(objects, before=at_request(at, remove))
+        is_said = True
+        try:
+            commit(ObjectStorage(committing), NAME, 2)
+        except (Incomplete, OSError):
+            is_said = False
+        assert (5 in assert_what_is_listed_is_whole(storage)) == is_said, committing.calls[at]
+        assert_nothing_lingers(storage)
+        at, calls = at + 1, len(committing.calls)
+    assert at > 15
+
+
+def at_request(number: int, do: Callable[[], object]) -> Callable[[str], None]:
+    seen: list[str] = []
+
+    def before(label: str) -> None:
+        seen.append(label)
+        if len(seen) - 1 == number:
+            do()
+
+    return before
+
+
+def test_a_committer_that_dies_after_its_late_put_leaves_nothing_to_see() -> None:
+    objects = prepared()
+    storage = ObjectStorage(objects)
+
+    def remove_late(label: str) -> None:
+        if label == MANIFEST_PUT:
+            remove_attempt(storage)
+
+    counted = FaultyObjects(prepared())
+    commit(ObjectStorage(counted), NAME, 2)
+    at = counted.calls.index(MANIFEST_PUT)
+    dying = FaultyObjects(objects, at=at, fault=Fault.DIE_AFTER, before=remove_late)
+    with pytest.raises(Died):
+        commit(ObjectStorage(dying), NAME, 2)
+    assert objects.stat(f"{NAME}/manifest.json").size > 0
+    assert assert_what_is_listed_is_whole(storage) == [4]
+    # It is none for retention, either: that would give a good one up for it.
+    save_all(storage, small_state(6), step=6, generation=1, nonce="aa")
+    assert checkpoints.prune(storage, checkpoints.LatestN(2)) == ()
+    assert assert_what_is_listed_is_whole(storage) == [4, 6]
+    assert_nothing_lingers(storage)
+
+
+def test_on_a_disk_a_committer_does_not_publish_what_is_half_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path)
+    save_all(storage, small_state(4), step=4, generation=1, nonce="aa")
+    attempt(storage)
+    (tmp_path / NAME.attempt / "manifest.json").write_bytes(b"{}")  # it comes before the rename
+    late: list[OSError] = []
+    real = shutil.rmtree
+
+    def half_way(path: Path) -> None:
+        """The committer goes on when one file is gone."""
+        if not late and path.exists():
+            os.unlink(path / "00000-of-00002.safetensors")
+            try:
+                storage.rename(NAME.attempt, str(NAME))
+            except OSError as error:
+                late.append(error)
+        real(path)
+
+    monkeypatch.setattr(shutil, "rmtree", half_way)
+    remove_attempt(storage)
+    assert [type(error) for error in late] == [FileNotFoundError]
+    assert assert_what_is_listed_is_whole(storage) == [4]
+    assert_nothing_lingers(storage)

@@ -1,0 +1,81 @@
+"""When a node that has lost etcd stops, and when it has merely been frozen."""
+
+from __future__ import annotations
+
+import logging
+
+from membership_nodes import node, world
+
+from elastic.agent.board import Board
+from elastic.agent.contact import Contact
+from elastic.agent.context import NodeContext
+from elastic.clock import ManualClock
+from elastic.config import AgentOptions
+from elastic.coordination.membership import Policy
+from elastic.coordination.memory import MemoryStore
+from elastic.coordination.records import Keys, NodeState
+from elastic.errors import StoreUnreachable
+from elastic.events import Event
+
+KEYS = Keys.of("/elastic", "job")
+TAKEOVER_S = 40.0
+
+
+class Journal:
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        """Not looked at."""
+
+
+class NodeThread:
+    """A node whose workers run, as its thread sees it; etcd answers at ``contact_s``."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.contact_s = 1000.0
+        self.board = Board(node("n1", NodeState.STARTING, running=world("n1")), KEYS, 1000.0)
+        context = NodeContext(
+            store=MemoryStore(),
+            keys=KEYS,
+            options=AgentOptions(takeover_s=TAKEOVER_S),
+            policy=Policy(min_nodes=1, max_nodes=2),
+            board=self.board,
+            clock=self.clock,
+            journal=Journal(),
+            post=lambda message: None,
+        )
+        self.contact = Contact(context, None, lambda: self.contact_s)
+
+    def turns_for(self, seconds: float, *, every_s: float = 1.0) -> bool:
+        """Whether the node goes on."""
+        end_s = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < end_s and self.board.fatal is None:
+            self.clock.advance(every_s)
+            self.contact.check()
+        return self.board.fatal is None
+
+
+def test_a_node_that_has_lost_etcd_stops_after_half_of_takeover_s() -> None:
+    thread = NodeThread()
+    assert thread.turns_for(TAKEOVER_S / 2)
+    assert not thread.turns_for(2.0)
+    assert isinstance(thread.board.fatal, StoreUnreachable)
+
+
+def test_a_node_that_was_frozen_gets_time_to_find_etcd_again() -> None:
+    thread = NodeThread()
+    thread.turns_for(5.0)
+    thread.clock.advance(TAKEOVER_S)
+    assert thread.turns_for(2.0)
+    thread.contact_s = thread.clock.monotonic()
+    assert thread.turns_for(TAKEOVER_S / 2)
+
+
+def test_a_node_that_was_frozen_and_finds_no_etcd_stops() -> None:
+    thread = NodeThread()
+    thread.turns_for(5.0)
+    thread.clock.advance(TAKEOVER_S)
+    assert not thread.turns_for(10.0)
+
+
+def test_calls_that_hold_the_thread_up_are_no_excuse_for_long() -> None:
+    assert not NodeThread().turns_for(TAKEOVER_S, every_s=8.0)

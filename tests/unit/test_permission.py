@@ -1,0 +1,303 @@
+"""The permission to train: who extends it, until when, and what waits when it is over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from membership_nodes import node, world
+from run_kit import job, process
+
+from elastic.agent.board import Board, WorldEntry
+from elastic.agent.context import NodeContext
+from elastic.agent.permission import Permission
+from elastic.clock import ManualClock
+from elastic.config import AgentOptions
+from elastic.coordination.membership import Policy
+from elastic.coordination.memory import MemoryStore
+from elastic.coordination.records import Done, Keys, NodeState, Outcome, World
+from elastic.events import Event
+from elastic.link.protocol import Beat, Permit, WorldMessage
+from elastic.tuning.timeouts import permission_s
+from elastic.worker.worlds import Worlds
+
+DEADLINE_S = 20.0
+KEYS = Keys.of("/elastic", "job")
+TAKEOVER_S = 80.0
+WORLD = world("n1", mode="in-process")
+
+
+# -- the agent --------------------------------------------------------------------------------
+
+
+@dataclass
+class HeldLease:
+    """A lease that a test renews, or loses."""
+
+    renewed_s: float = 100.0
+    lost: bool = False
+    id: int = 1
+    ttl_s: float = 4.0
+
+    def close(self, *, revoke: bool = True) -> None:
+        """Nothing to close."""
+
+
+class Told:
+    """Workers that note what they are permitted."""
+
+    def __init__(self) -> None:
+        self.until_s: list[float] = []
+        self.are_all_here = True
+
+    def permit(self, until_s: float) -> None:
+        self.until_s.append(until_s)
+
+
+class Journal:
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        """Not looked at."""
+
+
+class Agent:
+    """A node that runs generation 7 alone, its lease and its workers."""
+
+    def __init__(self) -> None:
+        running = node("n1", NodeState.READY, in_process=True, running=WORLD)
+        self.board = Board(running, KEYS, 0.0)
+        self.board.world = WorldEntry(WORLD, 5, 0.0)
+        self.lease, self.workers = HeldLease(), Told()
+        self.guard: list[float] = []
+        context = NodeContext(
+            store=MemoryStore(),
+            keys=KEYS,
+            options=AgentOptions(takeover_s=TAKEOVER_S),
+            policy=Policy(min_nodes=1, max_nodes=2),
+            board=self.board,
+            clock=ManualClock(),
+            journal=Journal(),
+            post=lambda message: None,
+        )
+        self.permission = Permission(context, self.workers)
+        self.permission.tell_guard = self.guard.append
+
+    def turns(self) -> float | None:
+        """The end of the permission that a turn of the node's thread grants, if it does."""
+        before = len(self.workers.until_s)
+        self.permission.renew(self.lease)
+        return self.workers.until_s[-1] if len(self.workers.until_s) > before else None
+
+
+def test_it_ends_before_anybody_may_take_over() -> None:
+    # After takeover_s / 2 without etcd an agent ends its workers, who have takeover_s / 4 to save.
+    assert 0.75 * TAKEOVER_S < permission_s(TAKEOVER_S) < TAKEOVER_S
+    assert Agent().turns() == 100.0 + permission_s(TAKEOVER_S)
+
+
+def test_a_renewed_lease_extends_it() -> None:
+    agent = Agent()
+    first = agent.turns()
+    assert first is not None
+    agent.lease.renewed_s += 10.0
+    assert agent.turns() == first + 10.0
+
+
+def test_an_agent_that_turns_without_etcd_extends_nothing() -> None:
+    agent = Agent()
+    agent.turns()
+    assert agent.turns() is None
+
+
+def test_a_lost_lease_extends_nothing() -> None:
+    agent = Agent()
+    agent.turns()
+    agent.lease = HeldLease(renewed_s=150.0, lost=True)
+    assert agent.turns() is None
+
+
+def given_up(board: Board) -> None:
+    eight = replace(world("n2", generation=8, mode="in-process"))
+    board.world = WorldEntry(eight, 6, 0.0)
+
+
+def over(board: Board) -> None:
+    board.done = Done(
+        outcome=Outcome.SUCCESS, reason="", exit_code=0, generation=7, final_step=1, time_s=0.0
+    )
+
+
+@pytest.mark.parametrize("happened", [given_up, over])
+def test_a_node_that_the_job_goes_on_without_extends_nothing(
+    happened: Callable[[Board], None],
+) -> None:
+    agent = Agent()
+    agent.turns()
+    agent.lease.renewed_s = 150.0
+    happened(agent.board)
+    assert agent.turns() is None
+
+
+def switching(*names: str, at: int | None) -> World:
+    return world(*names, generation=8, mode="in-process", switch_at_step=at)
+
+
+@pytest.mark.parametrize(
+    "newer", [switching("n1", "n2", at=None), switching("n1", "n2", at=9), switching("n2", at=9)]
+)
+def test_a_world_to_change_to_extends_it(newer: World) -> None:
+    agent = Agent()
+    agent.turns()
+    agent.lease.renewed_s = 150.0
+    agent.board.world = WorldEntry(newer, 6, 0.0)
+    assert agent.turns() is not None
+
+
+def test_the_guard_ends_only_workers_that_do_not_heed_it() -> None:
+    agent = Agent()
+    agent.turns()
+    agent.workers.are_all_here = False  # a script that knows nothing of us
+    agent.lease.renewed_s += 10.0
+    until_s = agent.turns()
+    assert agent.guard == [math.inf, until_s]
+
+
+# -- the worker -------------------------------------------------------------------------------
+
+
+def worlds_of(clock: ManualClock) -> Worlds:
+    return Worlds(
+        abort=lambda: None,
+        position=lambda: Beat(generation=0, step=0, phase="other", step_time_s=0.0),
+        step_in_hand=lambda: None,
+        clock=clock,
+    )
+
+
+def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessage:
+    return WorldMessage(
+        generation=generation,
+        nonce="ab",
+        member=True,
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node_rank=0,
+        nodes=1,
+        store_host="",
+        store_port=0,
+        switch_at_step=switch_at_step,
+        state="active",
+        lineage=(),
+        cause="first",
+        reason="",
+        committed_step=None,
+    )
+
+
+class Waiting:
+    """A worker that asks before its next step, on a thread of its own."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        self.thread = threading.Thread(target=worlds.wait_until_permitted, name="training")
+        self.thread.daemon = True
+        self.thread.start()
+
+    @property
+    def waits(self) -> bool:
+        self.thread.join(0.5)
+        return self.thread.is_alive()
+
+    def goes_on(self) -> bool:
+        self.thread.join(DEADLINE_S)
+        return not self.thread.is_alive()
+
+
+def test_a_worker_waits_when_it_is_over_and_goes_on_when_it_is_extended() -> None:
+    clock = ManualClock(100.0)
+    worlds = worlds_of(clock)
+    worlds.wait_until_permitted()  # nobody has set a limit
+    worlds._on_message(Permit(until_s=101.0))
+    worlds.wait_until_permitted()
+    clock.advance(2.0)
+    assert not worlds.is_permitted()
+    worker = Waiting(worlds)
+    assert worker.waits
+    worlds._on_message(Permit(until_s=110.0))
+    assert worker.goes_on()
+
+
+def test_a_new_world_ends_the_wait_and_a_plan_does_not() -> None:
+    clock = ManualClock(100.0)
+    worlds = worlds_of(clock)
+    worlds._on_message(message(1))
+    assert worlds.next().generation == 1
+    worlds._on_message(Permit(until_s=99.0))
+    worker = Waiting(worlds)
+    worlds._on_message(message(2, switch_at_step=50))
+    assert worker.waits
+    worlds._on_message(message(3))
+    assert worker.goes_on()
+
+
+def test_without_in_process_mode_a_new_world_is_no_permission() -> None:
+    """Its agent restarts it for that one."""
+    worlds = worlds_of(ManualClock(100.0))
+    worlds._on_message(message(1))
+    worlds._on_message(Permit(until_s=99.0))
+    worker = Waiting(worlds)
+    assert worker.waits
+    worlds._on_message(Permit(until_s=110.0))
+    assert worker.goes_on()
+
+
+def test_no_step_begins_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(100.0)
+    worlds = worlds_of(clock)
+    waits = threading.Event()
+
+    class Log:
+        def warning(self, text: str) -> None:
+            waits.set()
+
+    monkeypatch.setattr("elastic.worker.worlds.get_logger", Log)
+    begun_meanwhile: list[int] = []
+    with process() as run:
+        j, session = job(run), run._session
+        session.worlds = worlds
+
+        def renew() -> None:
+            assert waits.wait(DEADLINE_S)
+            begun_meanwhile.append(session.job.progress.step)
+            worlds._on_message(Permit(until_s=math.inf))
+
+        agent = threading.Thread(target=renew, name="agent")
+        agent.start()
+
+        def expire(step: object) -> None:
+            if session.job.progress.step == 3:
+                worlds._on_message(Permit(until_s=99.0))
+
+        run.after_step(expire)
+        assert j.train(epochs=1, stop_after=5) == 5
+        agent.join(DEADLINE_S)
+        session.worlds = None
+    assert begun_meanwhile == [3]
+
+
+def test_the_saver_asks_for_it() -> None:
+    """That it then commits nothing: tests/unit/test_saver.py."""
+    clock = ManualClock(100.0)
+    with process() as run:
+        session = run._session
+        session.worlds = worlds_of(clock)
+        session.set_saver(session.saver)
+        session.worlds._on_message(Permit(until_s=101.0))
+        assert session.saver.is_permitted()
+        clock.advance(2.0)
+        assert not session.saver.is_permitted()
+        session.worlds = None

@@ -1,0 +1,170 @@
+"""What proves a node's death, and what reopens the case: the leader's memory of the nodes."""
+
+from __future__ import annotations
+
+from membership_nodes import node, world
+
+from elastic.agent.connections import Connections
+from elastic.agent.probe import Verdict
+from elastic.agent.roster import Roster
+from elastic.coordination.keyvalue import Entry
+from elastic.coordination.membership import Liveness
+from elastic.coordination.records import Keys, NodeState, encode
+from elastic.health.budget import FlapTracker
+
+KEYS = Keys.of("/elastic", "job")
+NODE = node("n1", NodeState.READY)
+ID = NODE.node_id
+WORLD = world("n1", "n2")
+REFUSED = Verdict(Liveness.SUSPECT, "refuses connections", refused=True)
+SILENT = Verdict(Liveness.SUSPECT, "is silent")
+ALIVE = Verdict(Liveness.ALIVE, "answers")
+GONE = Verdict(Liveness.DEAD, "its process no longer exists")
+
+
+class Leader:
+    """A roster that knows one node, which has a key and is connected."""
+
+    def __init__(self) -> None:
+        self.connections = Connections()
+        self.connections.opened(ID, False)
+        self.roster = Roster(KEYS, self.connections)
+        self.registers()
+
+    def registers(self) -> None:
+        assert self.roster.put(Entry(KEYS.node(ID), encode(NODE), 1, 7), now=1.0) is None
+
+    def hangs_up(self) -> None:
+        self.connections.closed(ID, False)
+        self.roster.doubt(ID, 2.0)
+
+    def loses_its_lease(self) -> None:
+        self.roster.delete(ID, 2.0)
+
+    def answers(self, verdict: Verdict) -> Liveness:
+        self.roster.settle(ID, verdict, 3.0)
+        return self.liveness
+
+    @property
+    def liveness(self) -> Liveness:
+        view = self.roster.view(WORLD, 0.0, done=None, cooling={})
+        if not view.nodes:
+            return Liveness.DEAD if view.missing[0].proved_dead else Liveness.SUSPECT
+        return view.nodes[0].liveness
+
+
+def test_a_refusal_with_a_live_lease_and_an_open_connection_is_no_death() -> None:
+    leader = Leader()
+    leader.roster.doubt(ID, 2.0)
+    assert leader.answers(REFUSED) is Liveness.SUSPECT
+    assert leader.roster.silent() == (ID,), "it is asked again"
+
+
+def test_a_refusal_and_a_closed_connection_prove_it() -> None:
+    leader = Leader()
+    leader.hangs_up()
+    assert leader.answers(REFUSED) is Liveness.DEAD
+
+
+def test_a_refusal_and_a_lost_lease_prove_it() -> None:
+    leader = Leader()
+    leader.roster.doubt(ID, 2.0)
+    assert leader.answers(REFUSED) is Liveness.SUSPECT
+    leader.loses_its_lease()
+    assert ID in leader.roster.unsettled()
+    assert leader.answers(REFUSED) is Liveness.DEAD
+
+
+def test_silence_proves_nothing_whatever_is_lost() -> None:
+    leader = Leader()
+    leader.hangs_up()
+    leader.loses_its_lease()
+    assert leader.answers(SILENT) is Liveness.SUSPECT
+
+
+def test_silence_after_a_proof_changes_nothing() -> None:
+    leader = Leader()
+    leader.hangs_up()
+    leader.answers(REFUSED)
+    assert leader.answers(SILENT) is Liveness.DEAD
+
+
+def test_an_answer_reopens_a_verdict() -> None:
+    leader = Leader()
+    leader.hangs_up()
+    leader.answers(REFUSED)
+    assert leader.roster.silent() == (ID,), "a dead node whose lease lives on is asked again"
+    assert leader.answers(ALIVE) is Liveness.ALIVE
+    # What closed before the answer proves nothing after it.
+    assert leader.answers(REFUSED) is Liveness.SUSPECT
+
+
+def test_a_hello_reopens_a_verdict() -> None:
+    leader = Leader()
+    leader.hangs_up()
+    leader.answers(REFUSED)
+    leader.connections.opened(ID, False)
+    leader.roster.connection_opened(ID, 4.0)
+    assert ID in leader.roster.unsettled()
+    assert leader.answers(REFUSED) is Liveness.SUSPECT
+
+
+def test_a_new_registration_reopens_a_verdict() -> None:
+    leader = Leader()
+    leader.loses_its_lease()
+    assert leader.answers(REFUSED) is Liveness.DEAD
+    leader.registers()
+    assert ID in leader.roster.unsettled()
+    assert leader.answers(REFUSED) is Liveness.SUSPECT
+
+
+def test_a_late_record_of_a_dead_node_does_not_revive_it() -> None:
+    leader = Leader()
+    leader.hangs_up()
+    leader.answers(REFUSED)
+    leader.registers()
+    assert leader.liveness is Liveness.DEAD
+    assert leader.answers(REFUSED) is Liveness.DEAD
+
+
+def test_the_kernels_word_needs_nothing_else() -> None:
+    assert Leader().answers(GONE) is Liveness.DEAD
+
+
+def test_a_connection_that_never_opened_is_no_loss() -> None:
+    connections = Connections()
+    connections.closed("leader", True)
+    assert not connections.is_lost("leader")
+    connections.opened("leader", True)
+    connections.closed("leader", True)
+    assert connections.is_lost("leader")
+
+
+def test_one_of_two_connections_is_no_loss() -> None:
+    connections = Connections()
+    connections.opened(ID, False)
+    connections.opened(ID, False)
+    connections.closed(ID, False)
+    assert not connections.is_lost(ID)
+    connections.closed(ID, False)
+    assert connections.is_lost(ID)
+
+
+def test_a_connection_given_up_is_no_loss() -> None:
+    connections = Connections()
+    connections.opened("leader", True)
+    connections.let_go()
+    connections.closed("leader", True)
+    assert not connections.is_lost("leader")
+
+
+def test_a_node_found_alive_is_not_charged_with_its_death() -> None:
+    flaps = FlapTracker()
+    for now in (0.0, 1.0):
+        flaps.lost("n1", now)
+        flaps.found("n1")
+    flaps.lost("n1", 2.0)
+    flaps.lost("n1", 3.0)
+    assert not flaps.cooling(3.0)
+    flaps.lost("n1", 4.0)
+    assert "n1" in flaps.cooling(4.0)
