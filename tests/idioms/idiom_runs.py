@@ -32,6 +32,10 @@ class IdiomRuns:
             self._alone[idiom.name] = self.world.run(idiom.path, folder, size=1)
         return self._alone[idiom.name]
 
+    def refused(self, idiom: Idiom) -> Outcome:
+        """By as many workers as it takes to notice."""
+        return self.world.run(idiom.path, self.folder / f"refused-{idiom.name}", size=idiom.workers)
+
     def undisturbed(self, idiom: Idiom) -> Outcome:
         """By three workers."""
         if idiom.name not in self._undisturbed:
@@ -80,10 +84,9 @@ def _assert_close(
     assert result.keys() == expected.keys()
     assert len(result) > 0, "the script has left no result"
     for name, value in expected.items():
-        torch.testing.assert_close(
-            result[name].double(),
-            value.double(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda said, name=name: f"{name} of {what}: {said}\n{outcome.describe()}",
-        )
+        got, wanted = result[name].double(), value.double()
+        try:
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        except AssertionError as error:
+            message = f"{name} of {what}: {error}\n{outcome.describe()}"
+            raise AssertionError(message) from None

@@ -1,4 +1,7 @@
-"""Logging the loss with `run.mean`"""
+"""Logging the loss with `run.mean`
+
+Group: Evaluation and logging
+"""
 
 import torch
 import torch.nn.functional as F

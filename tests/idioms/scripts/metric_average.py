@@ -1,7 +1,8 @@
 """Averages over an epoch
 
-Sums that must survive a recovery in mid-epoch belong into `run.state`; a local `AverageMeter` starts
-again with the function.
+Sums that must survive a recovery in mid-epoch belong into `run.state`; a local `AverageMeter`
+starts again with the function.
+Group: Evaluation and logging
 """
 
 import torch
