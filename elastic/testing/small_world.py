@@ -51,7 +51,7 @@ class Worker:
     pid: int
     exit_code: int | None  # None: ended by a signal
     steps: int  # committed; -1 if it did not end well
-    lines: int  # of the script that were run within retry
+    lines: int  # of the script that were run within retry, if nobody was to die
     calls: int
     result: dict[str, torch.Tensor]
     error: str  # the exception that has ended it, with its type

@@ -30,13 +30,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become_worker(
-    script: Path, folder: Path, name: str, environment: Mapping[str, str], death: Death | None
+    script: Path,
+    folder: Path,
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    death: Death | None,
+    counts: bool,
 ) -> NoReturn:
     """Run the script as its own process would, write what it leaves behind, and end."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
-        code = _run(script, folder, name, death)
+        code = _run(script, folder, name, death, counts)
     except BaseException:  # noqa: BLE001  printed, and the process ends with 1
         traceback.print_exc()
     finally:
@@ -70,12 +76,13 @@ def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _run(script: Path, folder: Path, name: str, death: Death | None) -> int:
+def _run(script: Path, folder: Path, name: str, death: Death | None, counts: bool) -> int:
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.parent))
-    events = _Events(str(script), death, folder / "death.json")
+    events = _Events(str(script), death, folder / "death.json", are_wanted=counts)
     try:
-        sys.settrace(events.trace)
+        if events.are_wanted:
+            sys.settrace(events.trace)
         left = runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:  # noqa: BLE001  it ends the process, as it would end python
         sys.settrace(None)
@@ -105,7 +112,8 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
 class _Events:
     """Counts what the script runs within retry, and ends the process at the given event."""
 
-    def __init__(self, script: str, death: Death | None, note: Path) -> None:
+    def __init__(self, script: str, death: Death | None, note: Path, *, are_wanted: bool) -> None:
+        self.are_wanted = are_wanted or death is not None  # tracing costs a tenth of the time
         self._script = script
         self._note = note
         self._pid = os.getpid()

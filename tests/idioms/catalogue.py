@@ -98,10 +98,10 @@ _BEGIN = f"""# Idioms
 <!-- Generated from the docstrings of tests/idioms by scripts/idioms_table.py. -->
 
 How everyday training scripts look here. Each line links to a whole script, which `make test` runs
-alone, by three workers, and by three workers one of which dies at a random line of it (`make soak`: at
-sixty places), with or without a replacement. Final weights, whatever else the script leaves as its
-result, and the number of steps must be those of the script alone, to {TOLERANCE:.0e}, unless a line
-says otherwise.
+alone, by three workers, and by three workers one of which dies at a random line of it (`make soak`:
+at sixty places), with or without a replacement. Final weights, whatever else the script leaves as
+its result, and the number of steps must be those of the script alone, to {TOLERANCE:.0e}, unless a
+line says otherwise.
 
 All of them call `run.retry` or `run.attempts()`, so that workers survive.
 """
