@@ -1,7 +1,7 @@
 """Random numbers that differ between ranks, added to gradients
 
 What is drawn in a step depends on the rank: weights would drift apart.
-Refused: differ
+Refused: has other weights than rank 0
 Workers: 3
 
 ```python

@@ -1,14 +1,9 @@
-"""A training loop within a training loop
+"""A loop over another loader within each step
 
-One step at a time.
-Refused: a second loop begins a step while step
+As in bilevel optimisation and meta-learning: for each batch of the first loader, a pass over the
+second one.
 
-```python
-for batch, other in zip(loader, other_loader):
-    ...
-```
-
-For evaluation: `run.shard(loader)`.
+Group: Data
 """
 
 import torch
@@ -41,3 +36,4 @@ def train():
 
 
 run.retry(train)
+result = model.state_dict()
