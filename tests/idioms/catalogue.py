@@ -5,6 +5,7 @@ that begin with one of these words are not part of the text:
 
 - ``Group: …``: the heading under which it stands in docs/idioms.md
 - ``Tolerance: 0.02, because …``: how far weights may be from the same script's alone; 1e-6 without
+- ``Inexact: loss to 0.1, because …``: the same for one entry of the script's result
 - ``Compared: …``: only the ranks are compared with each other, and why
 - ``Refused: …``: a part of the message with which the script ends
 - ``Workers: 3``: how many workers it takes for that; 1 without
@@ -30,7 +31,7 @@ GROUPS = (
     "Data",
     "Evaluation and logging",
 )
-_DIRECTIVES = ("Group", "Tolerance", "Compared", "Refused", "Workers")
+_DIRECTIVES = ("Group", "Inexact", "Tolerance", "Compared", "Refused", "Workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class Idiom:
         """Absolute and relative."""
         said = self.directives.get("Tolerance")
         return float(said.split(",")[0]) if said else TOLERANCE
+
+    def tolerance_of(self, entry: str) -> float:
+        """Of an entry of the result."""
+        name, _, rest = self.directives.get("Inexact", "").partition(" to ")
+        return float(rest.split(",")[0]) if name == entry else self.tolerance
 
     @property
     def is_compared_alone(self) -> bool:
@@ -135,6 +141,8 @@ def _conditions(idiom: Idiom) -> list[str]:
     conditions = []
     if "Compared" in said:
         conditions.append(f"(Compared {said['Compared']}.)")
+    if "Inexact" in said:
+        conditions.append(f"(Its `{said['Inexact'].replace(' to ', '` agrees to ', 1)}.)")
     if "Tolerance" in said:
         conditions.append(f"(Weights agree to {said['Tolerance']}.)")
     return conditions

@@ -1,6 +1,7 @@
 """A loop without a loader: `run.begin` and `run.commit`
 
-Reinforcement learning, generated data, frameworks of one's own: each rank counts for the same share.
+Reinforcement learning, generated data, frameworks of one's own: each rank counts for the same
+share.
 
 Group: The loop
 """

@@ -28,7 +28,8 @@ class Trainer:
     def run_epochs(self, epochs):
         self.model.train()
         for self.epoch in run.epochs(epochs):
-            for self.iter_num, batch in enumerate(self.loader, start=self.loader.index):
+            for iter_num, batch in enumerate(self.loader, start=self.loader.index):
+                self.iter_num = iter_num
                 inputs, targets = [t.to(run.device) for t in batch]
                 self.loss = F.mse_loss(self.model(inputs), targets)
                 self.model.zero_grad(set_to_none=True)
