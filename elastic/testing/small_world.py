@@ -1,9 +1,9 @@
-"""A small world: three workers of one script, forked from a warm process, under a pretended agent.
+"""A small world: workers of one script, forked from a warm process, under a pretended agent.
 
-A real cluster (:mod:`elastic.testing.cluster`) takes seconds; a small world takes tenths of one. The
-workers are real: their script runs as under torchrun, with our link, and when one of them dies the
-others recover by the same code as everywhere. What is pretended is the agents: one process plays
-those of all nodes, without etcd and without torchrun (:mod:`elastic.testing.small_world_host`).
+A real cluster (:mod:`elastic.testing.cluster`) takes seconds; a small world takes tenths of one.
+The workers are real: their script runs as under torchrun, with our link, and when one of them dies
+the others recover by the same code as everywhere. What is pretended is the agents: one process
+plays those of all nodes, without etcd and torchrun (:mod:`elastic.testing.small_world_host`).
 
     with SmallWorld() as world:
         alone = world.run("train.py", tmp_path / "alone", size=1)
@@ -51,9 +51,10 @@ class Worker:
     pid: int
     exit_code: int | None  # None: ended by a signal
     steps: int  # committed; -1 if it did not end well
-    lines: int  # of the script that were run within retry
+    lines: int  # of the script that were run within retry, if nobody was to die
     calls: int
     result: dict[str, torch.Tensor]
+    error: str  # the exception that has ended it, with its type
     log: str
 
     @property
@@ -174,5 +175,6 @@ def _worker(told: dict[str, Any], folder: Path) -> Worker:
         lines=numbers.get(LINES, 0),
         calls=numbers.get(CALLS, 0),
         result=load_file(result) if result.exists() else {},
+        error=numbers.get("error", ""),
         log=log.read_text(errors="replace") if log.exists() else "",
     )

@@ -127,7 +127,14 @@ class SmallJob:
         environment = self._environment(rank, server.path) if self._size > 1 else _ALONE
         pid = os.fork()
         if pid == 0:
-            become_worker(self._script, self._folder, name, environment, death)
+            become_worker(
+                self._script,
+                self._folder,
+                name,
+                environment,
+                death=death,
+                counts=self._death is None,
+            )
         self._processes.append(_Process(name, pid, server))
         server.start()
 

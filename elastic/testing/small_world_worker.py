@@ -30,14 +30,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become_worker(
-    script: Path, folder: Path, name: str, environment: Mapping[str, str], death: Death | None
+    script: Path,
+    folder: Path,
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    death: Death | None,
+    counts: bool,
 ) -> NoReturn:
     """Run the script as its own process would, write what it leaves behind, and end."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
-        code = _run(script, folder, name, death)
-    except BaseException:
+        code = _run(script, folder, name, death, counts)
+    except BaseException:  # noqa: BLE001  printed, and the process ends with 1
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -70,16 +76,19 @@ def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _run(script: Path, folder: Path, name: str, death: Death | None) -> int:
+def _run(script: Path, folder: Path, name: str, death: Death | None, counts: bool) -> int:
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.parent))
-    events = _Events(str(script), death, folder / "death.json")
+    events = _Events(str(script), death, folder / "death.json", are_wanted=counts)
     try:
-        sys.settrace(events.trace)
+        if events.are_wanted:
+            sys.settrace(events.trace)
         left = runpy.run_path(str(script), run_name="__main__")
-    except BaseException:
+    except BaseException as error:  # noqa: BLE001  it ends the process, as it would end python
         sys.settrace(None)
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        said = {"error": f"{type(error).__name__}: {error}"}
+        (folder / f"{name}.json").write_text(json.dumps(said))
+        sys.excepthook(*sys.exc_info())
         atexit._run_exitfuncs()
         return 1
     sys.settrace(None)
@@ -91,7 +100,7 @@ def _run(script: Path, folder: Path, name: str, death: Death | None) -> int:
 def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
     result = {
         key: torch.as_tensor(value).detach().clone().contiguous()
-        for key, value in left["result"].items()
+        for key, value in left.get("result", {}).items()
     }
     save_file(result, f"{path}.safetensors")
     run = training._run
@@ -103,9 +112,11 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
 class _Events:
     """Counts what the script runs within retry, and ends the process at the given event."""
 
-    def __init__(self, script: str, death: Death | None, note: Path) -> None:
+    def __init__(self, script: str, death: Death | None, note: Path, *, are_wanted: bool) -> None:
+        self.are_wanted = are_wanted or death is not None  # tracing costs a tenth of the time
         self._script = script
         self._note = note
+        self._pid = os.getpid()
         self._last_line = last_line = death.event if death and death.counted == LINES else 0
         self._last_call = death.event if death and not last_line else 0
         self._at = 0  # the line of the script that runs
@@ -114,14 +125,16 @@ class _Events:
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         """For ``sys.settrace``: any function is called."""
+        if os.getpid() != self._pid:  # a data worker, forked from here
+            return None
         if _is_within_retry():
             self.calls += 1
             if self.calls == self._last_call:
-                self._die(f"line {self._at}, in {frame.f_code.co_qualname}")
+                self._die(f"line {self._at}, in {frame.f_code.co_name}")
         return self._line if frame.f_code.co_filename == self._script else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
+        if event == "line" and os.getpid() == self._pid:
             self._at = frame.f_lineno
             if _is_within_retry():
                 self.lines += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,10 @@ class IdiomRuns:
             folder = self.folder / idiom.name / "alone"
             self._alone[idiom.name] = self.world.run(idiom.path, folder, size=1)
         return self._alone[idiom.name]
+
+    def refused(self, idiom: Idiom) -> Outcome:
+        """By as many workers as it takes to notice."""
+        return self.world.run(idiom.path, self.folder / f"refused-{idiom.name}", size=idiom.workers)
 
     def undisturbed(self, idiom: Idiom) -> Outcome:
         """By three workers."""
@@ -64,26 +69,27 @@ def assert_same(idiom: Idiom, outcome: Outcome, alone: Outcome) -> None:
     for worker in outcome.survivors:
         assert worker.steps == expected.steps, outcome.describe()
     for other in others:
-        _assert_close(other.result, first.result, 1e-9, f"{other.name} and {first.name}", outcome)
+        what = f"{other.name} and {first.name}"
+        _assert_close(other.result, first.result, lambda entry: 1e-9, what, outcome)
     if idiom.is_compared_alone:
         what = f"{first.name} and the script alone"
-        _assert_close(first.result, expected.result, idiom.tolerance, what, outcome)
+        _assert_close(first.result, expected.result, idiom.tolerance_of, what, outcome)
 
 
 def _assert_close(
     result: dict[str, torch.Tensor],
     expected: dict[str, torch.Tensor],
-    tolerance: float,
+    tolerance_of: Callable[[str], float],
     what: str,
     outcome: Outcome,
 ) -> None:
     assert result.keys() == expected.keys()
     assert len(result) > 0, "the script has left no result"
     for name, value in expected.items():
-        torch.testing.assert_close(
-            result[name].double(),
-            value.double(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda said, name=name: f"{name} of {what}: {said}\n{outcome.describe()}",
-        )
+        tolerance = tolerance_of(name)
+        got, wanted = result[name].double(), value.double()
+        try:
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        except AssertionError as error:
+            message = f"{name} of {what}: {error}\n{outcome.describe()}"
+            raise AssertionError(message) from None

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
-from catalogue import REFUSED, Idiom, idioms
+from catalogue import GROUPS, PAGE, REFUSED, Idiom, idioms, page
 from idiom_runs import SIZE, IdiomRuns, assert_same
 
 from elastic.testing.small_world import CALLS, LINES
 
 SOAK_SEEDS = range(2, 32)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert {idiom.directives["Group"] for idiom in idioms()} == set(GROUPS)
+    assert PAGE.read_text() == page(), "run: python scripts/idioms_table.py"
 
 
 def name_of(idiom: Idiom) -> str:
@@ -22,12 +29,10 @@ def test_three_workers_train_like_one(runs: IdiomRuns, idiom: Idiom) -> None:
     assert_same(idiom, outcome, runs.alone(idiom))
 
 
-@pytest.mark.parametrize("is_replaced", [False, True], ids=["two go on", "replaced"])
 @pytest.mark.parametrize("idiom", idioms(), ids=name_of)
-def test_a_death_at_a_random_line_changes_nothing(
-    runs: IdiomRuns, idiom: Idiom, is_replaced: bool
-) -> None:
-    check_death(runs, idiom, int(is_replaced), LINES, is_replaced=is_replaced)
+def test_a_death_at_a_random_line_changes_nothing(runs: IdiomRuns, idiom: Idiom) -> None:
+    """About every other idiom goes on with a replacement, the same one always."""
+    check_death(runs, idiom, zlib.crc32(idiom.name.encode()) % 2, LINES)
 
 
 @pytest.mark.soak
@@ -37,12 +42,12 @@ def test_a_death_at_a_random_line_changes_nothing(
 def test_a_death_anywhere_changes_nothing(
     runs: IdiomRuns, idiom: Idiom, seed: int, counted: str
 ) -> None:
-    check_death(runs, idiom, seed, counted, is_replaced=seed % 2 == 1)
+    check_death(runs, idiom, seed, counted)
 
 
-def check_death(
-    runs: IdiomRuns, idiom: Idiom, seed: int, counted: str, *, is_replaced: bool
-) -> None:
+def check_death(runs: IdiomRuns, idiom: Idiom, seed: int, counted: str) -> None:
+    """Odd seeds: with a replacement."""
+    is_replaced = seed % 2 == 1
     death = runs.draw_death(idiom, seed, counted)
     outcome = runs.with_death(idiom, death, is_replaced=is_replaced)
     outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
@@ -52,7 +57,11 @@ def check_death(
 
 @pytest.mark.parametrize("idiom", idioms(REFUSED), ids=name_of)
 def test_what_cannot_be_right_is_refused(runs: IdiomRuns, idiom: Idiom) -> None:
-    (worker,) = runs.alone(idiom).workers
-    assert worker.exit_code == 1, worker.log
     assert idiom.refusal
-    assert idiom.refusal in worker.log
+    outcome = runs.refused(idiom)
+    assert not outcome.survivors
+    # The run is ended with the first worker that fails.
+    errors = [worker.error for worker in outcome.workers if worker.error]
+    assert errors, outcome.describe()
+    for error in errors:
+        assert idiom.refusal in error, outcome.describe()

@@ -1,6 +1,7 @@
 """Gradient accumulation, written by hand
 
 The batches of one optimizer step belong together: after a fault all of them are done again.
+Group: Gradients
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Gradient accumulation with a counter of one's own
 
 A local counter starts again with the function, as the group of batches does.
+Group: Gradients
 """
 
 import torch

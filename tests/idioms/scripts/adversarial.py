@@ -1,6 +1,8 @@
 """Adversarial examples (FGSM)
 
-Gradients with respect to the inputs, taken with the model inside of the wrap, then an ordinary step.
+Gradients with respect to the inputs, taken with the model inside of the wrap, then an ordinary
+step.
+Group: Gradients
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Everything inside of the function
 
-Model, optimizer and loader may be made by the function that `run.retry` calls; after a recovery it is
-called again, and makes them anew.
+Model, optimizer and loader may be made by the function that `run.retry` calls; after a recovery
+it is called again, and makes them anew.
+Group: The loop
 """
 
 import torch

@@ -1,12 +1,13 @@
 """Logging the loss with `dist.all_reduce`
 
-Collectives of the script's own may stand anywhere in the loop: a fault in them is a fault of the
-world, and the step is completed in the next one.
+Collectives of the script's own may stand anywhere in the loop: a fault in them is a fault of
+the world, and the step is completed in the next one.
+Inexact: loss to 0.5, since a redone step may compute its loss with the updated weights
+Group: Evaluation and logging
 """
 
-import torch.distributed as dist
-
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

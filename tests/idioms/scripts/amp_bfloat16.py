@@ -1,6 +1,7 @@
 """Mixed precision with `torch.autocast`
 
 Tolerance: 0.02, since bfloat16 keeps three digits and sums of shares are rounded in another order
+Group: Precision and compilation
 """
 
 import torch

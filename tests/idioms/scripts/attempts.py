@@ -1,4 +1,7 @@
-"""`run.attempts()` instead of a function"""
+"""`run.attempts()` instead of a function
+
+Group: The loop
+"""
 
 import torch
 import torch.nn.functional as F

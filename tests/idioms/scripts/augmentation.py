@@ -1,13 +1,13 @@
 """Random augmentation in the dataset
 
-Whatever `__getitem__` draws from `torch`, `random` or `numpy` belongs to the sample and the epoch:
-it is the same in every world, and when it is read again.
+Whatever `__getitem__` draws from `torch`, `random` or `numpy` belongs to the sample and the
+epoch: it is the same in every world, and when it is read again.
+Group: Data
 """
 
 import random
 
 import numpy as np
-
 import torch
 import torch.nn.functional as F
 from torch import nn

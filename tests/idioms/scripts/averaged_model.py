@@ -1,13 +1,13 @@
 """`torch.optim.swa_utils.AveragedModel`
 
 Made of the wrapped model, and tracked.
+Group: Averages and state
 """
-
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic

@@ -1,8 +1,10 @@
-"""Barriers and object collectives in the loop"""
+"""Barriers and object collectives in the loop
 
-import torch.distributed as dist
+Group: The loop
+"""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,6 +1,7 @@
 """Leaving the loop at a number of steps
 
 The number is that of the job, kept in `run.state`.
+Group: The loop
 """
 
 import torch

@@ -1,11 +1,11 @@
 """A callback with a collective in `run.after_step`
 
 The step is committed before; a callback that was interrupted is called again in the next world.
+Group: Averages and state
 """
 
-import torch.distributed as dist
-
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

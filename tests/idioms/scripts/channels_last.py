@@ -1,4 +1,7 @@
-"""Convolutions in `channels_last`"""
+"""Convolutions in `channels_last`
+
+Group: Precision and compilation
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,8 @@
 """Gradient clipping by norm
 
-Gradients are those of the global batch once `backward` is over: every rank clips by the same norm.
+Gradients are those of the global batch once `backward` is over: every rank clips by the same
+norm.
+Group: Gradients
 """
 
 import torch

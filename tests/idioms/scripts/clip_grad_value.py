@@ -1,4 +1,7 @@
-"""Gradient clipping by value"""
+"""Gradient clipping by value
+
+Group: Gradients
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""`optimizer.step(closure)` with Adam, and a scheduler"""
+"""`optimizer.step(closure)` with Adam, and a scheduler
+
+Group: Optimizers and learning rates
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
 """`optimizer.step(closure)`
 
 Lightning steps that way always.
+Group: Optimizers and learning rates
 """
 
 import torch
@@ -32,7 +33,7 @@ def train():
                 loss.backward()
                 return loss
 
-            loss = optimizer.step(closure)
+            optimizer.step(closure)
 
 
 run.retry(train)

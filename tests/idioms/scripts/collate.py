@@ -1,10 +1,12 @@
-"""Sequences of different lengths, with `collate_fn`"""
+"""Sequences of different lengths, with `collate_fn`
 
-from torch.nn.utils.rnn import pad_sequence
+Group: Data
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import elastic

@@ -1,4 +1,7 @@
-"""`torch.compile` inside of the wrap"""
+"""`torch.compile` inside of the wrap
+
+Group: Precision and compilation
+"""
 
 import torch
 import torch.nn.functional as F

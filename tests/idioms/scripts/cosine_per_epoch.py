@@ -1,4 +1,7 @@
-"""`CosineAnnealingLR`, stepped after each epoch"""
+"""`CosineAnnealingLR`, stepped after each epoch
+
+Group: Optimizers and learning rates
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
 """A tracked object of one's own
 
 Anything with `state_dict` and `load_state_dict`.
+Group: Averages and state
 """
 
 import torch

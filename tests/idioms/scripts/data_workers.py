@@ -1,6 +1,7 @@
 """Data workers
 
 They stay for the rest of the epoch when the world changes.
+Group: Data
 """
 
 import torch

@@ -1,6 +1,7 @@
 """No `global_batch`
 
 It is batch_size times the largest world, then, and stays that while the world is smaller.
+Group: Data
 """
 
 import torch

@@ -1,15 +1,15 @@
 """A `DistributedSampler` may stay
 
-Its order and seed are kept; what belongs to which rank is decided anew for each world. The sizes
-that are passed to it do not matter.
+Its order and seed are kept; what belongs to which rank is decided anew for each world. The
+sizes that are passed to it do not matter.
+Group: Data
 """
-
-from torch.utils.data.distributed import DistributedSampler
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import elastic
 

@@ -1,8 +1,9 @@
 """Dropout
 
-Masks are drawn from (seed, step, rank): a step that is done again draws the same ones. With another
-number of workers they are others.
+Masks are drawn from (seed, step, rank): a step that is done again draws the same ones. With
+another number of workers they are others.
 Compared: among ranks, since each rank draws masks of its own
+Group: Models
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Early stopping by validation loss
 
-What decides (best loss, patience) is in `run.state`: it is the same on all ranks, and survives. The
-loop is left by `break` in an epoch of its own.
+What decides (best loss, patience) is in `run.state`: it is the same on all ranks, and survives.
+The loop is left by `break` in an epoch of its own.
+Group: Evaluation and logging
 """
 
 import math

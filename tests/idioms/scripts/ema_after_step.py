@@ -1,6 +1,7 @@
 """A moving average in `run.after_step`
 
 The callback runs once for each committed step, also if a fault interrupts it.
+Group: Averages and state
 """
 
 import torch

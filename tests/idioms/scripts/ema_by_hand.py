@@ -1,6 +1,7 @@
 """An exponential moving average, updated in the loop
 
 Tracked, it is put back with everything else if a fault comes later in the same step.
+Group: Averages and state
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Evaluation at the end of each epoch, on all ranks
 
 `run.shard` deals the test set out without padding, `run.mean` averages over the world.
+Group: Evaluation and logging
 """
 
 import torch

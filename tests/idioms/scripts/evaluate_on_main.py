@@ -2,6 +2,7 @@
 
 In eval mode, or without gradients, the wrapped model runs without collectives: the other ranks
 wait for rank 0 in their next backward pass.
+Group: Evaluation and logging
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 As in detection and fine-tuning: the BatchNorm layers stay in eval mode, their affine parameters
 are trained.
+Group: Models
 """
 
 import torch

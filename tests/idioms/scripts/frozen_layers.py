@@ -1,4 +1,7 @@
-"""Fine-tuning with frozen layers"""
+"""Fine-tuning with frozen layers
+
+Group: Models
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,11 +1,11 @@
 """A GAN: two models, two optimizers, one loader
 
-As in the DCGAN example. The noise comes with the data: what a dataset draws belongs to the sample,
-in any world.
+As in the DCGAN example. The noise comes with the data: what a dataset draws belongs to the
+sample, in any world.
+Group: Models
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

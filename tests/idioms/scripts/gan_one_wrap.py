@@ -1,6 +1,7 @@
 """Two models in one wrap
 
 Generator and discriminator as parts of one module: one DDP, one reduction per step.
+Group: Models
 """
 
 import torch

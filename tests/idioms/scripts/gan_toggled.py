@@ -1,6 +1,8 @@
 """A GAN that toggles `requires_grad` of its discriminator
 
-As in CycleGAN's `set_requires_grad`: the discriminator gets no gradients in the generator's turn.
+As in CycleGAN's `set_requires_grad`: the discriminator gets no gradients in the generator's
+turn.
+Group: Models
 """
 
 import torch

@@ -1,6 +1,7 @@
 """A disabled `GradScaler`
 
 Scripts keep the scaler in place and switch it off where there is no float16. It may be tracked.
+Group: Precision and compilation
 """
 
 import torch

@@ -1,13 +1,13 @@
 """Activation checkpointing
 
 `torch.utils.checkpoint` inside of the model.
+Group: Precision and compilation
 """
-
-from torch.utils.checkpoint import checkpoint
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic

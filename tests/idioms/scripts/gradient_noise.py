@@ -1,7 +1,8 @@
 """Gradient noise
 
-Numbers that must be the same on all ranks come from a generator of one's own, seeded by the step:
-what is drawn without one differs between ranks.
+Numbers that must be the same on all ranks come from a generator of one's own, seeded by the
+step: what is drawn without one differs between ranks.
+Group: Gradients
 """
 
 import torch

@@ -1,11 +1,11 @@
 """A gradient penalty (WGAN-GP, R1)
 
-`torch.autograd.grad(create_graph=True)` with respect to the inputs, through the module inside of the
-wrap and not through DDP.
+`torch.autograd.grad(create_graph=True)` with respect to the inputs, through the module inside
+of the wrap and not through DDP.
+Group: Gradients
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -1,4 +1,7 @@
-"""A penalty on the weights, added to the loss"""
+"""A penalty on the weights, added to the loss
+
+Group: Gradients
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""`LambdaLR` with warm-up, chained with another scheduler"""
+"""`LambdaLR` with warm-up, chained with another scheduler
+
+Group: Optimizers and learning rates
+"""
 
 import torch
 import torch.nn.functional as F

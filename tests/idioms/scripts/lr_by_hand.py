@@ -1,6 +1,7 @@
 """The learning rate changed by hand
 
 As in the ImageNet example: a function of the epoch, set in the optimizer's groups.
+Group: Optimizers and learning rates
 """
 
 import torch

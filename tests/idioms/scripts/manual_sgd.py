@@ -1,6 +1,7 @@
 """SGD by hand, under `no_grad`
 
 As in the tutorials: no optimizer at all.
+Group: Optimizers and learning rates
 """
 
 import torch

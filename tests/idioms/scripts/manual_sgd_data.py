@@ -1,4 +1,7 @@
-"""SGD by hand, on `.data`"""
+"""SGD by hand, on `.data`
+
+Group: Optimizers and learning rates
+"""
 
 import torch
 import torch.nn.functional as F

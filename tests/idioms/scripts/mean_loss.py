@@ -1,4 +1,8 @@
-"""Logging the loss with `run.mean`"""
+"""Logging the loss with `run.mean`
+
+Inexact: sum to 0.2, since a redone step may compute its loss with the updated weights
+Group: Evaluation and logging
+"""
 
 import torch
 import torch.nn.functional as F

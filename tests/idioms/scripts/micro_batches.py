@@ -2,6 +2,7 @@
 
 `run.steps(loader)` with `micro_batch=` bounds the memory of a step at any size of the world;
 `step.backward` weighs each micro-batch.
+Group: Gradients
 """
 
 import torch

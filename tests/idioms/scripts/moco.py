@@ -1,15 +1,16 @@
 """A momentum encoder and a queue (MoCo)
 
-Both are buffers of a module of one's own that is tracked. What every rank must add to the queue is
-gathered from all of them, in the order of ranks: with another number of workers in another order.
+Both are buffers of a module of one's own that is tracked. What every rank must add to the queue
+is gathered from all of them, in the order of ranks: with another number of workers in another
+order.
 Compared: among ranks, since the queue's order is that of the ranks
+Group: Models
 """
 
 import copy
 
-import torch.distributed as dist
-
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

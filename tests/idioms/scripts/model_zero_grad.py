@@ -1,4 +1,7 @@
-"""`model.zero_grad()` instead of the optimizer's"""
+"""`model.zero_grad()` instead of the optimizer's
+
+Group: Gradients
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""Several heads, one loss"""
+"""Several heads, one loss
+
+Group: Models
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,9 @@
 """Random numbers drawn in the loop
 
-Noise, mixup, diffusion's time steps: drawn from (seed, step, rank), so that ranks draw differently
-and a step that is done again draws the same.
+Noise, mixup, diffusion's time steps: drawn from (seed, step, rank), so that ranks draw
+differently and a step that is done again draws the same.
 Compared: among ranks, since each rank draws numbers of its own
+Group: Data
 """
 
 import torch

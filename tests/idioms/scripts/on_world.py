@@ -1,6 +1,8 @@
 """What depends on the size of the world
 
-`run.on_world` calls back whenever a world begins: for a rate per worker, a subgroup, a log file.
+`run.on_world` calls back whenever a world begins: for a rate per worker, a subgroup, a log
+file.
+Group: The loop
 """
 
 import torch

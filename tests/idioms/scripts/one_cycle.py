@@ -1,6 +1,7 @@
 """`OneCycleLR`, stepped after each batch
 
 `len(loader)` is the number of steps of a whole epoch, whatever the world.
+Group: Optimizers and learning rates
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Other optimizers, and `foreach`
 
 Whatever is a `torch.optim.Optimizer`, except LBFGS: two of them in turns of an epoch.
+Group: Optimizers and learning rates
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Parameter groups
 
 As in minGPT: weight decay for matrices, none for biases.
+Group: Optimizers and learning rates
 """
 
 import torch

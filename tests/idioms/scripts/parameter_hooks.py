@@ -1,6 +1,7 @@
 """Hooks on parameters
 
 A hook sees the gradient of this rank's share, before it is reduced.
+Group: Gradients
 """
 
 import torch

@@ -1,7 +1,8 @@
 """The plain loop
 
-`run.wrap` makes the model a DDP, `run.track` and `run.loader` make optimizer and data part of the
-job, `run.epochs` resumes, and `run.retry` is where recovery happens.
+`run.wrap` makes the model a DDP, `run.track` and `run.loader` make optimizer and data part of
+the job, `run.epochs` resumes, and `run.retry` is where recovery happens.
+Group: The loop
 """
 
 import torch

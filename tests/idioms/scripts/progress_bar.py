@@ -1,7 +1,8 @@
 """A progress bar
 
-`tqdm(loader, initial=loader.index, total=len(loader))`: the length of the loader is that of a whole
-epoch, and the bar goes on where the epoch does.
+`tqdm(loader, initial=loader.index, total=len(loader))`: the length of the loader is that of a
+whole epoch, and the bar goes on where the epoch does.
+Group: The loop
 """
 
 import torch

@@ -1,6 +1,7 @@
 """`ReduceLROnPlateau`
 
 Every rank must give it the same number: `run.mean` of the validation loss.
+Group: Optimizers and learning rates
 """
 
 import torch

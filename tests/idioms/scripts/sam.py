@@ -1,6 +1,7 @@
 """Sharpness-aware minimisation: two passes per step
 
 The perturbation is undone before the wrapped optimizer steps; a fault in between is noticed.
+Group: Optimizers and learning rates
 """
 
 import torch

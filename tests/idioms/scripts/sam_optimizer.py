@@ -1,6 +1,7 @@
 """Sharpness-aware minimisation as an optimizer around another one
 
 The popular `SAM(params, base_optimizer, …)` class: track it as any optimizer.
+Group: Optimizers and learning rates
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 A file of one's own beside the checkpoints of the job. `model.module.state_dict()` has the names
 that the plain model has.
+Group: The loop
 """
 
 import tempfile

@@ -1,4 +1,7 @@
-"""`SequentialLR`: warm-up, then cosine"""
+"""`SequentialLR`: warm-up, then cosine
+
+Group: Optimizers and learning rates
+"""
 
 import torch
 import torch.nn.functional as F

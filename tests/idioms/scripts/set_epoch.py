@@ -1,6 +1,7 @@
 """`sampler.set_epoch` may stay
 
 The loop over `run.epochs` says which epoch it is; the call is ignored.
+Group: The loop
 """
 
 import torch

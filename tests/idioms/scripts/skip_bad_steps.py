@@ -1,7 +1,8 @@
 """Skipping steps with a bad loss
 
-All ranks must decide alike: the decision is made from `run.mean`. A step that no optimizer has taken
-is committed by the loop, as one that changes nothing.
+All ranks must decide alike: the decision is made from `run.mean`. A step that no optimizer has
+taken is committed by the loop, as one that changes nothing.
+Group: Gradients
 """
 
 import torch

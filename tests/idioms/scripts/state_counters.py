@@ -1,6 +1,8 @@
 """Counters in `run.state`
 
-JSON values that travel with the model: saved, restored, and put back with a step that is redone.
+JSON values that travel with the model: saved, restored, and put back with a step that is
+redone.
+Group: Averages and state
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 `static_graph`, `bucket_cap_mb`, `gradient_as_bucket_view`, `broadcast_buffers`: as for
 DistributedDataParallel.
+Group: Precision and compilation
 """
 
 import torch

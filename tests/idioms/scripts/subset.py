@@ -1,14 +1,13 @@
 """A part of a dataset, and `random_split`
 
 With a generator of its own, the split is the same on all ranks.
+Group: Data
 """
-
-from torch.utils.data import random_split
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import elastic
 

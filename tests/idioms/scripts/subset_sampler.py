@@ -1,14 +1,13 @@
 """`SubsetRandomSampler`
 
 As in splits for training and validation by index.
+Group: Data
 """
-
-from torch.utils.data import SubsetRandomSampler
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import elastic
 

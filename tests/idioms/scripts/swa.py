@@ -1,13 +1,13 @@
 """Stochastic weight averaging, per epoch
 
 `AveragedModel` and `SWALR` from the last epochs on.
+Group: Averages and state
 """
-
-from torch.optim.swa_utils import SWALR, AveragedModel
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic

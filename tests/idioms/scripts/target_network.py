@@ -1,6 +1,7 @@
 """A target network: `deepcopy` of the wrapped model
 
 As in DQN and BYOL. Tracked, it is saved and put back.
+Group: Models
 """
 
 import copy

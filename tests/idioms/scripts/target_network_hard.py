@@ -1,6 +1,7 @@
 """A target network, copied every few steps
 
 The counter that decides is in `run.state`.
+Group: Models
 """
 
 import copy

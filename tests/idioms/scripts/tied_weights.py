@@ -1,4 +1,7 @@
-"""Tied weights, as in language models"""
+"""Tied weights, as in language models
+
+Group: Models
+"""
 
 import torch
 import torch.nn.functional as F

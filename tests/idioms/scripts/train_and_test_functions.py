@@ -1,4 +1,7 @@
-"""`train(epoch)` and `test(epoch)`, as in the MNIST example"""
+"""`train(epoch)` and `test(epoch)`, as in the MNIST example
+
+Group: The loop
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""A small transformer with gradient clipping and warm-up"""
+"""A small transformer with gradient clipping and warm-up
+
+Group: Models
+"""
 
 import torch
 import torch.nn.functional as F

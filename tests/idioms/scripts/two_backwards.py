@@ -1,4 +1,7 @@
-"""Several backward passes, one optimizer step"""
+"""Several backward passes, one optimizer step
+
+Group: Gradients
+"""
 
 import torch
 import torch.nn.functional as F

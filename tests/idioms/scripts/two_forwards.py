@@ -1,6 +1,7 @@
 """Several forward passes, one backward
 
 Siamese networks, consistency losses: the wrapped model is called twice before `backward`.
+Group: Gradients
 """
 
 import torch

@@ -1,6 +1,8 @@
 """Several optimizers
 
-Each is tracked by its own name. A fault between two of them repeats only the one that was missing.
+Each is tracked by its own name. A fault between two of them repeats only the one that was
+missing.
+Group: Optimizers and learning rates
 """
 
 import torch

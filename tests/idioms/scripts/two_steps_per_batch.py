@@ -1,6 +1,7 @@
 """Several optimizer steps on one batch
 
 As in PPO's inner epochs: each step of the optimizer has forward and backward passes of its own.
+Group: Gradients
 """
 
 import torch

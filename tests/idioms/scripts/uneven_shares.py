@@ -1,6 +1,7 @@
 """A last batch that is not full
 
 Gradients are weighted by the samples of each rank; a rank without any takes part with weight 0.
+Group: Gradients
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Parameters that some steps do not use
 
 `find_unused_parameters=True`, as for DistributedDataParallel.
+Group: Models
 """
 
 import torch

@@ -1,6 +1,7 @@
 """A warm-up written by hand
 
 The step counter is in `run.state`, which is put back if a step has to be done again.
+Group: Optimizers and learning rates
 """
 
 import torch

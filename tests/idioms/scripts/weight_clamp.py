@@ -1,10 +1,10 @@
 """Clamping weights (WGAN)
 
 Weights that change outside of an optimizer in a step are put right, too.
+Group: Optimizers and learning rates
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -1,10 +1,12 @@
-"""Weight normalisation and parametrizations"""
+"""Weight normalisation and parametrizations
 
-from torch.nn.utils.parametrizations import weight_norm
+Group: Models
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic

@@ -1,14 +1,13 @@
 """`WeightedRandomSampler`
 
 What it draws is drawn with the job's seed, the same in every world.
+Group: Data
 """
-
-from torch.utils.data import WeightedRandomSampler
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import elastic
 

@@ -1,4 +1,7 @@
-"""`zero_grad` at the end of the step"""
+"""`zero_grad` at the end of the step
+
+Group: Gradients
+"""
 
 import torch
 import torch.nn.functional as F

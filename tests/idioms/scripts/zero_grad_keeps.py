@@ -1,4 +1,7 @@
-"""`zero_grad(set_to_none=False)`"""
+"""`zero_grad(set_to_none=False)`
+
+Group: Gradients
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,8 @@
 """Two loaders zipped
 
-As in domain adaptation and semi-supervised training. The second loader follows the first: a step
-has one batch of each.
+As in domain adaptation and semi-supervised training. The second loader follows the first: a
+step has one batch of each.
+Group: Data
 """
 
 import torch

@@ -1,0 +1,25 @@
+"""LBFGS
+
+It changes its state before it knows the gradients: a step of it cannot be done again.
+Refused: LBFGS changes its state before it knows the gradients
+
+```python
+optimizer = torch.optim.AdamW(model.parameters())
+```
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.LBFGS(model.parameters())
+run.track(optimizer=optimizer)

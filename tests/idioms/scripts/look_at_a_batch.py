@@ -1,0 +1,37 @@
+"""A look at a batch before training
+
+`next(iter(loader))` for shapes or a summary costs nothing.
+
+Group: Data
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+inputs, targets = next(iter(loader))
+model = run.wrap(nn.Linear(inputs.shape[1], targets.shape[1]))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+
+
+def train():
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+run.retry(train)
+result = model.state_dict()

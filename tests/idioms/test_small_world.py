@@ -1,0 +1,104 @@
+"""The small world itself: what it says about workers that die, fail, or never end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from catalogue import SCRIPTS
+from idiom_runs import SIZE, IdiomRuns
+
+from elastic.testing.small_world import CALLS, Death
+
+JOIN = """
+import elastic
+run = elastic.join()
+run.track()
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(JOIN + text)
+    return path
+
+
+def test_the_victim_dies_where_it_was_told(runs: IdiomRuns, tmp_path: Path) -> None:
+    plain = SCRIPTS / "plain_loop.py"
+    undisturbed = runs.world.run(plain, tmp_path / "undisturbed")
+    undisturbed.assert_success(workers=SIZE)
+    assert undisturbed.worlds == 1
+    last = undisturbed.workers[1].lines
+    assert {w.lines for w in undisturbed.workers} == {last}
+    assert last > 5 * undisturbed.workers[1].steps  # five lines a step
+
+    killed = runs.world.run(plain, tmp_path / "killed", death=Death(rank=1, event=last))
+    assert [w.exit_code for w in killed.workers] == [0, None, 0]
+    assert killed.worlds == 2
+    assert killed.died_at.startswith("line "), killed.died_at
+
+    after = runs.world.run(plain, tmp_path / "after", death=Death(rank=1, event=last + 1))
+    assert [w.exit_code for w in after.workers] == [0, 0, 0]
+    assert not after.died_at
+
+
+def test_a_replacement_takes_part(runs: IdiomRuns, tmp_path: Path) -> None:
+    outcome = runs.world.run(
+        SCRIPTS / "plain_loop.py",
+        tmp_path,
+        death=Death(rank=0, event=2000, counted=CALLS),
+        is_replaced=True,
+    )
+    outcome.assert_success(workers=SIZE)
+    assert [w.exit_code for w in outcome.workers] == [None, 0, 0, 0]
+    assert "in " in outcome.died_at  # a function
+    newcomer, survivor = outcome.workers[3], outcome.workers[1]
+    assert newcomer.steps == survivor.steps
+    assert newcomer.result.keys() == survivor.result.keys()
+
+
+def test_workers_have_nothing_in_common_with_the_host(runs: IdiomRuns, tmp_path: Path) -> None:
+    outcome = runs.world.run(
+        script(
+            tmp_path,
+            """
+import os, random, torch
+result = {
+    "pid": os.getpid(),
+    "leader": os.getsid(0),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "drawn": random.random(),
+    "rank": int(os.environ["RANK"]),
+}
+run.retry(lambda: run.mean(1.0))
+""",
+        ),
+        tmp_path / "out",
+    )
+    outcome.assert_success(workers=SIZE)
+    said = [w.result for w in outcome.workers]
+    assert [int(r["rank"]) for r in said] == [0, 1, 2]
+    assert all(torch.equal(r["pid"], r["leader"]) for r in said)
+    assert len({float(r["drawn"]) for r in said}) == SIZE
+    assert all(int(r["descriptors"]) < 12 for r in said)
+    assert not any(Path(f"/proc/{int(r['pid'])}").exists() for r in said)
+
+
+def test_a_script_that_fails_is_told_with_its_error(runs: IdiomRuns, tmp_path: Path) -> None:
+    mistake = script(tmp_path, "raise ValueError('a mistake of the user')")
+    outcome = runs.world.run(mistake, tmp_path / "out")
+    assert "has failed" in outcome.problem
+    failed = [w for w in outcome.workers if w.error]
+    assert failed
+    assert failed[0].error == "ValueError: a mistake of the user"
+    assert "Traceback" in failed[0].log
+
+
+def test_a_run_that_does_not_end_is_ended_with_stacks(runs: IdiomRuns, tmp_path: Path) -> None:
+    endless = script(tmp_path, "import threading\nthreading.Event().wait()")
+    outcome = runs.world.run(endless, tmp_path / "out", limit_s=2.0)
+    assert outcome.problem == "not over within the limit"
+    assert all("most recent call first" in w.log for w in outcome.workers)
+    for worker in outcome.workers:
+        assert not os.path.exists(f"/proc/{worker.pid}")
