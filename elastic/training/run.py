@@ -61,7 +61,11 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values that travel with the model: saved, restored, and rank 0's for all."""
+        """JSON values that travel with the model: saved, and restored on all ranks.
+
+        Set them on all ranks alike. Where ranks differ, those of the lowest one count when the
+        world changes; a warning says so.
+        """
         return self._session.job.user
 
     @property

@@ -29,7 +29,7 @@ from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.randomness import derive_seed, seed_all
 from elastic.training.recovery import Recovery
-from elastic.training.replicas import compare, is_compared_after
+from elastic.training.replicas import compare, differing_names, is_compared_after, warn_of_differing
 from elastic.training.restore import restore
 from elastic.training.rollback import PARTIAL
 from elastic.training.saver import Saver
@@ -63,6 +63,7 @@ class Session:
         self._accumulation = Accumulation()
         self._has_compared_replicas = False  # in this world
         self._has_warned_of_accumulation = False
+        self._has_warned_of_state = False
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
         self.saver = saver
@@ -255,9 +256,11 @@ class Session:
                 self._warn_of_foreign_group()
             else:
                 self._in_process = True
-        if self._in_process and not (self.job.modules or self.job.loaders):
+        if not (self.job.modules or self.job.loaders):
+            if not self._in_process:
+                self.enter_world()
             return  # what the job consists of is registered inside the function
-        self.enter_world()
+        self.enter_loop()  # the function may ask run.state how far the job is
 
     def _register_anew(self) -> None:
         """The function makes model, optimizer and loader by itself, and does so again: the new
@@ -488,6 +491,11 @@ class Session:
             return
         weights: dict[str, Sequence[torch.Tensor]] = {}
         if is_compared_after(step.number):
+            # Always, since new ranks have not warned yet, and all ranks have to call it.
+            differing = differing_names(self.job.user)
+            if differing and not self._has_warned_of_state:
+                self._has_warned_of_state = True
+                warn_of_differing(differing)
             weights |= {name: m.all_parameters for name, m in self.job.modules.items()}
         if (unwrapped := self.guard.unwrapped) and not self._has_compared_replicas:
             self._has_compared_replicas = True
