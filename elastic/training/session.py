@@ -402,7 +402,9 @@ class Session:
         if clean and not self.between.has_gone:
             self._close_in_order()
         else:
-            self.between.end_with("" if is_of_the_world else error)
+            # In-process, who goes on has the state. Otherwise all processes end now.
+            is_held = is_of_the_world and self._in_process
+            self.between.end_with("" if is_held else error)
             if self._in_process:
                 self.group.abort()  # peers need not wait for this process to be gone
         # After an error nothing else is touched: a step is in hand, peers may be gone.
