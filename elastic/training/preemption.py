@@ -49,18 +49,18 @@ class Preemption:
         self._is_told = threading.Lock()
 
     def install(self) -> None:
-        """Take SIGTERM over where this process can know what it means.
+        """Take SIGTERM over.
 
-        That is so under an agent of ours, and without any launcher. Other launchers send it for
-        every restart, in which nothing may be waited for.
+        Only an agent of ours says what it means. Without any launcher it is for good. Any other
+        one sends it alike to end a job, and to start all its workers anew.
         """
         worlds, is_own = self._session.worlds, self._halt.on_signal
         if worlds is not None:
             ask_agent_on_sigterm(worlds, self._last_words, is_own)
         elif os.environ.get(ENDING_FILE):
             end_on_sigterm(self._last_words, ends_for_good, is_own)
-        elif not is_launched() and self._session.saver.is_on:
-            end_on_sigterm(self._last_words, lambda: True, is_own)
+        elif self._session.saver.is_on:
+            end_on_sigterm(self._last_words, lambda: not is_launched(), is_own)
 
     def _last_words(self, is_for_good: bool) -> None:
         """On the signal's thread; the process ends when it returns, or before at a boundary."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,6 +41,8 @@ def main() -> None:
     torch.manual_seed(0)
     if options.wiring == "foreign" and "RANK" in os.environ:
         dist.init_process_group("gloo")
+    elif options.wiring == "foreign":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def before(label: str) -> None:
         if "safetensors" in label and (options.folder / "disk-full").exists():
@@ -81,6 +84,9 @@ def main() -> None:
         train()
     else:
         run.retry(train)
+    if run.is_main:
+        weights = {k: v.detach().clone() for k, v in model.module.state_dict().items()}
+        save_file(weights, options.folder / "final.safetensors")
 
 
 if __name__ == "__main__":
