@@ -36,7 +36,9 @@ from elastic.agent.identity import current_process
 from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.node_memory import host_memory
 from elastic.agent.ports import PortReserve
+from elastic.agent.restart_notice import RestartNotice
 from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
+from elastic.agent.starting_over import StartingOver, places
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions, read_options
 from elastic.coordination.etcd import EtcdStore
@@ -125,6 +127,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
             lambda: kill_marked(os.environ[MARK]),
             tell_workers=self._tell_workers_it_is_the_end,
         )
+        self._notice = RestartNotice(options.mode)
+        self._starting_over = StartingOver(
+            lambda: places(sys.argv[1:], Path.cwd()),
+            lambda: self._service.has_first_rank and not self._service.workers_have_joined,
+        )
+        self._has_started_workers = False
         self._health = self._serve_health()
         self._service.start()
         self._leaving.install()
@@ -165,11 +173,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
         except (ElasticError, JobSucceeded) as error:
             self._end(error)
         self._leaving.phase = Phase.STARTING
+        if self._has_started_workers:
+            self._starting_over.workers_start_again()
+        self._has_started_workers = True
         if world is None:
             return self._warm_up()
         self._tell_workers(world.generation, world.nonce, world.lineage)
         self._service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         self._memory.look()
+        self._notice.workers_start(is_first_node=self._service.has_first_rank)
         node_id = self._service.node_id
         return RendezvousInfo(
             torch_private.private_store(world.members),
@@ -200,6 +212,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._service.beat()
         self._leaving.install()
         self._leaving.phase = Phase.RUNNING
+        self._notice.look(have_joined=self._service.workers_have_joined)
         if self._leaving.told:
             self._leaving.end_if_left()
             return 0
@@ -254,6 +267,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             )
 
     def _close(self) -> None:
+        self._starting_over.close()
         self._service.close()
         self._ports.close()
         self._ending.unlink(missing_ok=True)

@@ -302,6 +302,18 @@ class NodeService:
         return self._loop.link_path
 
     @property
+    def workers_have_joined(self) -> bool:
+        """Whether a worker has called elastic.join(), in this start of workers or an earlier one.
+        Not known in restart mode."""
+        return self._board.workers_joined
+
+    @property
+    def has_first_rank(self) -> bool:
+        """Whether rank 0 of the present world is one of this node's workers."""
+        running = self._board.node.running
+        return running is not None and running.node_ids[:1] == (self.node_id,)
+
+    @property
     def can_leave_in_order(self) -> bool:
         """Whether the workers can be asked to leave at a step's boundary."""
         return self._board.node.in_process and self._board.node.running is not None

@@ -45,13 +45,14 @@ def places(arguments: Sequence[str], folder: Path) -> tuple[Path, ...]:
     >>> sorted(map(str, places(["train.py", "--out=/tmp/new-folder"], Path("/"))))
     ['/tmp']
     """
-    named = (part for text in arguments for part in text.split("=")[-1:])
-    found = {folder} if folder != Path(folder.anchor) else set()
-    for path in (folder / text for text in named if os.sep in text or (folder / text).is_dir()):
-        near = next((p for p in (path, path.parent) if p.is_dir()), None)
-        if near is not None and near != Path(near.anchor):
+    found = {folder.resolve()}
+    for text in arguments:
+        path = folder / text.rpartition("=")[2]
+        near = next((p for p in (path, path.parent) if os.path.isdir(p)), None)
+        if near is not None:
             found.add(near.resolve())
-    return tuple(p for p in found if not any(p != q and q in p.parents for q in found))
+    found = {path for path in found if path != Path(path.anchor)}
+    return tuple(p for p in found if not any(q in p.parents for q in found))
 
 
 def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
@@ -164,9 +165,11 @@ class StartingOver:
 
 
 def _sentence(again: Path, before: Path) -> str:
+    what = f"{again} again without having read it"
+    if again != before:
+        what = f"{again} without having read {before}, which it had saved before the restart"
     return (
-        f"training has started over: the restarted script has written {again} without having read "
-        f"{before}, which it had saved before the restart. Make it resume from its newest "
+        f"training has started over: the restarted script has written {what}. Make it resume from its newest "
         "checkpoint whenever there is one (nanoGPT: init_from='resume'; Hugging Face: "
         "resume_from_checkpoint=True), or use elastic.join(), which does that by itself"
     )

@@ -87,6 +87,7 @@ class Workers:
         """A message from the link."""
         match message:
             case Hello():
+                self._at.board.workers_joined = True
                 self._welcome(worker)
             case Ready():
                 self._on_ready(worker)

@@ -30,6 +30,7 @@ from elastic.training.restore import restore
 from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
+from elastic.training.without_retry import say_without_retry
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
 from elastic.worker.faults import is_world_fault
@@ -174,6 +175,8 @@ class Session:
                 self._world = self.group.form()
                 if self.worlds is not None:
                     self.worlds.formed(self._world.generation)
+                    if not self._has_warned_of_foreign_group:
+                        say_without_retry(self._world)
         return self.world
 
     def rank_and_size(self) -> tuple[int, int]:

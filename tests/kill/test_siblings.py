@@ -18,6 +18,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 SCRIPT = SCRIPTS / "wiring.py"
 # Nothing is saved but what a death leaves behind.
 WORKLOAD = Workload(samples=240, epochs=400, step_s=0.1, save_every=1000)
+NOTICES = (
+    "training begins without run.retry()",
+    "mode=restart: when the world changes",
+    "no worker has called elastic.join()",
+)
 
 
 def kill(job: TrainingJob, local_rank: int) -> None:
@@ -38,12 +43,16 @@ def hold(job: TrainingJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wiring", "conf"),
-    [("retry", {}), ("none", {}), ("retry", {"mode": "restart"})],
+    ("wiring", "conf", "notice"),
+    [
+        ("retry", {}, ""),
+        ("none", {}, "training begins without run.retry()"),
+        ("retry", {"mode": "restart"}, "mode=restart: when the world changes"),
+    ],
     ids=["in-process", "without retry", "mode=restart"],
 )
 def test_no_step_is_lost_with_one_worker_of_three(
-    etcd: EmbeddedEtcd, tmp_path: Path, wiring: str, conf: dict[str, object]
+    etcd: EmbeddedEtcd, tmp_path: Path, wiring: str, conf: dict[str, object], notice: str
 ) -> None:
     workload = Workload(**{**vars(WORKLOAD), "extra": (f"--wiring={wiring}",)})
     with TrainingJob(
@@ -67,6 +76,8 @@ def test_no_step_is_lost_with_one_worker_of_three(
         ledger = job.ledger()
         assert ledger.recomputed_steps == 0, job.report()
         assert len(checkpoints.list_checkpoints(tmp_path / "checkpoints")) == 3
+        said = [n for n in NOTICES for _ in range(job.nodes[0].log_text().count(n))]
+        assert said == ([notice] if notice else []), "once, and what is true"
         starts = {s.generation: s.step for s in ledger.starts}
         assert len(starts) == 4 and all(step > 0 for step in list(starts.values())[1:]), starts
 
