@@ -165,9 +165,12 @@ class BetweenSteps:
         in the script (a scheduler) was not done.
         """
         session = self._session
-        step = session.step or self.left_with
-        if session.guard.is_torn or (step is not None and step.optimizer_stepped):
+        step, left_with = session.step, self.left_with
+        if left_with is not None and left_with.optimizer_stepped:
             return False
-        if step is not None:
-            session.recovery.put_back()
+        is_torn = session.guard.is_torn or session.has_partial_updates
+        done = session.recovery.rollback.put_back(is_torn=is_torn)
+        if done.is_torn or (done.has_updates and step is not None and step.optimizer_stepped):
+            return False
+        session.drop_steps()
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from elastic.clock import SYSTEM_CLOCK
@@ -25,7 +24,6 @@ BUILD_TIMEOUT_S = 30.0  # a group is built in milliseconds once everybody is the
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s")
 _SMOOTHING = 0.1  # of the step time
 _LEAVE_SLICE_S = 0.2
-_version_of = attrgetter("_version")
 
 
 class Changes:
@@ -34,8 +32,6 @@ class Changes:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._recovery: Recovery | None = None
-        self._fresh_snapshot = False  # nothing of the script has run since the last one
-        self._versions = 0  # of the weights when the script's turn began; 0 within a loop
         self._step_time_s = 0.0
         self._last_commit_s: float | None = None
         self.is_recovering = False
@@ -52,7 +48,7 @@ class Changes:
         if self._recovery is None:
             session = self._session
             self._recovery = Recovery(
-                session.job, session.saver, session.journal, session.group.device
+                session.job, session.saver, session.journal, session.group.device, session.guard
             )
         return self._recovery
 
@@ -67,59 +63,40 @@ class Changes:
         )
 
     def step_in_hand(self) -> int | None:
-        """The number of the step that has begun; read by the link's thread."""
-        step = self._session.step
+        """The number of the step that has begun, the first one of an accumulation; read by the
+        link's thread."""
+        session = self._session
+        if (first := session.accumulated_since) is not None:
+            return first
+        step = session.step
         return step.number if step is not None else None
 
     # -- steps --------------------------------------------------------------------------------
 
-    def begin(self, number: int) -> tuple[str, ...]:
-        """Before a step: snapshot what the script may have changed; which optimizers to mask."""
-        recovery = self.recovery
-        if not self._fresh_snapshot:
-            recovery.take_snapshot()
-            self._fresh_snapshot = True
-        return recovery.replay
-
     def raise_if_due(self, step: Step) -> None:
         """Raise WorldChanged if the next world is to be entered before this step.
 
-        Asked after the step is in hand: from now on the link's thread knows that it is too late
-        for this rank to switch at it, and one of the two notices (PROTOCOL section 6).
+        Asked after the step has begun: from now on the link's thread knows that it is too late
+        for this rank to switch at it, and one of the two notices (PROTOCOL section 6). Within an
+        accumulation of gradients only a world that is over is left.
         """
-        if self._worlds.is_due(step.number):
+        worlds = self._worlds
+        is_within = self._session.accumulated_since is not None
+        if worlds.is_superseded() if is_within else worlds.is_due(step.number):
             self._session.drop_step()
             raise WorldChanged(
                 f"the world changes before step {step.number}",
                 hint="let it pass: run.retry goes on in the next world",
             )
 
-    def committed(self, *, in_loop: bool) -> None:
-        """After a step; the loop goes on, or else the script."""
-        recovery = self.recovery
-        recovery.committed()
-        recovery.take_snapshot()
-        self._fresh_snapshot = True
-        self._versions = 0 if in_loop else self._count_versions()
+    def committed(self) -> None:
+        """After a step: how long it took."""
         now_s = SYSTEM_CLOCK.monotonic()
         if self._last_commit_s is not None:
             took_s = now_s - self._last_commit_s
             before_s = self._step_time_s or took_s
             self._step_time_s = before_s + _SMOOTHING * (took_s - before_s)
         self._last_commit_s = now_s
-
-    def script_goes_on(self) -> None:
-        """The script's own code runs outside of a loop from here on: a change of weights that is
-        interrupted there leaves them torn."""
-        self._versions = self._count_versions()
-
-    def script_has_run(self) -> None:
-        """It may have changed what it likes."""
-        self._fresh_snapshot = False
-
-    def _count_versions(self) -> int:
-        modules = self._session.job.modules.values()
-        return sum(sum(map(_version_of, m.all_parameters)) for m in modules)
 
     # -- worlds -------------------------------------------------------------------------------
 
@@ -176,16 +153,18 @@ class Changes:
         weights stand."""
         session = self._session
         step, guard = session.step, session.guard
-        moved = step is None and self._versions not in (0, self._count_versions())
         self.recovery.interrupted(
-            stepped=tuple(step.stepped) if step is not None else self.recovery.replay,
-            begun=step is not None,
-            is_torn=guard.is_torn or (moved and session.has_committed),
+            number=step.number if step is not None else None,
+            stepped=tuple(step.stepped) if step is not None else (),
+            is_torn=guard.is_torn or session.has_partial_updates,
         )
         guard.reset()
-        session.drop_step()
+        session.drop_steps()
+        for optimizer in guard.tracked.values():
+            optimizer.zero_grad(set_to_none=True)
         for module in session.job.modules.values():
             module.module.zero_grad(set_to_none=True)
+            module.reduction.forget_gradients()
             module.reduction.begin(1.0)
 
     def enter_next(self) -> None:
@@ -228,8 +207,8 @@ class Changes:
         with self._lap("agree_s"):
             world = self.recovery.enter(world_of(message), message.committed_step)
         session.begin_world(world)
-        self._fresh_snapshot = False
-        self._versions = self._count_versions()
+        if session.has_committed or session.job.progress.step:
+            self.recovery.rollback.expect_weights()
 
     def _leave_job(self, message: WorldMessage) -> None:
         """The job goes on without this node, or ends here: wait for the agent to end it."""

@@ -13,6 +13,7 @@ class Listeners:
     def __init__(self) -> None:
         self._on_world: list[Callable[[World], object]] = []
         self._on_main: list[Callable[[], object]] = []
+        self._before_attempts = (0, 0)
         self._world: World | None = None  # the present one, once its state is restored
 
     def on_world(self, callback: Callable[[World], object]) -> None:
@@ -26,6 +27,14 @@ class Listeners:
         self._on_main.append(callback)
         if self._world is not None and self._world.rank == 0:
             callback()
+
+    def begin_attempt(self, *, is_again: bool) -> None:
+        """As :meth:`elastic.training.callbacks.StepCallbacks.begin_attempt`."""
+        if is_again:
+            of_worlds, of_main = self._before_attempts
+            del self._on_world[of_worlds:]
+            del self._on_main[of_main:]
+        self._before_attempts = len(self._on_world), len(self._on_main)
 
     def begin(self, world: World) -> None:
         """A world has begun, and its state is restored."""

@@ -46,7 +46,7 @@ def steps(session: Session, loader: ElasticLoader) -> Generator[Step]:
         for first in batches:
             yield session.begin(loader, first, batches)
             session.commit()
-        session.changes.script_goes_on()
+        session.script_goes_on()
     except GeneratorExit:
         session.leave(world, loader)
         raise

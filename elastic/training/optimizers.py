@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +17,25 @@ from torch.optim.optimizer import (
 )
 
 from elastic.errors import TrainingError
+from elastic.training.change_watch import versions
+from elastic.training.rollback import NESTED, Rollback
 from elastic.training.step import Step
 from elastic.training.wrap import ElasticDDP
+
+Closure = Callable[[], Any]
 
 
 class OptimizerGuard:
     """Checks every ``optimizer.step()`` that would change wrapped parameters."""
 
     def __init__(self, present_step: Callable[[], Step | None]) -> None:
+        self.tracked: dict[str, torch.optim.Optimizer] = {}
+        self.rollback: Rollback | None = None  # is told of updates, once there is one
         self._present_step = present_step
         self._modules: list[ElasticDDP] = []
         self._known: dict[int, _Known] = {}  # by id
-        self._inside: tuple[torch.optim.Optimizer, int | None] | None = None
-        self._is_masking = False
+        self._updates: list[_Update] = []  # under way, the outermost first
+        self._unwrapped: dict[int, _Known] = {}  # by id: they step parameters of no wrapped module
         self._handles: Sequence[Any] = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -52,48 +59,108 @@ class OptimizerGuard:
             if isinstance(candidate, torch.optim.Optimizer):
                 known = self._of(candidate)
                 known.name = known.name or name
+                if known.name == name:
+                    self.tracked[name] = candidate
 
     @property
     def is_torn(self) -> bool:
         """Whether an update was begun and not ended: the weights belong to no step."""
-        if self._inside is None:
-            return False
-        optimizer, version = self._inside
-        return version is None or version != _version(optimizer)
+        return any(
+            update.version is None or update.version != _version(update.optimizer)
+            for update in self._updates
+            if update.name is not None and not update.is_masked
+        )
 
     def reset(self) -> None:
         """A new attempt: what was interrupted is forgotten."""
-        self._inside = None
+        self._updates.clear()
 
     def close(self) -> None:
         """Watch no longer."""
         for handle in self._handles:
             handle.remove()
 
+    def accumulating(self, step: Step) -> list[str]:
+        """Tracked optimizers with gradients from this step that they have not used in it."""
+        names = []
+        for name, optimizer in self.tracked.items():
+            if name in step.stepped:
+                continue
+            touched = self._touched(self._of(optimizer), optimizer)
+            if any(m.reduction.has_new_gradients and _has_gradient(m) for m in touched):
+                names.append(name)
+        return names
+
+    @property
+    def unwrapped(self) -> dict[str, list[torch.Tensor]]:
+        """What optimizers have stepped that is in no wrapped module, by optimizer."""
+        return {known.label: known.own for known in self._unwrapped.values() if known.own}
+
+    @property
+    def unwrapped_and_tracked(self) -> list[torch.Tensor]:
+        """Of these, the parameters of tracked optimizers."""
+        return [p for known in self._unwrapped.values() if known.name for p in known.own]
+
     # Both run in every step: whatever they call is called with cold caches.
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         known, step = self._of(optimizer), self._present_step()
-        name = known.name
-        self._is_masking = step is not None and name is not None and step.is_masked(name)
-        if self._is_masking:
+        self._forget_abandoned(optimizer)
+        name, closure = known.name, _closure(args, kwargs)
+        is_masked = step is not None and name is not None and step.is_masked(name)
+        if name is not None and self._updates and self.rollback is not None:
+            self.rollback.copy_weights(NESTED)
+        # A closure runs inside: if it fails, the weights may still be untouched.
+        version = _version(optimizer) if closure is not None else None
+        update = _Update(optimizer, name, is_masked, version)
+        if closure is None:
+            self._prepare(update, known, step)
+            self._updates.append(update)
+            return None
+        if name is None and self._touched(known, optimizer):
+            raise _not_tracked(optimizer)
+        self._updates.append(update)
+
+        def prepared() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._prepare(update, known, step)
+            return loss
+
+        return _with_closure(args, kwargs, prepared)
+
+    def _prepare(self, update: _Update, known: _Known, step: Step | None) -> None:
+        """The gradients are there, and the update comes next."""
+        optimizer = update.optimizer
+        if update.is_masked:
             optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
             return
         for module in self._touched(known, optimizer):
             if _has_gradient(module):
-                _check(optimizer, name, step, module)
-        if name is not None:
-            # A closure runs inside: if it fails, the weights may still be untouched.
-            self._inside = optimizer, _version(optimizer) if args[1:] or kwargs else None
+                _check(optimizer, known.name, step, module)
+        if known.own and step is not None:
+            self._unwrapped[id(optimizer)] = known
+        if self.rollback is not None and known.name is not None:
+            self.rollback.before_update()
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        name = self._of(optimizer).name
-        if name is not None and not self._is_masking:
-            self._inside = None
-            step = self._present_step()
-            if step is not None:
-                step.stepped.append(name)
-        self._is_masking = False
+        update = self._updates.pop() if self._updates else None
+        if update is None or update.name is None or update.is_masked:
+            return
+        step = self._present_step()
+        if step is not None:
+            step.stepped.append(update.name)
+        if self.rollback is not None:
+            self.rollback.after_update()
+
+    def _forget_abandoned(self, optimizer: torch.optim.Optimizer) -> None:
+        """An update that ended with an exception, which the script has caught."""
+        for place, update in enumerate(self._updates):
+            if update.optimizer is optimizer:
+                del self._updates[place:]
+                return
 
     def _of(self, optimizer: torch.optim.Optimizer) -> _Known:
         known = self._known.get(id(optimizer))
@@ -106,10 +173,19 @@ class OptimizerGuard:
         for group in optimizer.param_groups:
             count += len(group["params"])
         if known.count != count:
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            known.touched = [m for m in self._modules if ids & set(map(id, m.trained_parameters()))]
+            known.look_through(optimizer, self._modules)
             known.count = count
         return known.touched
+
+
+@dataclass
+class _Update:
+    """An ``optimizer.step()`` that has begun."""
+
+    optimizer: torch.optim.Optimizer
+    name: str | None  # if it is tracked
+    is_masked: bool
+    version: int | None  # of its parameters before; None: it changes them at once
 
 
 class _Known:
@@ -120,6 +196,49 @@ class _Known:
         self.name: str | None = None  # if it is tracked
         self.count: int | None = None  # of its parameters when it was looked through
         self.touched: list[ElasticDDP] = []  # modules with some of them
+        self.own: list[torch.Tensor] = []  # parameters of no wrapped module
+
+    @property
+    def label(self) -> str:
+        return self.name or type(self.optimizer()).__name__
+
+    def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[ElasticDDP]) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = {id(p) for p in parameters}
+        wrapped = {m: {id(p) for p in m.module.parameters()} for m in modules}
+        self.touched = [m for m, theirs in wrapped.items() if ids & theirs]
+        self.own = [p for p in parameters if not any(id(p) in t for t in wrapped.values())]
+
+
+def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers inside of one (SAM's ``base_optimizer``), by name, if its state lacks theirs."""
+    if not isinstance(tracked, torch.optim.Optimizer):
+        return {}
+    if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
+        return {}  # it sees to that
+    return {
+        name: inner
+        for name, inner in vars(tracked).items()
+        if isinstance(inner, torch.optim.Optimizer)
+    }
+
+
+def _closure(args: Any, kwargs: Any) -> Closure | None:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def _not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
+    return TrainingError(
+        f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
+        hint="run.track(optimizer=optimizer), or a restart would lose its state",
+    )
 
 
 def _check(
@@ -128,10 +247,7 @@ def _check(
     """Raise unless the module's gradients are the job's in this step."""
     kind = type(optimizer).__name__
     if name is None:
-        raise TrainingError(
-            f"{kind} is about to change wrapped parameters, but is not tracked",
-            hint="run.track(optimizer=optimizer), or a restart would lose its state",
-        )
+        raise _not_tracked(optimizer)
     if not module.in_world:
         return  # before the first world: rank 0's result is given to all
     if step is None:
@@ -169,4 +285,4 @@ def _has_gradient(module: ElasticDDP) -> bool:
 
 def _version(optimizer: torch.optim.Optimizer) -> int:
     """Grows with every change of the optimizer's parameters."""
-    return sum(p._version for group in optimizer.param_groups for p in group["params"])
+    return versions(p for group in optimizer.param_groups for p in group["params"])

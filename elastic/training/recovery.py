@@ -15,12 +15,13 @@ import torch
 from checkpoints import Ancestor
 from checkpoints.tree import pack, unpack
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CheckpointRequired
+from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateReceived, StateSent, WorldJoined
 from elastic.telemetry.journal import EventSink
+from elastic.training.optimizers import OptimizerGuard
 from elastic.training.restore import restore, together
+from elastic.training.rollback import Rollback
 from elastic.training.saver import Saver
-from elastic.training.snapshot import SmallState, Snapshot
 from elastic.training.state import JobState
 from elastic.worker.agreement import Agreement, Standing, Tag, agree
 from elastic.worker.collectives import all_gather_json
@@ -32,49 +33,104 @@ class Recovery:
     """What a rank knows of its own progress, and how it becomes that of a world."""
 
     def __init__(
-        self, job: JobState, saver: Saver, journal: EventSink, device: torch.device
+        self,
+        job: JobState,
+        saver: Saver,
+        journal: EventSink,
+        device: torch.device,
+        guard: OptimizerGuard,
     ) -> None:
         self._job = job
         self._saver = saver
         self._journal = journal
         self._device = device
-        self._small: SmallState | None = None
-        self._snapshot: Snapshot = {}
+        self._guard = guard
+        self._rollback: Rollback | None = None
+        self._is_fresh = False  # nothing of the script has run since the last snapshot
+        self._is_entering = False  # no step has begun in the present world
         self.tag: Tag | None = None  # of this rank's weights
-        self.begun = False  # a step was in hand
-        self.replay: tuple[str, ...] = ()  # optimizers to mask in the next step
+        self.begun = False  # a step was begun
+        self._masked: tuple[str, ...] = ()  # optimizers to mask in a step that is done again
+        self._masked_at = 0  # its number
+        self.callback_step = (0, 0, 0)  # number, epoch, index of the last committed step
+
+    @property
+    def rollback(self) -> Rollback:
+        """Made late: the objects of the job are registered first."""
+        if self._rollback is None:
+            self._rollback = self._guard.rollback = Rollback(self._job, self._guard.tracked)
+        return self._rollback
 
     # -- while training -----------------------------------------------------------------------
 
-    def take_snapshot(self) -> None:
-        """Copy the small state: at each step's begin and commit."""
-        if self._small is None:
-            self._small = SmallState(self._job)
-        self._snapshot = self._small.take()
+    def before_step(self, number: int) -> None:
+        """Outside of an accumulation: the state is that of a commit, and a step comes next.
 
-    def put_back(self) -> None:
-        """Undo what the step in hand has done to the small state."""
-        if self._small is not None:
-            self._small.put_back(self._snapshot)
+        Raises TrainingError if the script has overwritten the state that the world began with.
+        """
+        if self._is_fresh:
+            return
+        if self._is_entering and number > 0 and self.rollback.weights_have_changed:
+            raise TrainingError(
+                f"weights were changed after they had been restored for step {number}: "
+                "run.retry calls its function again in each new world",
+                hint="initialize weights, or load pretrained ones, before run.retry(train), not "
+                "in train",
+            )
+        self.rollback.script_has_run()
+        self._take()
 
-    def committed(self) -> None:
-        """A step has taken effect."""
-        assert self.tag is not None
-        self.tag = Tag(self.tag.generation, self._job.progress.step)
+    def script_has_run(self) -> None:
+        """It may have changed what it likes."""
+        self._is_fresh = False
+
+    def masked(self, number: int) -> tuple[str, ...]:
+        """The optimizers whose update in step ``number`` is in the weights already."""
+        return self._masked if number == self._masked_at else ()
+
+    def committed(self, step: tuple[int, int, int], callbacks: int = 0) -> None:
+        """A step (number, epoch, index) has taken effect; so many callbacks of it come next."""
+        self.rollback.committed()
         self.begun = False
-        self.replay = ()
+        self._masked = ()
+        self.callback_step = step
+        self.called_back(callbacks)
 
-    def interrupted(self, *, stepped: tuple[str, ...], begun: bool, is_torn: bool) -> None:
-        """A fault, or a switch: say where the weights stand, put the small state back."""
+    def called_back(self, left: int) -> None:
+        """One more callback of the last committed step is done; so many are left."""
+        self._take()
+        if self.tag is not None:
+            step = self._job.progress.step
+            self.tag = Tag(self.tag.generation, step, callbacks=left)
+
+    def _take(self) -> None:
+        self.rollback.take()
+        self._is_fresh, self._is_entering = True, False
+
+    def interrupted(self, *, number: int | None, stepped: tuple[str, ...], is_torn: bool) -> None:
+        """A fault, or a switch: put the state back to the last commit, say where weights stand.
+
+        Args:
+            number: of the step that was begun; None between two steps.
+            stepped: the optimizers whose updates of it are in the weights.
+            is_torn: whether an update was begun and not ended.
+        """
         if self.tag is None:
             return
-        assert self._small is not None
-        self._small.put_back(self._snapshot)
-        self.begun = begun
-        if is_torn:
+        self._is_fresh = False
+        self.begun = number is not None
+        if number is None or (self._masked and number < self._masked_at):
+            stepped, number = self._masked, self._masked_at
+        done = self.rollback.put_back(is_torn=is_torn)
+        if done.is_torn:
             self.tag = None
-        else:
-            self.tag = Tag(self.tag.generation, self._job.progress.step, stepped)
+            return
+        if not done.has_updates:
+            stepped, number = self._masked, self._masked_at  # those were in the weights before
+        step = self._job.progress.step
+        iteration = number - step if stepped else 0
+        left = self.tag.callbacks
+        self.tag = Tag(self.tag.generation, step, stepped, iteration, left)
 
     # -- in a new world -----------------------------------------------------------------------
 
@@ -92,9 +148,10 @@ class Recovery:
             world = self._go_on(world, agreement)
         all_gather_json(True)  # nobody goes on before everybody has everything
         job = self._job
-        stepped = agreement.tag.stepped if agreement.tag is not None else ()
-        self.tag = Tag(world.generation, job.progress.step, stepped)
-        self.replay = stepped
+        tag = agreement.tag if agreement.tag is not None else Tag(0, job.progress.step)
+        self.tag = dataclasses.replace(tag, generation=world.generation)
+        self._masked, self._masked_at = tag.stepped, tag.step + tag.iteration
+        self._is_fresh, self._is_entering = False, True
         self._journal.emit(
             WorldJoined(
                 generation=world.generation,
@@ -102,7 +159,7 @@ class Recovery:
                 size=world.size,
                 step=job.progress.step,
                 source=agreement.source,
-                replay=stepped,
+                replay=tag.stepped,
                 duration_s=round(SYSTEM_CLOCK.monotonic() - began_s, 4),
             )
         )
@@ -118,7 +175,8 @@ class Recovery:
                 hint="give elastic.join(checkpoints=…) a folder that all nodes share; to start "
                 "from step 0 again, use another --rdzv-id",
             )
-        self.take_snapshot()
+        self._take()
+        self.rollback.forget()
         return dataclasses.replace(world, generation=generation)
 
     def _go_on(self, world: World, agreement: Agreement) -> World:
@@ -134,11 +192,9 @@ class Recovery:
         if agreement.receivers:
             self._transfer(world, agreement)
         told = unpack(node, lambda path, name: tensors[name])
+        self.rollback.adopt(told["habits"], told["small"])
+        self.callback_step = tuple(told["callback_step"])
         if not is_source:
-            if self._small is None:
-                self._small = SmallState(self._job)
-            self._small.put_back(told["small"])
-            self._snapshot = told["small"]
             self.tag = tag  # the same bits: a fault from here on is no loss
         generation = max(world.generation, told["generation"] + 1)
         lineage = tuple(Ancestor(*pair) for pair in told["lineage"])
@@ -150,7 +206,9 @@ class Recovery:
         lineage, generation, saved_step = self._saver.origin
         return pack(
             {
-                "small": self._snapshot,
+                "small": self.rollback.snapshot,
+                "habits": self.rollback.habits,
+                "callback_step": list(self.callback_step),
                 "lineage": [[a.generation, a.began_at_step] for a in lineage],
                 "generation": generation,
                 "saved_step": saved_step,

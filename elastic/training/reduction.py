@@ -28,6 +28,7 @@ class Reduction:
 
     def __init__(self) -> None:
         self.is_done = False
+        self.is_local = False  # gradients of this rank are in the weights' .grad, not reduced yet
         self.failure: BaseException | None = None  # also if the script swallowed it
         self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
@@ -38,6 +39,8 @@ class Reduction:
         self._first_backward: int | None = None  # pass in this world
         self._backward = _OUTSIDE  # the pass at whose end this rank waits
         self._has_spoken = False
+        self._has_accumulated = False  # in this step
+        self._is_mixed = False  # the weights' .grad hold gradients that are reduced
         self._room: Room | None = None  # in the first bucket
 
     def enter(self, group: dist.ProcessGroup, *, is_divided: bool) -> None:
@@ -58,8 +61,39 @@ class Reduction:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
         self._weight = weight
         self.is_done = self._has_spoken = False
+        self._has_accumulated = False
         self.failure = None
         self.works.clear()
+
+    @property
+    def weight(self) -> float:
+        """This rank's part of the global batch."""
+        return self._weight
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether a backward pass of this step has added to the gradients."""
+        return self.is_done or self._has_accumulated
+
+    def accumulates(self) -> None:
+        """A forward pass under ``no_sync()``: its gradients are reduced with later ones."""
+        self.is_local = self._has_accumulated = True
+
+    def reduced(self) -> None:
+        """A bucket of this step's gradients, and of those accumulated before, is summed up."""
+        self.is_done = self._is_mixed = True
+        self.is_local = False
+
+    def forget_gradients(self) -> None:
+        """An optimizer has used them, or they are dropped."""
+        self.is_local = self._is_mixed = False
+
+    def rescale(self, weight: float) -> float | None:
+        """What local gradients have to be multiplied with, to be reduced with those of a step in
+        which this rank holds another part, ``weight``. None: they cannot be."""
+        if not self.is_local or abs(weight - self._weight) <= _NEARLY:
+            return 1.0
+        return None if self._is_mixed or not weight else self._weight / weight
 
     def weigh(self, gradients: torch.Tensor) -> None:
         """Multiply a bucket's gradients with what is missing of this rank's weight."""
@@ -76,7 +110,7 @@ class Reduction:
         assert group is not None
         if tensor.is_floating_point() or tensor.is_complex():  # gradients
             self.weigh(tensor)
-            self.is_done = True
+            self.reduced()
             if self._divisor > 1:
                 tensor = self.with_words(tensor)
         work = group.allreduce([tensor], options)
@@ -145,7 +179,7 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     gradients, group = bucket.buffer(), state.group
     assert group is not None
     state.weigh(gradients)
-    state.is_done = True
+    state.reduced()
     if group.size() == 1:
         alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         alone.set_result(gradients)

@@ -159,8 +159,10 @@ class Run:
 
     def attempts(self) -> Iterator[Attempt]:
         """:meth:`retry` inline: ``for attempt in run.attempts(): with attempt: …``."""
+        is_again = False
         while True:
-            attempt = Attempt(self._session)
+            attempt = Attempt(self._session, is_again=is_again)
+            is_again = True
             yield attempt
             if not attempt.is_over:
                 return  # the loop was left with `break`
@@ -195,8 +197,12 @@ class Run:
     # -- callbacks ----------------------------------------------------------------------------
 
     def after_step(self, callback: Callable[[Step], object]) -> None:
-        """Call back at every commit, for example to update an EMA."""
-        self._session.after_step.append(callback)
+        """Call back after each optimizer step, for example to update an EMA.
+
+        Once per step: a callback that a fault of the world interrupts is called again in the next
+        world, and those before it are not. Register it before :meth:`retry`, or in its function.
+        """
+        self._session.callbacks.add(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call back when a world has begun and its state is restored; at once if one has."""
@@ -239,8 +245,9 @@ class Run:
 class Attempt:
     """One call of the training function: ``with attempt: …``. Made by :meth:`Run.attempts`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, is_again: bool = False) -> None:
         self._session = session
+        self._is_again = is_again  # the function has run before, in a world that is over
         self._is_inner = session.in_retry
         self.is_over = False
         self.succeeded = False
@@ -248,7 +255,7 @@ class Attempt:
     def __enter__(self) -> None:
         if not self._is_inner:
             self._session.in_retry = True
-            self._session.begin_attempt()
+            self._session.begin_attempt(is_again=self._is_again)
 
     def __exit__(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,20 +18,24 @@ from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training import loop
+from elastic.training.accumulation import Accumulation
 from elastic.training.between_steps import BetweenSteps
+from elastic.training.callbacks import StepCallbacks
+from elastic.training.change_watch import contents
 from elastic.training.changes import Changes, is_switch
 from elastic.training.listeners import Listeners
 from elastic.training.loader import ElasticLoader
-from elastic.training.optimizers import OptimizerGuard
+from elastic.training.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.randomness import derive_seed, seed_all
 from elastic.training.recovery import Recovery
 from elastic.training.restore import restore
+from elastic.training.rollback import PARTIAL
 from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.without_retry import say_without_retry
 from elastic.training.wrap import ElasticDDP
-from elastic.worker.collectives import all_sum
+from elastic.worker.collectives import all_gather_json, all_sum
 from elastic.worker.faults import is_world_fault
 from elastic.worker.process_group import ProcessGroup
 from elastic.worker.world import World, largest_world
@@ -55,7 +58,10 @@ class Session:
         self.step: Step | None = None
         # Whose loop was left in its middle, while nobody knows whether by the script's own will.
         self._left_loader: ElasticLoader | None = None
-        self.after_step: list[Callable[[Step], object]] = []
+        self.callbacks = StepCallbacks()
+        self._accumulation = Accumulation()
+        self._has_compared_replicas = False  # in this world
+        self._has_warned_of_accumulation = False
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
         self.saver = saver
@@ -110,12 +116,17 @@ class Session:
         for name, tracked in named.items():
             self.job.track(name, tracked)
             self.guard.allow(name, tracked)
+            for attribute, inner in inner_optimizers(tracked).items():
+                self.job.track(f"{name}.{attribute}", inner)
+                self.guard.allow(f"{name}.{attribute}", inner)
 
     def _refuse_when_restored(self, call: str) -> None:
         if self._is_restored:
             raise TrainingError(
-                f"run.{call}() after the first loop has begun: state is already restored",
-                hint=f"call run.{call}() before `for … in run.epochs(…)` or the loader",
+                f"run.{call}() comes too late: the first loop, or run.begin(), has restored the "
+                "job's state already",
+                hint=f"call run.{call}() before `for … in run.epochs(…)`, the loader, run.retry "
+                "and run.begin()",
             )
 
     def add_loader(self, loader: Any, **options: Any) -> ElasticLoader:
@@ -199,6 +210,7 @@ class Session:
         for module in self.job.modules.values():
             module.enter_world()
         self._is_restored = True
+        self._has_compared_replicas = False
         self.between.enter_world()
         self.ledger.start(
             generation=world.generation,
@@ -220,8 +232,10 @@ class Session:
 
     # -- attempts -----------------------------------------------------------------------------
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, *, is_again: bool = False) -> None:
         """The training function is about to run."""
+        self.callbacks.begin_attempt(is_again=is_again)
+        self.listeners.begin_attempt(is_again=is_again)
         if self.worlds is not None and not self._is_restored:
             if self.group.is_foreign:
                 self._warn_of_foreign_group()
@@ -274,7 +288,7 @@ class Session:
         """A loop over ``loader`` begins: in the run's epoch, or in its own next one."""
         self.settle()
         self.between.left_with = None
-        self.changes.script_has_run()
+        self.recovery.script_has_run()
         if self.owns_epochs:
             loader.begin_epoch(self.job.progress.epoch)
             return
@@ -284,11 +298,12 @@ class Session:
 
     def begin_alone(self) -> Step:
         """A step without a loader of ours: each rank counts for the same share."""
-        self.in_retry = True
-        self.begin_attempt()
+        if not self.in_retry:
+            self.in_retry = True
+            self.begin_attempt()
         self.enter_loop()
         info = OwnBatch(self.job.progress.epoch, self.job.progress.step, self.world.size)
-        self.changes.script_has_run()
+        self.recovery.script_has_run()
         step = self.begin(None, (info, None), iter(()))
         step.only_micro_batch()
         return step
@@ -296,18 +311,16 @@ class Session:
     def begin(self, loader: ElasticLoader | None, first: tuple[Batch, Any], rest: Batches) -> Step:
         """A step is handed out. Saves first, if it is time: everything before it is complete."""
         if self.step is not None:
-            raise TrainingError(
-                f"a second loop begins a step while step {self.step.number} is in hand",
-                hint="evaluate with run.shard(loader); finish one training loop before the next",
-            )
-        self.between.pass_boundary()
+            raise self._second_step(loader)
         number = self.job.progress.step
-        masked = self.changes.begin(number) if self._in_process else ()
-        if not self._in_process and self.saver.is_on:
-            self.recovery.take_snapshot()  # for a checkpoint after an exception
-        step = Step(number, first, rest, self._begin_micro_batch, masked)
+        if self._accumulation.since is None:
+            self._call_back_again()
+            self.between.pass_boundary()
+            if self._can_roll_back:
+                self.recovery.before_step(number)
+        step = Step(number, first, rest, self._begin_micro_batch, self.recovery.masked(number))
         for module in self.job.modules.values():
-            module.reduction.begin(step.share)
+            module.begin_step(step.share)
         self.step, self._loader = step, loader
         if self._in_process:
             self.changes.raise_if_due(step)
@@ -341,11 +354,40 @@ class Session:
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
                 hint="iterate each step to its end: every sample counts once",
             )
+        self._compare_replicas(step)
+        waiting = self.guard.accumulating(step)
+        if waiting and loader is None:
+            self._warn_of_accumulation(waiting)
+            waiting = []
         self.drop_step()
         self.job.progress.step += 1
-        self._has_committed = self.between.has_stepped = True
+        self.between.has_stepped = True
         if loader is not None:
             loader.advance()
+        if waiting:
+            self._accumulation.add(step)
+        else:
+            self._commit(step)
+
+    def _commit(self, last: Step) -> None:
+        """Optimizers have used all gradients: the iterations up to ``last`` have taken effect."""
+        self._has_committed = True
+        if self._accumulation.has_updates:
+            self.recovery.rollback.copy_weights(PARTIAL)
+        if unwrapped := self.guard.unwrapped_and_tracked:
+            self.recovery.rollback.watch_also(unwrapped)
+        for module in self.job.modules.values():
+            module.reduction.forget_gradients()
+        for step in self._accumulation.end(last):
+            self._note_in_ledger(step)
+        if self._can_roll_back:
+            place = (last.number, last.epoch, last.index)
+            self.recovery.committed(place, len(self.callbacks))
+        self._call_back(last, len(self.callbacks))
+        if self._in_process:
+            self.changes.committed()
+
+    def _note_in_ledger(self, step: Step) -> None:
         if self.ledger.is_on:
             self.ledger.step(
                 generation=self.world.generation,
@@ -354,10 +396,81 @@ class Session:
                 rank=self.world.rank,
                 samples=step.indices,
             )
-        for done in self.after_step:
-            done(step)
-        if self._in_process:
-            self.changes.committed(in_loop=loader is not None)
+
+    def _call_back(self, step: Step, left: int) -> None:
+        """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
+        for callback in self.callbacks.last(left):
+            callback(step)
+            left -= 1
+            if self._can_roll_back:
+                self.recovery.called_back(left)
+
+    def _call_back_again(self) -> None:
+        """Callbacks of the last step that a fault has interrupted are called in this world."""
+        tag = self.recovery.tag
+        if tag is not None and tag.callbacks:
+            step = Step.past(*self.recovery.callback_step, self.world.size)
+            self._call_back(step, tag.callbacks)
+
+    @property
+    def _can_roll_back(self) -> bool:
+        """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
+        return self._in_process or self.saver.is_on
+
+    @property
+    def accumulated_since(self) -> int | None:
+        """The first step whose gradients no optimizer has used; None: there is none."""
+        return self._accumulation.since
+
+    @property
+    def has_partial_updates(self) -> bool:
+        """Whether weights hold updates from the middle of an accumulation."""
+        if self._accumulation.since is None:
+            return False
+        step = self.step
+        is_partial = step is not None and step.stepped and self.guard.accumulating(step)
+        return self._accumulation.has_updates or bool(is_partial)
+
+    def _warn_of_accumulation(self, waiting: list[str]) -> None:
+        if not self._has_warned_of_accumulation and not self.job.has_scaler:
+            self._has_warned_of_accumulation = True
+            get_logger().warning(
+                "run.commit() while %s holds gradients that it has not used: a change of the world "
+                "would lose them. Call run.begin() before the first micro-batch of an "
+                "optimizer step, and run.commit() after optimizer.step().",
+                ", ".join(waiting),
+            )
+
+    def _compare_replicas(self, step: Step) -> None:
+        """Parameters that an optimizer steps without run.wrap must be the same on all ranks."""
+        unwrapped = self.guard.unwrapped
+        if not unwrapped or self._has_compared_replicas or self.world.size == 1:
+            return
+        self._has_compared_replicas = True
+        mine = {name: list(contents(parameters)) for name, parameters in unwrapped.items()}
+        everyones = all_gather_json(mine)
+        for rank, theirs in enumerate(everyones):
+            if differing := [name for name in mine if theirs.get(name) != everyones[0].get(name)]:
+                raise TrainingError(
+                    f"after step {step.number} rank {rank} has other weights than rank 0: "
+                    f"{', '.join(differing)} steps parameters of no wrapped module, so their "
+                    "gradients are not averaged over the ranks",
+                    hint="model = run.wrap(model) before the optimizer is made, and call that "
+                    "model in the loop",
+                )
+
+    def _second_step(self, loader: ElasticLoader | None) -> TrainingError:
+        assert self.step is not None
+        if loader is None:
+            return TrainingError(
+                f"run.begin() while step {self.step.number} has begun and is not committed",
+                hint="call run.commit() at the end of each step, or run.recover(error) after a "
+                "fault of the world",
+            )
+        return TrainingError(
+            f"a second loop begins a step while step {self.step.number} has begun",
+            hint="evaluate with run.shard(loader); finish one training loop before the next",
+        )
 
     def leave(self, world: World, loader: ElasticLoader) -> None:
         """The loop over the steps of ``loader`` is left in the middle, for whatever reason.
@@ -377,10 +490,19 @@ class Session:
         if loader is None:
             return
         loader.let_workers_go()
-        if self.step is not None and self.step.optimizer_stepped:
+        step = self.step
+        if step is not None and (step.optimizer_stepped or self._has_new_gradients(step)):
             self.commit()
         self.drop_step()
-        self.changes.script_goes_on()
+        self.script_goes_on()
+
+    def _has_new_gradients(self, step: Step) -> bool:
+        return step.is_last_micro_batch and bool(self.guard.accumulating(step))
+
+    def script_goes_on(self) -> None:
+        """A loop has ended: the script's own code runs outside of one from here on."""
+        if self._can_roll_back and self._accumulation.since is None:
+            self.recovery.rollback.script_goes_on()
 
     @property
     def step_in_hand(self) -> Step | None:
@@ -391,13 +513,22 @@ class Session:
         """The step in hand is none any more."""
         self.step = self._loader = self._left_loader = None
 
+    def drop_steps(self) -> None:
+        """Nothing that is not committed has happened."""
+        self.drop_step()
+        self._accumulation.drop()
+
     # -- the end ------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Training is complete so far: save what is not saved yet."""
         self.settle()
-        if self._is_restored and self.step is None:
-            self.saver.save(self.job)
+        if not self._is_restored or self.step is not None:
+            return
+        self._call_back_again()
+        if (last := self._accumulation.take_last()) is not None:
+            self._commit(last)  # gradients are left over: as in any loop, nobody uses them
+        self.saver.save(self.job)
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """The process ends; ``error`` is what ended it, for its agent."""

@@ -1,4 +1,4 @@
-"""Copies of the small state that a step may change, taken at its begin and at its commit.
+"""Copies of the non-parameter state that a step may change, taken at its begin and at its commit.
 
 Schedulers, the gradient scaler, hyper-parameters, ``run.state``, buffers, positions: everything
 but the weights and the optimizers' state, which only change when an optimizer steps. After a
@@ -15,8 +15,9 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
 from elastic.training.plan import Position
 from elastic.training.state import JobState, Stateful
+from elastic.training.state_copies import are_alike, copied, tensors_in
 
-SMALL_BYTES = 64 << 10  # a tracked object with more in tensors (an EMA) changes at commits only
+SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied where they must be: rollback.py
 
 Snapshot = dict[str, Any]
 """Plain values and tensors only, so that it can be sent to other ranks."""
@@ -39,6 +40,7 @@ class SmallState:
             for name, tracked in job.tracked.items()
             if (keeper := _keeper(tracked)) is not None
         }
+        self.large = {name: t for name, t in job.tracked.items() if _keeper(t) is None}
         self._buffers = {name: _Buffers(m.module) for name, m in job.modules.items()}
 
     def take(self) -> Snapshot:
@@ -50,6 +52,7 @@ class SmallState:
             "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
             "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
             "buffers": {name: buffers.take() for name, buffers in self._buffers.items()},
+            "frozen": {name: module.frozen_indices() for name, module in job.modules.items()},
         }
 
     def put_back(self, snapshot: Snapshot) -> None:
@@ -65,46 +68,30 @@ class SmallState:
             keeper.put_back(snapshot["tracked"][name])
         for name, buffers in self._buffers.items():
             buffers.put_back(snapshot["buffers"][name])
-
-
-def copied(value: Any) -> Any:
-    """A deep copy of plain containers and tensors; anything else is shared."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict or isinstance(value, (dict, defaultdict)):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copied(item) for item in value]
-    if type(value) is tuple:
-        return tuple(copied(item) for item in value)
-    return value
+        for name, module in job.modules.items():
+            module.set_frozen(snapshot["frozen"][name])
 
 
 def _keeper(tracked: Stateful) -> Keeper | None:
     if isinstance(tracked, torch.optim.Optimizer):
         return _HyperParameters(tracked)
-    if isinstance(tracked, GradScaler):
+    if isinstance(tracked, GradScaler) and tracked.is_enabled():  # a disabled one has no state
         return _Scaler(tracked)
     inner = getattr(tracked, "optimizer", None)
     if not isinstance(tracked, torch.optim.lr_scheduler.LRScheduler) and isinstance(
         inner, torch.optim.Optimizer
     ):
         return _HyperParameters(inner)  # a wrapper around an optimizer
-    return _Whole(tracked) if _tensor_bytes(tracked.state_dict()) <= SMALL_BYTES else None
+    return WholeObject(tracked) if size_bytes(tracked.state_dict()) <= SMALL_BYTES else None
 
 
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(_tensor_bytes, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_tensor_bytes, value))
-    return 0
+def size_bytes(value: Any) -> int:
+    """Of all tensors in plain containers."""
+    return sum(t.numel() * t.element_size() for t in tensors_in(value))
 
 
-class _Whole:
-    """A small object: its whole state_dict. Schedulers, counters, averages of metrics."""
+class WholeObject:
+    """An object by its whole state_dict: schedulers, counters, averages of metrics."""
 
     def __init__(self, tracked: Stateful) -> None:
         self._tracked = tracked
@@ -132,6 +119,7 @@ class _HyperParameters:
         return groups
 
     def put_back(self, taken: Any) -> None:
+        del self._optimizer.param_groups[len(taken) :]  # added by the step that is undone
         for group, values in zip(self._optimizer.param_groups, taken, strict=True):
             for name, value in values.items():
                 present = group.get(name)
@@ -188,7 +176,7 @@ class _Buffers:
 
     def take(self) -> dict[str, torch.Tensor]:
         buffers = self._present()
-        if any(not _alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
+        if any(not are_alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         if buffers:
             with torch.no_grad():
@@ -205,12 +193,3 @@ class _Buffers:
                 if buffer.shape != before.shape:
                     buffer.resize_(before.shape)
                 buffer.copy_(before)
-
-
-def _alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return (
-        one is not None
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.device == other.device
-    )

@@ -63,7 +63,13 @@ class JobState:
             "progress": vars(self.progress),
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
+            "frozen": {name: m.frozen_indices() for name, m in self.modules.items()},
         }
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether some steps may be left out on purpose, for an overflow."""
+        return any(isinstance(t, torch.amp.GradScaler) for t in self.tracked.values())
 
     def data_position(self) -> dict[str, Any]:
         """Where each loader stands: for people who look into a checkpoint."""
@@ -110,8 +116,13 @@ class JobState:
 
     def apply_small(self, tree: Mapping[str, Any]) -> None:
         """Take over everything but the modules' tensors."""
+        linked = _shared_groups(self.tracked)
         for name, tracked in self.tracked.items():
             tracked.load_state_dict(tree["tracked"][name])
+        for follower, leader in linked:
+            follower.param_groups = leader.param_groups  # torch gives each a list of its own
+        for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
+            self.modules[name].set_frozen(indices)
         self.user.clear()
         self.user.update(tree["state"])
         vars(self.progress).update(tree["progress"])
@@ -158,6 +169,20 @@ def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) ->
     if mine == theirs:
         return []
     return [f"{name}: parameter groups of sizes {theirs}, here {mine}"]
+
+
+def _shared_groups(
+    tracked: Mapping[str, Stateful],
+) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
+    """Optimizers that work on the parameter groups of another one (SAM and the one inside it)."""
+    first: dict[int, torch.optim.Optimizer] = {}
+    linked = []
+    for optimizer in tracked.values():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            leader = first.setdefault(id(optimizer.param_groups), optimizer)
+            if leader is not optimizer:
+                linked.append((optimizer, leader))
+    return linked
 
 
 def _shape(shape: Any) -> str:

@@ -8,13 +8,15 @@ and the user's variables keep pointing at the right thing.
 
 from __future__ import annotations
 
+import sys
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, TrainingError
 from elastic.training.reduction import Reduction, weighted_sum
 from elastic.worker.collectives import broadcast_tensors
 from elastic.worker.releasable import ReleasableGroup
@@ -50,19 +52,31 @@ class ElasticDDP(DDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         for name in options.keys() & _REFUSED.keys():
             raise ConfigError(f"wrap({name}=…) is not possible: {_REFUSED[name]}")
+        _check_kind(module)
         nn.Module.__init__(self)
         self.module = module
         self.options = options
         self.reduction = Reduction()
         self.in_world = False
+        self._trained: tuple[bool, ...] = ()  # which parameters the reducer was made for
         self._releasable: ReleasableGroup | None = None  # the reducer does not keep it alive
         self.require_backward_grad_sync = True
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
 
     def enter_world(self) -> None:
-        """Become a working DDP over the present default group. Parameters must agree already."""
+        """Become a working DDP over the present default group. Parameters must agree already.
+
+        Without anything to train it stays a plain module, until something is.
+        """
         self.leave_world()
+        self._in_world_parameters = tuple(self.module.parameters())
+        self._trained = tuple(map(_is_trained, self._in_world_parameters))
+        self.in_world = True
+        if any(self._trained):
+            self._become_ddp()
+
+    def _become_ddp(self) -> None:
         kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
         training, module = self.training, self.module
         # State is agreed before, by restore: init_sync would broadcast all of it once more.
@@ -80,8 +94,6 @@ class ElasticDDP(DDP):
         else:
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
-        self._in_world_parameters = tuple(module.parameters())
-        self.in_world = True
 
     def leave_world(self) -> None:
         """Back to a plain module, with nothing left of the group.
@@ -91,13 +103,14 @@ class ElasticDDP(DDP):
         group, and if the garbage collector of a forked DataLoader worker is the one to find it,
         the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
         """
-        if self.in_world:
+        if "reducer" in self.__dict__:
             self.reducer._remove_autograd_hooks()
-            self.reduction.leave()
-            del self.reducer, self.logger, self.process_group
-            self._releasable = None
-            self._in_world_parameters = ()
-            self.in_world = False
+        for name in ("reducer", "logger", "process_group"):
+            self.__dict__.pop(name, None)
+        self.reduction.leave()
+        self._releasable = None
+        self._in_world_parameters = self._trained = ()
+        self.in_world = False
 
     def _set_static_graph(self) -> None:
         """DDP calls it for ``static_graph=True``; scripts do, too."""
@@ -123,14 +136,73 @@ class ElasticDDP(DDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; with DDP's work around it only while training in a world."""
-        if not self.is_plain:
+        if not self.is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
+            if not self.require_backward_grad_sync:
+                self.reduction.accumulates()
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if device_ids := self.options.get("device_ids"):
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved[0], moved_kwargs[0]
         return self.module(*inputs, **kwargs)
+
+    def _is_reduced(self) -> bool:
+        """Whether gradients of a pass that begins now are reduced: if there will be any.
+
+        The reducer knows only parameters that were trained when it was made. Where the script has
+        frozen or unfrozen some since, it is made anew, in milliseconds; where it has frozen all of
+        them (a discriminator, while the generator trains), it is left out for as long.
+        """
+        trained = tuple(map(_is_trained, self._in_world_parameters))
+        if trained == self._trained:
+            return True in trained
+        if True not in trained:
+            return False
+        self.enter_world()
+        return True
+
+    def begin_step(self, weight: float) -> None:
+        """A step begins, in which this rank holds the part ``weight`` of the global batch."""
+        factor = self.reduction.rescale(weight)
+        if factor is None:
+            raise TrainingError(
+                "gradients accumulated under no_sync() cannot be added to those of a step in which "
+                f"this rank has another share of the samples ({weight:.4g} of them, before "
+                f"{self.reduction.weight:.4g}): the last batch of an epoch is smaller",
+                hint="DataLoader(…, drop_last=True), or leave no_sync() away",
+            )
+        if factor != 1.0:
+            gradients = [p.grad for p in self.all_parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+        self.reduction.begin(weight)
+
+    def frozen_indices(self) -> list[int]:
+        """Which of the parameters are not trained, in their order."""
+        return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
+
+    def set_frozen(self, indices: list[int]) -> None:
+        """Train all parameters but these."""
+        frozen = set(indices)
+        for index, parameter in enumerate(self.all_parameters):
+            if parameter.requires_grad is (index in frozen):
+                parameter.requires_grad_(index not in frozen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``copy.deepcopy`` and ``torch.save``: a wrapped module that is in no world."""
+        kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
+        return {
+            "module": self.module,
+            "options": self.options,
+            "training": self.training,
+            "kept": kept,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies are plain modules: nothing of the job, for target networks and averages."""
+        ElasticDDP.__init__(self, state["module"], **state["options"])
+        self.__dict__.update(state["kept"])
+        self.training = state["training"]
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -155,9 +227,36 @@ class ElasticDDP(DDP):
         step would cost more than a millisecond."""
         return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are reduced."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+
+_is_trained = attrgetter("requires_grad")
+
+
+def _check_kind(module: nn.Module) -> None:
+    """Raise ConfigError for a module that DDP cannot take."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"run.wrap() of a {type(module).__name__}: its process group would end with the world",
+            hint="wrap the module itself: model = run.wrap(Net().to(run.device))",
+        )
+    if _is_sharded(module):
+        raise ConfigError(
+            "run.wrap() of a sharded module (FSDP or DTensor parameters): worlds cannot change "
+            "around it in process yet",
+            hint="wrap the module before it is sharded, to train with DDP; or shard it without "
+            "run.wrap and run.retry, and save with checkpoints.Engine: then each change of the "
+            "world restarts the workers (docs/checkpoints.md has the loop)",
+        )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # Importing these takes a second; whoever has sharded a module has imported them.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        return True
+    return tensor is not None and any(
+        isinstance(parameter, tensor.DTensor) for parameter in module.parameters()
+    )
 
 
 def _refusal(call: str, hook: object) -> ConfigError:

@@ -21,6 +21,8 @@ class Tag:
     generation: int  # in which all ranks last agreed
     step: int  # steps committed since the job began
     stepped: tuple[str, ...] = ()  # optimizers that have stepped since, in order
+    iteration: int = 0  # of the accumulation in which they did, from 0
+    callbacks: int = 0  # of run.after_step that are not done for the last committed step
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,27 @@ def choose(standings: list[Standing]) -> Agreement:
     return Agreement(source, best.tag, others)
 
 
-def _order(standing: Standing) -> tuple[int, int, int, bool]:
+def _order(standing: Standing) -> tuple[int, int, int, int, int, bool]:
     assert standing.tag is not None
     tag = standing.tag
-    return tag.generation, tag.step, len(tag.stepped), standing.begun
+    done = (len(tag.stepped), tag.iteration, -tag.callbacks)
+    return tag.generation, tag.step, *done, standing.begun
 
 
 def _tell(standing: Standing) -> dict[str, Any]:
     tag = standing.tag
-    told = None if tag is None else [tag.generation, tag.step, list(tag.stepped)]
+    told = None
+    if tag is not None:
+        told = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
     return {"nonce": standing.nonce, "tag": told, "begun": standing.begun}
 
 
 def _parse(told: dict[str, Any]) -> Standing:
     tag = told["tag"]
-    parsed = None if tag is None else Tag(int(tag[0]), int(tag[1]), tuple(map(str, tag[2])))
+    parsed = None
+    if tag is not None:
+        generation, step, stepped, iteration, callbacks = tag
+        parsed = Tag(
+            int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
+        )
     return Standing(str(told["nonce"]), parsed, bool(told["begun"]))

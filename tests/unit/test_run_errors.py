@@ -247,7 +247,7 @@ def test_registering_after_the_first_loop() -> None:
     with process() as run:
         script = job(run)
         script.train(1)
-        with pytest.raises(TrainingError, match=r"run\.wrap\(\) after the first loop"):
+        with pytest.raises(TrainingError, match=r"run\.wrap\(\) comes too late"):
             run.wrap(nn.Linear(1, 1))
 
 

@@ -1,0 +1,77 @@
+"""Notices changes of tensors that nobody announces: of weights outside of ``optimizer.step()``.
+
+Torch counts in-place changes of each tensor (``Tensor._version``), which costs next to nothing to
+compare but misses changes through ``.data`` and through NumPy. Those are found by content, which
+reads all memory once: in a few steps only, since a script that changes weights by itself does so
+in every step, or in its first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+
+import torch
+
+_FIRST_STEPS = 3  # of a process, which are compared by content; then at each power of two
+_version_of = attrgetter("_version")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Tensors = Callable[[], Sequence[torch.Tensor]]
+
+
+def compares_content(step: int) -> bool:
+    """Whether contents are compared in step number ``step`` of this process, counted from 0.
+
+    >>> [step for step in range(70) if compares_content(step)]
+    [0, 1, 2, 4, 8, 16, 32, 64]
+    """
+    return step < _FIRST_STEPS or step & (step - 1) == 0
+
+
+class ChangeWatch:
+    """Whether tensors have changed since :meth:`expect`. Says no before the first call of it."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._version: int | None = None
+        self._content: tuple[int, ...] | None = None
+
+    def expect(self, *, by_content: bool) -> None:
+        """The present values are the expected ones."""
+        tensors = self._tensors()
+        self._version = versions(tensors)
+        self._content = contents(tensors) if by_content else None
+
+    def forget(self) -> None:
+        """Nothing is expected any longer."""
+        self._version = self._content = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the values are not the expected ones."""
+        if self._version is None:
+            return False
+        tensors = self._tensors()
+        if versions(tensors) != self._version:
+            return True
+        return self._content is not None and contents(tensors) != self._content
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> int:
+    """Grows with every counted change of any of them."""
+    return sum(map(_version_of, tensors))
+
+
+def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """The sum of each tensor's bits, read as integers: others if the values are, in practice."""
+    with torch.no_grad():
+        sums = [_bits(t).sum(dtype=torch.int64) for t in tensors if t.numel() and not t.is_sparse]
+        if not sums:
+            return ()
+        return tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.detach().view(_INTEGERS[plain.element_size()])

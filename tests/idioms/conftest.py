@@ -1,0 +1,16 @@
+"""One small world for all idioms, and what the tests share of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from idiom_runs import IdiomRuns
+
+from elastic.testing.small_world import SmallWorld
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdiomRuns]:
+    with SmallWorld() as world:
+        yield IdiomRuns(world, tmp_path_factory.mktemp("idioms"))

@@ -1,0 +1,89 @@
+"""Runs of idioms: alone, undisturbed by three workers, and with a death at a random place."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from catalogue import Idiom
+
+from elastic.testing.small_world import CALLS, LINES, Death, Outcome, SmallWorld
+
+SIZE = 3
+
+
+@dataclass
+class IdiomRuns:
+    """Every idiom runs alone and undisturbed once per session, whatever asks for it."""
+
+    world: SmallWorld
+    folder: Path
+    _alone: dict[str, Outcome] = field(default_factory=dict)
+    _undisturbed: dict[str, Outcome] = field(default_factory=dict)
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def alone(self, idiom: Idiom) -> Outcome:
+        """As plain ``python script``: what the others are compared with."""
+        if idiom.name not in self._alone:
+            folder = self.folder / idiom.name / "alone"
+            self._alone[idiom.name] = self.world.run(idiom.path, folder, size=1)
+        return self._alone[idiom.name]
+
+    def undisturbed(self, idiom: Idiom) -> Outcome:
+        """By three workers."""
+        if idiom.name not in self._undisturbed:
+            folder = self.folder / idiom.name / "undisturbed"
+            self._undisturbed[idiom.name] = self.world.run(idiom.path, folder, size=SIZE)
+        return self._undisturbed[idiom.name]
+
+    def with_death(self, idiom: Idiom, death: Death, *, is_replaced: bool) -> Outcome:
+        """By three workers, one of which dies."""
+        folder = self.folder / idiom.name / f"death-{next(self._number)}"
+        return self.world.run(idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced)
+
+    def draw_death(self, idiom: Idiom, seed: int, counted: str = LINES) -> Death:
+        """Anywhere from the first line within retry to the last, the same for the same seed."""
+        draw = random.Random(f"{idiom.name}/{seed}/{counted}")
+        undisturbed = self.undisturbed(idiom)
+        undisturbed.assert_success(workers=SIZE)
+        rank = draw.randrange(SIZE)
+        worker = undisturbed.workers[rank]
+        # Calls vary a little from run to run, so that the last ones may not be reached.
+        last = int(worker.calls * 0.9) if counted == CALLS else worker.lines
+        return Death(rank=rank, event=draw.randint(1, last), counted=counted)
+
+
+def assert_same(idiom: Idiom, outcome: Outcome, alone: Outcome) -> None:
+    """As many steps as alone, one result on all ranks, and the one that it has alone."""
+    alone.assert_success(workers=1)
+    expected = alone.survivors[0]
+    first, *others = outcome.survivors
+    for worker in outcome.survivors:
+        assert worker.steps == expected.steps, outcome.describe()
+    for other in others:
+        _assert_close(other.result, first.result, 1e-9, f"{other.name} and {first.name}", outcome)
+    if idiom.is_compared_alone:
+        what = f"{first.name} and the script alone"
+        _assert_close(first.result, expected.result, idiom.tolerance, what, outcome)
+
+
+def _assert_close(
+    result: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    tolerance: float,
+    what: str,
+    outcome: Outcome,
+) -> None:
+    assert result.keys() == expected.keys()
+    assert len(result) > 0, "the script has left no result"
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            result[name].double(),
+            value.double(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda said, name=name: f"{name} of {what}: {said}\n{outcome.describe()}",
+        )

@@ -1,0 +1,36 @@
+"""Everything inside of the function
+
+Model, optimizer and loader may be made by the function that `run.retry` calls; after a recovery it is
+called again, and makes them anew.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+
+
+def main():
+    torch.manual_seed(0)
+    model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run.track(optimizer=optimizer)
+    loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return model
+
+
+result = run.retry(main).state_dict()

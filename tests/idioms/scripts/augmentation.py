@@ -1,0 +1,54 @@
+"""Random augmentation in the dataset
+
+Whatever `__getitem__` draws from `torch`, `random` or `numpy` belongs to the sample and the epoch:
+it is the same in every world, and when it is read again.
+"""
+
+import random
+
+import numpy as np
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(x)
+
+    def __getitem__(self, index):
+        sample = x[index].clone()
+        if random.random() < 0.5:
+            sample = -sample
+        sample += 0.1 * torch.randn(4)
+        sample *= np.random.uniform(0.9, 1.1)
+        return sample, sample.sin().sum(0, keepdim=True)
+
+
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(Augmented(), batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+run.retry(train)
+result = model.state_dict()

@@ -1,0 +1,40 @@
+"""Skipping steps with a bad loss
+
+All ranks must decide alike: the decision is made from `run.mean`. A step that no optimizer has taken
+is committed by the loop, as one that changes nothing.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            if run.mean(len(inputs), loss=loss.item())["loss"] > 2.0:
+                run.state["skipped"] = run.state.get("skipped", 0) + 1
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+
+
+run.retry(train)
+result = {**model.state_dict(), "skipped": torch.tensor(run.state.get("skipped", 0))}

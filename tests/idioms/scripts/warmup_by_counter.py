@@ -1,0 +1,38 @@
+"""A warm-up written by hand
+
+The step counter is in `run.state`, which is put back if a step has to be done again.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    run.state.setdefault("step", 0)
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            run.state["step"] += 1
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * min(1.0, run.state["step"] / 10)
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+run.retry(train)
+result = {**model.state_dict(), "step": torch.tensor(run.state["step"])}
