@@ -169,7 +169,7 @@ def _sentence(again: Path, before: Path) -> str:
     if again != before:
         what = f"{again} without having read {before}, which it had saved before the restart"
     return (
-        f"training has started over: the restarted script has written {what}. Make it resume from its newest "
-        "checkpoint whenever there is one (nanoGPT: init_from='resume'; Hugging Face: "
+        f"training has started over: the restarted script has written {what}. Make it resume from "
+        "its newest checkpoint whenever there is one (nanoGPT: init_from='resume'; Hugging Face: "
         "resume_from_checkpoint=True), or use elastic.join(), which does that by itself"
     )
