@@ -36,6 +36,7 @@ from elastic.agent.identity import current_process
 from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.node_memory import host_memory
 from elastic.agent.ports import PortReserve
+from elastic.agent.replacement import CALL_JOIN, Replacement
 from elastic.agent.restart_notice import RestartNotice
 from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.agent.starting_over import StartingOver, places
@@ -49,9 +50,6 @@ from elastic.errors import CoordinationError, ElasticError, Preempted
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
-
-# What MASTER_PORT says to a script that builds a group without having a world yet.
-CALL_JOIN = "call elastic.join()"
 
 
 def create(parameters: RendezvousParameters) -> EtcdRendezvousHandler:
@@ -127,6 +125,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             lambda: kill_marked(os.environ[MARK]),
             tell_workers=self._tell_workers_it_is_the_end,
         )
+        self._replacement = Replacement(self._service, self._journal)
         self._notice = RestartNotice(options.mode)
         self._starting_over = StartingOver(
             lambda: places(sys.argv[1:], Path.cwd()),
@@ -212,6 +211,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._service.beat()
         self._leaving.install()
         self._leaving.phase = Phase.RUNNING
+        if self._service.link_path:
+            self._replacement.look(torch_private.supervision())
         self._notice.look(have_joined=self._service.workers_have_joined)
         if self._leaving.told:
             self._leaving.end_if_left()

@@ -301,6 +301,22 @@ class NodeService:
         """The socket for this node's workers; empty in restart mode."""
         return self._loop.link_path
 
+    def allow_replacement(self, is_allowed: bool) -> None:
+        """Whether a single worker that dies from now on can be replaced."""
+        self._board.can_replace = is_allowed
+
+    def is_to_be_replaced(self, pid: int) -> bool | None:
+        """Whether this worker, which has failed, is to be replaced, and its siblings stay.
+
+        None: the node's thread has not decided it yet.
+        """
+        board = self._board
+        node = board.node
+        if pid in board.to_replace:
+            return not board.stopping
+        is_open = node.in_process and node.state is NodeState.READY
+        return None if is_open and board.can_replace and not board.stopping else False
+
     @property
     def workers_have_joined(self) -> bool:
         """Whether a worker has called elastic.join(), in this start of workers or an earlier one.

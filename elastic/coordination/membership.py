@@ -60,6 +60,9 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     only_newcomers = standing.in_process and not any(n.node.running for n in standing.running)
     if only_newcomers and (leaving := _still_stepping(view)) is not None:
         return leaving
+    if standing.replacing:
+        reason = f"{names(standing.replacing)} {verb(standing.replacing, 'start')} workers anew"
+        return Wait(reason=reason)
     if not standing.survivors:
         return _after_everybody(view, standing, now, policy)
     return Succession(view, standing, now, policy).decide()

@@ -1,5 +1,8 @@
-"""A worker of a one-node job dies: its siblings hold the job's last step, and save it before
-torchrun ends them, too."""
+"""A worker of a one-node job dies: its siblings hold the job's last step.
+
+In-process they keep it, and only the dead worker is replaced. Where torchrun starts them all anew
+they save it first.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,10 @@ def hold(job: TrainingJob) -> None:
 @pytest.mark.parametrize(
     ("wiring", "conf", "notice"),
     [
-        ("retry", {}, ""),
         ("none", {}, "training begins without run.retry()"),
         ("retry", {"mode": "restart"}, "mode=restart: when the world changes"),
     ],
-    ids=["in-process", "without retry", "mode=restart"],
+    ids=["without retry", "mode=restart"],
 )
 def test_no_step_is_lost_with_one_worker_of_three(
     etcd: EmbeddedEtcd, tmp_path: Path, wiring: str, conf: dict[str, object], notice: str
@@ -82,6 +84,48 @@ def test_no_step_is_lost_with_one_worker_of_three(
         assert len(starts) == 4 and all(step > 0 for step in list(starts.values())[1:]), starts
 
 
+def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    with TrainingJob(
+        [etcd.endpoint], tmp_path, script=SCRIPT, workload=WORKLOAD, nproc=3, max_nodes=1
+    ) as job:
+        node = job.start_node()
+        job.wait_step(5)
+        before = pids(job)
+        for local_rank in (1, 0):
+            kill(job, local_rank)
+            job.wait_progress()
+        after = pids(job)
+        assert after[2] == before[2] and after[1] != before[1] and after[0] != before[0]
+
+        generation = job.generation()
+        for local_rank in (1, 2):  # two of three, at once
+            node.kill_worker(local_rank)
+        job.wait_training(nodes=1, after_generation=generation)
+        assert pids(job)[0] == after[0]
+        assert job.ledger().recomputed_steps == 0, job.report()
+        assert checkpoints.list_checkpoints(tmp_path / "checkpoints") == (), "nobody had to save"
+
+        # What dies before it is ready is no passing fault: all are started anew, after a save.
+        before = pids(job)
+        node.kill_worker(2)
+        job.wait_for(lambda: pids(job).get(2, before[2]) != before[2], 60.0, "the replacement")
+        node.kill_worker(2)
+        job.wait_for(lambda: len(restored(job)) > 3, 60.0, "a restart of all")
+        job.wait_progress()
+        assert set(pids(job).values()).isdisjoint(before.values())
+        assert job.ledger().recomputed_steps == 0, job.report()
+        assert len(checkpoints.list_checkpoints(tmp_path / "checkpoints")) == 1
+        events = read_journal(tmp_path / "journal")
+        replaced = [e["local_rank"] for e in events if e["event"] == "worker-replaced"]
+        assert replaced[:2] == [1, 0] and sorted(replaced[2:]) == [1, 2, 2], replaced
+        assert not [n for n in NOTICES if n in node.log_text()], "in-process is what is promised"
+
+
+def pids(job: TrainingJob) -> dict[int, int]:
+    """Of the living workers, by local rank."""
+    return {rank: process.pid for rank, process in job.running[0].workers().items()}
+
+
 def test_memory_comes_first(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """The agent outlives its workers: what is in its memory needs no disk."""
     extra = (f"--memory-every={WORKLOAD.save_every}",)
@@ -92,6 +136,7 @@ def test_memory_comes_first(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
         workload=Workload(**{**vars(WORKLOAD), "extra": extra}),
         nproc=3,
         max_nodes=1,
+        conf={"mode": "restart"},
     ) as job:
         job.start_nodes(1)
         job.wait_step(5)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from elastic.worker.sigterm import EXIT_CODE
+
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = """
 import os, signal, time
@@ -26,7 +30,7 @@ while time.monotonic() < until:
 
 def ended(action: str = "pass", for_good: bool = True) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.format(action=action, for_good=for_good)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
 
 
 def test_it_saves_and_ends() -> None:
