@@ -26,6 +26,17 @@ class Moment:
     preempted: bool = False  # this node or job is asked to go
     save_cost_s: float = 0.0  # what a save costs training, measured; 0: not known yet
     failures: int = 0  # failures since ``began_s``
+    previous_step: int | None = None  # steps done at the moment before this one; one less
+
+    def has_passed(self, count: int) -> bool:
+        """Whether a multiple of ``count`` steps was reached since the moment before.
+
+        >>> at = Moment(step=12, previous_step=8, now_s=0, began_s=0, saved_step=0, saved_s=0)
+        >>> at.has_passed(10), at.has_passed(7)
+        (True, False)
+        """
+        previous = self.step - 1 if self.previous_step is None else self.previous_step
+        return self.step // count > previous // count
 
 
 class When:
@@ -77,7 +88,8 @@ class _Any(When):
 
 @dataclass(frozen=True)
 class EverySteps(When):
-    """After every ``count`` steps, counted from 0: the same steps on every rank."""
+    """After every ``count`` steps, counted from 0, or at the first moment after: the same steps on
+    every rank."""
 
     count: int
     needs_agreement = False
@@ -86,7 +98,7 @@ class EverySteps(When):
         _positive("EverySteps", self.count)
 
     def __call__(self, moment: Moment) -> bool:
-        return moment.step > moment.saved_step and moment.step % self.count == 0
+        return moment.step > moment.saved_step and moment.has_passed(self.count)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import WorldChanged
+from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import Beat, WorldMessage
 from elastic.training.recovery import Recovery
@@ -208,7 +208,7 @@ class Changes:
             world = self.recovery.enter(world_of(message), message.committed_step)
         session.begin_world(world)
         if session.has_committed or session.job.progress.step:
-            self.recovery.rollback.expect_weights()
+            self.recovery.expect_weights()
 
     def _leave_job(self, message: WorldMessage) -> None:
         """The job goes on without this node, or ends here: wait for the agent to end it."""
@@ -222,6 +222,8 @@ class Changes:
 
 def is_switch(error: BaseException) -> bool:
     """Whether the exception, or what it came from, is this module's own."""
+    if isinstance(error, ElasticError) and not isinstance(error, WorldChanged | WorldLost):
+        return False  # raised while a change was being handled
     return any(isinstance(failure, WorldChanged) for failure in causes(error))
 
 

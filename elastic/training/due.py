@@ -36,11 +36,14 @@ class Due:
         self._began_s = self._saved_s = clock.monotonic()
         self._cost_s = 0.0
         self._knows_of_leaving = False
+        # In this world: the step at which it was asked last, and the one before.
+        self._steps: tuple[int | None, int | None] = (None, None)
 
     def enter(self, *, rank: int, size: int) -> None:
         """A new world."""
         self._rank, self._size = rank, size
         self._knows_of_leaving = False
+        self._steps = (None, None)
 
     def observed(self, running_s: float, failures: int) -> None:
         """What earlier processes of this job have seen."""
@@ -63,6 +66,8 @@ class Due:
 
     def is_due(self, step: int, saved_step: int, heard: Word | None, in_flight: int = 0) -> bool:
         """Whether all ranks save now, with ``step`` steps done."""
+        if step != self._steps[0]:
+            self._steps = step, self._steps[0]
         if heard is not None and heard.stuck:
             return False  # one cannot: a checkpoint without its share is none
         is_leaving = heard is not None and heard.leaving
@@ -96,4 +101,5 @@ class Due:
             preempted=preempted,
             save_cost_s=self._cost_s,
             failures=self.failures,
+            previous_step=self._steps[step == self._steps[0]],
         )

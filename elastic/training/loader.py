@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data_workers import DataWorkers
+from elastic.training.following import Following
 from elastic.training.plan import Position
 from elastic.training.randomness import derive_seed
-from elastic.training.sampler import ElasticSampler, RankStep
+from elastic.training.sampler import ElasticSampler, MicroShare, RankStep
 from elastic.training.seeding import SeededBatch, draws_nothing, preserved_generators
-from elastic.training.source import ReplacedBatches, Source, describe, over_batches
+from elastic.training.source import Collation, ReplacedBatches, Source, describe, over_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,16 @@ class ElasticLoader:
     ``DataLoader`` named by ``dataloader`` one for one and in order; that one is changed in place.
     ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the whole share.
 
+    With ``max_steps`` an epoch ends after so many steps at the latest, in every world and after
+    every recovery: what ``itertools.islice(loader, 9)`` and ``if i == 9: break`` mean, which
+    count from where the pass goes on and so run more steps after a recovery::
+
+        loader = run.loader(DataLoader(…), max_steps=9)   # len(loader) is at most 9
+        for x, y in loader:
+            …
+
+    A resumed job may change it: the epoch that it is in then ends at the new step, or at once.
+
     ``drive`` is what iterating means: the run puts its steps around the batches. Without it the
     loader trains alone: a world of one, each step done when the next batch is asked for, and the
     next epoch after the last one.
@@ -109,11 +120,20 @@ class ElasticLoader:
         global_batch: int | None = None,
         micro_batch: int | None = None,
         shards: int | None = None,
+        max_steps: int | None = None,
         drive: Callable[[ElasticLoader], Iterator[Any]] | None = None,
+        index: Callable[[ElasticLoader], int] | None = None,
     ) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise ConfigError(f"micro_batch is {micro_batch}", hint="it must be at least 1 sample")
         source = describe(loader if dataloader is None else dataloader)
+        if source.collation is Collation.ITEM:
+            if micro_batch not in (None, 1):
+                raise ConfigError(
+                    f"micro_batch is {micro_batch} for a DataLoader with batch_size=None",
+                    hint="leave it out: each item of the dataset is a batch of its own",
+                )
+            micro_batch = 1
         if global_batch is None:
             global_batch = source.global_batch or source.batch_size * largest_world
         self.sampler = _DrivenSampler(
@@ -125,8 +145,12 @@ class ElasticLoader:
             drop_last=source.drop_last,
             global_batch=global_batch,
             shards=shards,
+            max_steps=max_steps,
+            draw=source.draw,
         )
         self.plan = self.sampler.plan
+        self.has_item_batches = source.collation is Collation.ITEM
+        self.following = Following(self.sampler)
         self.micro_batch = micro_batch
         self._seed = seed
         inner = loader if dataloader is None else dataloader
@@ -136,13 +160,18 @@ class ElasticLoader:
             source, self.sampler, micro_batch, seed if self._draws else None
         )
         self._inner = over_batches(
-            inner, self._batches, self.sampler, in_place=dataloader is not None
+            inner,
+            self._batches,
+            self.sampler,
+            source.collation,
+            in_place=dataloader is not None,
         )
         self._outer: Iterable[Any] = self._inner if dataloader is None else loader
         self._workers = DataWorkers(self._inner) if dataloader is None else None
         self._passes = 0
         self._given = loader
         self._drive = drive or _alone
+        self._index = index or _index_alone
 
     def __getattr__(self, name: str) -> Any:
         # dataset, num_workers, a wrapper's own attributes. A name that starts with an underscore
@@ -156,13 +185,28 @@ class ElasticLoader:
         """The epoch, and how many of its steps are committed."""
         return self.sampler.position
 
+    @property
+    def index(self) -> int:
+        """Within the epoch, from 0: of the present step, or else of the next one.
+
+        For what counts steps itself, since a pass may begin in the middle of an epoch::
+
+            for i, (x, y) in enumerate(loader, start=loader.index):
+            for x, y in tqdm(loader, initial=loader.index, total=len(loader)):
+
+        Restores the state of the job, as the loop would.
+        """
+        return self._index(self)
+
     def advance(self) -> None:
         """The step at the position is committed."""
         self.sampler.advance()
+        self.following.led()
 
     def seek(self, position: Position) -> None:
         """Go on at ``position`` from the next iteration on."""
         self.sampler.seek(position)
+        self.following.put_back()
 
     def begin_epoch(self, epoch: int) -> None:
         """Start ``epoch``, or stay in the middle of it when it is the one resumed."""
@@ -171,11 +215,13 @@ class ElasticLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it depends on, as JSON values."""
-        return self.sampler.state_dict()
+        return {**self.sampler.state_dict(), "follows": self.following.follows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken; ConfigError when it is of other data."""
         self.sampler.load_state_dict(state)
+        self.following.put_back()
+        self.following.follows = state.get("follows", False)
 
     def __len__(self) -> int:
         """Steps of an epoch, the same for every world and wherever the position is."""
@@ -267,6 +313,10 @@ class ElasticLoader:
 _NOTHING = object()
 
 
+def _index_alone(loader: ElasticLoader) -> int:
+    return loader.position.step % len(loader)  # after the last step comes the next epoch's first
+
+
 def _alone(loader: ElasticLoader) -> Iterator[Any]:
     if loader.position.step == len(loader):
         loader.begin_epoch(loader.position.epoch + 1)
@@ -301,14 +351,14 @@ class _MicroBatches(ReplacedBatches):
     def __iter__(self) -> Iterator[list[int]]:
         self.times_read += 1
         steps = self.sampler.steps(self._micro_batch)  # taken now; the rest is read ahead
-        return (
-            self._batch(micro.indices or (micro.filler,), part.epoch)
-            for part in steps
-            for micro in part.micro_batches
-        )
+        return (self._batch(micro, part.epoch) for part in steps for micro in part.micro_batches)
 
-    def _batch(self, indices: tuple[int, ...], epoch: int) -> list[int]:
-        return list(indices) if self._seed is None else SeededBatch(indices, self._seed, epoch)
+    def _batch(self, micro: MicroShare, epoch: int) -> list[int]:
+        indices = micro.indices or (micro.filler,)
+        if self._seed is None:
+            return list(indices)
+        first = micro.first if self.sampler.draw.repeats else None
+        return SeededBatch(indices, self._seed, epoch, first)
 
     def __len__(self) -> int:
         """Batches of a whole epoch in the present world."""

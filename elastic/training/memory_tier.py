@@ -41,7 +41,7 @@ class MemoryTier:
         self._every_steps = every_steps
         self._report = report
         self._trouble = ""  # that was told
-        self._saved_step = -1
+        self._saved_step = self._previous_step = -1
         self._writer: Writer | None = None
         folder = node_memory(env)
         if folder is None:
@@ -60,7 +60,10 @@ class MemoryTier:
         if self._writer is None:
             return
         self._writer.poll()
-        if step % self._every_steps or step == self._saved_step:
+        # With accumulated gradients several steps lie between two boundaries.
+        before = self._previous_step if 0 <= self._previous_step < step else step - 1
+        self._previous_step = step
+        if step // self._every_steps == before // self._every_steps or step == self._saved_step:
             return
         self._saved_step = step
         self._writer.save(

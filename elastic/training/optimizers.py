@@ -6,7 +6,7 @@ One hook on all of torch's optimizers, so that those which nobody told us about 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.optim.optimizer import (
 
 from elastic.errors import TrainingError
 from elastic.training.change_watch import versions
-from elastic.training.rollback import NESTED, Rollback
+from elastic.training.rollback import NESTED, SEVERAL, Rollback
+from elastic.training.state import JobState
 from elastic.training.step import Step
 from elastic.training.wrap import ElasticDDP
 
@@ -62,6 +63,15 @@ class OptimizerGuard:
                 if known.name == name:
                     self.tracked[name] = candidate
 
+    def go_back_to(self, job: JobState) -> None:
+        """Guard what is registered in ``job``, and nothing else."""
+        self.tracked.clear()
+        self._modules = list(job.modules.values())
+        self._known.clear()
+        self._unwrapped.clear()
+        for name, tracked in job.tracked.items():
+            self.allow(name, tracked)
+
     @property
     def is_torn(self) -> bool:
         """Whether an update was begun and not ended: the weights belong to no step."""
@@ -82,14 +92,20 @@ class OptimizerGuard:
 
     def accumulating(self, step: Step) -> list[str]:
         """Tracked optimizers with gradients from this step that they have not used in it."""
-        names = []
-        for name, optimizer in self.tracked.items():
-            if name in step.stepped:
-                continue
-            touched = self._touched(self._of(optimizer), optimizer)
-            if any(m.reduction.has_new_gradients and _has_gradient(m) for m in touched):
-                names.append(name)
-        return names
+        waiting = [name for name in self.tracked if name not in step.stepped]
+        if not waiting or not any(m.reduction.has_new_gradients for m in self._modules):
+            return []
+        used = {id(p) for name in step.stepped for p in _parameters(self.tracked[name])}
+        new = {
+            id(p)
+            for module in self._modules
+            if module.reduction.has_new_gradients
+            for p in module.all_parameters
+            if p.grad is not None and id(p) not in used
+        }
+        return [
+            name for name in waiting if any(id(p) in new for p in _parameters(self.tracked[name]))
+        ]
 
     @property
     def unwrapped(self) -> dict[str, list[torch.Tensor]]:
@@ -144,6 +160,8 @@ class OptimizerGuard:
             self._unwrapped[id(optimizer)] = known
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
+            if step is not None and set(step.stepped) - {known.name}:
+                self.rollback.copy_weights(SEVERAL)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         update = self._updates.pop() if self._updates else None
@@ -203,7 +221,7 @@ class _Known:
         return self.name or type(self.optimizer()).__name__
 
     def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[ElasticDDP]) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = list(_parameters(optimizer))
         ids = {id(p) for p in parameters}
         wrapped = {m: {id(p) for p in m.module.parameters()} for m in modules}
         self.touched = [m for m, theirs in wrapped.items() if ids & theirs]
@@ -285,4 +303,8 @@ def _has_gradient(module: ElasticDDP) -> bool:
 
 def _version(optimizer: torch.optim.Optimizer) -> int:
     """Grows with every change of the optimizer's parameters."""
-    return versions(p for group in optimizer.param_groups for p in group["params"])
+    return versions(_parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -49,7 +49,8 @@ class EpochPlan:
 
     With ``shards`` = V, a global batch is V slices that never change, and ranks own contiguous
     runs of slices; without, ranks own runs of samples. ``drop_last`` leaves out the last step
-    when it is not full.
+    when it is not full. An epoch ends after ``max_steps`` at the latest: samples beyond them are
+    not read in it.
 
     Raises ConfigError for an empty dataset and for sizes that cannot work.
     """
@@ -58,6 +59,7 @@ class EpochPlan:
     global_batch: int
     drop_last: bool = False
     shards: int | None = None
+    max_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -79,15 +81,18 @@ class EpochPlan:
                 f"{self.shards} shards cannot cut a global batch of {self.global_batch}",
                 hint=f"use 1 to {self.global_batch} shards",
             )
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigError(f"max_steps is {self.max_steps}", hint="it must be at least 1 step")
 
     @property
     def steps(self) -> int:
         """Steps of one epoch, the same for every world."""
-        return self.n // self.global_batch if self.drop_last else -(-self.n // self.global_batch)
+        steps = self.n // self.global_batch if self.drop_last else -(-self.n // self.global_batch)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
     def samples(self) -> int:
-        """Samples of one epoch: ``n``, less the tail when ``drop_last``."""
+        """Samples that one epoch reads: ``n``, less what its steps leave out."""
         return min(self.n, self.steps * self.global_batch)
 
     def span(self, step: int) -> Span:

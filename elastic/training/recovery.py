@@ -46,6 +46,7 @@ class Recovery:
         self._device = device
         self._guard = guard
         self._rollback: Rollback | None = None
+        self._replaced: Rollback | None = None  # of objects that the script has made anew
         self._is_fresh = False  # nothing of the script has run since the last snapshot
         self._is_entering = False  # no step has begun in the present world
         self.tag: Tag | None = None  # of this rank's weights
@@ -59,6 +60,10 @@ class Recovery:
         """Made late: the objects of the job are registered first."""
         if self._rollback is None:
             self._rollback = self._guard.rollback = Rollback(self._job, self._guard.tracked)
+            if (replaced := self._replaced) is not None:
+                self._rollback.adopt(replaced.habits, replaced.snapshot)
+                self._rollback.final_buffers = replaced.final_buffers
+                self._replaced = None
         return self._rollback
 
     # -- while training -----------------------------------------------------------------------
@@ -79,6 +84,16 @@ class Recovery:
             )
         self.rollback.script_has_run()
         self._take()
+
+    def expect_weights(self) -> None:
+        """A world begins with the present weights: nothing but training may change them."""
+        self.rollback.expect_weights()
+
+    def register_anew(self) -> None:
+        """The objects of the job are about to be replaced by others of the same kind."""
+        self._replaced = self._rollback
+        self._rollback = self._guard.rollback = None
+        self._is_fresh = False
 
     def script_has_run(self) -> None:
         """It may have changed what it likes."""
@@ -121,7 +136,8 @@ class Recovery:
         self.begun = number is not None
         if number is None or (self._masked and number < self._masked_at):
             stepped, number = self._masked, self._masked_at
-        done = self.rollback.put_back(is_torn=is_torn)
+        is_updated = bool(stepped) and stepped != self._masked
+        done = self.rollback.put_back(is_torn=is_torn, is_updated=is_updated)
         if done.is_torn:
             self.tag = None
             return
@@ -193,7 +209,9 @@ class Recovery:
             self._transfer(world, agreement)
         told = unpack(node, lambda path, name: tensors[name])
         self.rollback.adopt(told["habits"], told["small"])
-        self.callback_step = tuple(told["callback_step"])
+        self.rollback.final_buffers = told["final_buffers"]
+        number, epoch, index = told["callback_step"]
+        self.callback_step = (number, epoch, index)
         if not is_source:
             self.tag = tag  # the same bits: a fault from here on is no loss
         generation = max(world.generation, told["generation"] + 1)
@@ -209,6 +227,7 @@ class Recovery:
                 "small": self.rollback.snapshot,
                 "habits": self.rollback.habits,
                 "callback_step": list(self.callback_step),
+                "final_buffers": self.rollback.final_buffers,
                 "lineage": [[a.generation, a.began_at_step] for a in lineage],
                 "generation": generation,
                 "saved_step": saved_step,

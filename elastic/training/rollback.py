@@ -28,6 +28,7 @@ from elastic.training.state_copies import WeightCopies, tensors_in
 OUTSIDE = "weights change outside of optimizer.step()"
 NESTED = "an optimizer steps inside of another one's step()"
 UNWRAPPED = "an optimizer steps parameters of no wrapped module"
+SEVERAL = "several optimizers step one after the other"
 PARTIAL = "an optimizer steps while another one accumulates gradients"
 
 
@@ -54,6 +55,9 @@ class Rollback:
         self._has_copies = False  # of the last commit, or of the end of the last loop
         self._has_changed = False  # weights, outside of an optimizer, since the last commit
         self._steps = 0  # of this process
+        # After a step whose updates stay in the weights while it is redone: its forward passes
+        # see other weights then, and their batch statistics are not the step's.
+        self.final_buffers: dict[str, Any] | None = None
         self._own: tuple[torch.Tensor, ...] = ()
         self.snapshot: Snapshot = {}
 
@@ -79,6 +83,9 @@ class Rollback:
     def committed(self) -> None:
         """A step has taken effect; learn from what it has changed. :meth:`take` comes next."""
         self._steps += 1
+        if self.final_buffers is not None:
+            self._small.put_back_buffers(self.final_buffers)
+            self.final_buffers = None
         if not self._why_copies and (self._has_changed or self._watch.has_changed):
             self.copy_weights(OUTSIDE)
         for large in self._large.values():
@@ -160,8 +167,14 @@ class Rollback:
         if self.snapshot:
             self._small.put_back(self.snapshot)
 
-    def put_back(self, *, is_torn: bool) -> RolledBack:
-        """Undo what the present step has done. ``is_torn``: an update was begun and not ended."""
+    def put_back(self, *, is_torn: bool, is_updated: bool = False) -> RolledBack:
+        """Undo what the present step has done.
+
+        Args:
+            is_torn: an update was begun and not ended.
+            is_updated: an optimizer has stepped, for the first time in this step.
+        """
+        buffers = self._small.buffers() if is_updated else None
         self.put_back_small()
         if self._has_copies and self._copies is not None:
             self._copies.put_back(self._weights(), list(self._optimizers.values()))
@@ -171,6 +184,8 @@ class Rollback:
             is_torn = is_torn or self._has_changed or self._watch.has_changed
         for large in self._large.values():
             is_torn = not large.put_back() or is_torn
+        if buffers is not None and has_updates and self.final_buffers is None:
+            self.final_buffers = buffers
         return RolledBack(is_torn=is_torn, has_updates=has_updates and not is_torn)
 
     def _copy_weights(self) -> None:

@@ -100,16 +100,22 @@ class Run:
         dataloader: DataLoader[Any] | None = None,
         global_batch: int | None = None,
         micro_batch: int | None = None,
+        max_steps: int | None = None,
     ) -> ElasticLoader:
         """Deal a DataLoader out over the world, at a constant global batch.
 
         Iterating gives this rank's share of each step, from where the job stands to the end of
         the epoch. ``dataloader`` names the DataLoader inside a wrapper. ``global_batch`` is the
         samples of one step of the whole job, by default batch_size × the largest world;
-        ``micro_batch`` the most samples at once, for :meth:`steps`. Call before the first loop.
+        ``micro_batch`` the most samples at once, for :meth:`steps`; ``max_steps`` the most steps
+        of an epoch. Call before the first loop. docs/data.md tells more.
         """
         return self._session.add_loader(
-            loader, dataloader=dataloader, global_batch=global_batch, micro_batch=micro_batch
+            loader,
+            dataloader=dataloader,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            max_steps=max_steps,
         )
 
     def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:

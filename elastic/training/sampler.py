@@ -7,6 +7,7 @@ the epoch and the cut to the world (``plan.py``), so neither can happen.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -18,12 +19,16 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import ConfigError
-from elastic.training.permutation import ORDER_VERSION, Int64s, Permutation
+from elastic.training.draws import Draw, Order, WholeDataset
+from elastic.training.permutation import ORDER_VERSION, Int64s
 from elastic.training.plan import EpochPlan, Position, Span, check_world
 
 # Positions turned into samples at once: numpy's cost per call (0.2 ms for one small step
 # [measured]) is shared by many steps, and the first batch still comes within milliseconds.
 _READ_AHEAD = 32768
+
+# What states of older releases do not name, and meant.
+_UNNAMED = {"sampler": None, "max_steps": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,13 @@ class MicroShare:
     """The dataset indices of one micro-batch of one rank.
 
     ``indices`` may be empty: then ``filler``, a sample of the same step, is run with its loss
-    masked, because every rank must run as many micro-batches as the others.
+    masked, because every rank must run as many micro-batches as the others. ``first`` is the
+    global position of the first of them in the epoch; the others follow.
     """
 
     indices: tuple[int, ...]
     filler: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +70,9 @@ class ElasticSampler(DistributedSampler[int]):
 
     Takes what ``DistributedSampler`` takes, and ``global_batch``: the samples of one step of the
     whole job. Nothing is padded; nothing is dropped unless ``drop_last``, which leaves out the
-    last step when it is not full. Without ``num_replicas`` and ``rank`` the process group is
-    asked, and without a process group the world is this process.
+    last step when it is not full, or ``max_steps``, after which an epoch ends. ``draw`` is what
+    an epoch reads, if that is not all samples once each. Without ``num_replicas`` and ``rank``
+    the process group is asked, and without a process group the world is this process.
 
     Alone, with ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
     is this rank's part of one step. The last step of an epoch is smaller, and where it has fewer
@@ -88,14 +96,17 @@ class ElasticSampler(DistributedSampler[int]):
         *,
         global_batch: int,
         shards: int | None = None,
+        max_steps: int | None = None,
+        draw: Draw | None = None,
     ) -> None:
         world = _from_group(dist.get_world_size, 1) if num_replicas is None else num_replicas
         rank = _from_group(dist.get_rank, 0) if rank is None else rank
         check_world(rank, world)
-        self.plan = EpochPlan(size_of(dataset), global_batch, drop_last, shards)
+        self.draw = draw or WholeDataset(size_of(dataset), shuffle=shuffle)
+        self.plan = EpochPlan(self.draw.n, global_batch, drop_last, shards, max_steps)
         super().__init__(dataset, world, rank, shuffle, seed, drop_last)
         self.step = 0
-        self._order: tuple[int, Permutation] | None = None
+        self._order: tuple[int, Order] | None = None
         self.set_world(rank, world)
 
     @property
@@ -150,22 +161,23 @@ class ElasticSampler(DistributedSampler[int]):
 
     def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
         """The dataset indices at global ``positions`` of ``epoch``."""
-        if not self.shuffle:
-            return positions
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, Permutation(self.plan.n, seed=self.seed, epoch=epoch))
-        return self._order[1].at(positions)
+            self._order = (epoch, self.draw.order(self.seed, epoch))
+        return self._order[1](positions)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it depends on, as JSON values."""
-        return {**self._identity(), "epoch": self.epoch, "step": self.step}
+        position = {"epoch": self.epoch, "step": self.step}
+        return {**self._identity(), "max_steps": self.plan.max_steps, **position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken, at any world size.
 
         Raises ConfigError when the state is of another order, dataset or global batch: the
-        position would then mean other samples.
+        position would then mean other samples. ``max_steps`` may be another one: it says where
+        epochs end from here on, and an epoch that was complete stays complete.
         """
+        state = {**_UNNAMED, **state}
         for name in self.state_dict().keys() - state.keys():
             raise ConfigError(f"the data position has no {name!r}: {dict(state)}")
         for name, here in self._identity().items():
@@ -175,7 +187,10 @@ class ElasticSampler(DistributedSampler[int]):
                     f"this run has {name}={here!r}",
                     hint=f"resume with {name}={state[name]!r}; only the world may change",
                 )
-        self.seek(Position(int(state["epoch"]), int(state["step"])))
+        step, steps = int(state["step"]), self.plan.steps
+        before = dataclasses.replace(self.plan, max_steps=state["max_steps"]).steps
+        is_complete = step == before or steps < step < before
+        self.seek(Position(int(state["epoch"]), steps if is_complete else step))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -186,6 +201,7 @@ class ElasticSampler(DistributedSampler[int]):
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
             "shards": self.plan.shards,
+            "sampler": self.draw.name,
         }
 
     def _kinds_of_share(self) -> Iterator[Span]:
@@ -206,8 +222,12 @@ class ElasticSampler(DistributedSampler[int]):
             for number in chunk:
                 total, sizes = full if number < last else tail
                 filler = next(samples)
-                micros = tuple([MicroShare(tuple(islice(samples, size)), filler) for size in sizes])
-                yield RankStep(position.epoch, number, total, micros)
+                first = self.plan.share(*self.plan.span(number), rank, world)[0]
+                micros = []
+                for size in sizes:
+                    micros.append(MicroShare(tuple(islice(samples, size)), filler, first))
+                    first += size
+                yield RankStep(position.epoch, number, total, tuple(micros))
             step = chunk.stop
 
     def _chunk(self, step: int, rank: int, world: int) -> range:

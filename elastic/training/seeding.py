@@ -1,4 +1,5 @@
-"""Random numbers of data loading as a function of (seed, epoch, sample index).
+"""Random numbers of data loading as a function of (seed, epoch, sample index), or, where an
+epoch may read a sample more than once, of (seed, epoch, position).
 
 A sample's augmentation must not depend on which rank or data worker reads it, or on what that
 process read before: else a step redone in another world would train on other data. The seed
@@ -31,6 +32,8 @@ from torch.utils.data import (
 
 from elastic.training.randomness import derive_seed
 
+_BY_POSITION = 1  # part of the key
+
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:
     """Whether reading this loader's data surely asks no generator.
@@ -61,18 +64,22 @@ class SeededBatch(list[int]):
     iterating it, draws unseeded.
     """
 
-    def __init__(self, indices: Iterable[int], seed: int, epoch: int) -> None:
+    def __init__(
+        self, indices: Iterable[int], seed: int, epoch: int, first: int | None = None
+    ) -> None:
         super().__init__(indices)
-        self._seed, self._epoch = seed, epoch
+        self._seed, self._epoch, self._first = seed, epoch, first
 
     def __iter__(self) -> Iterator[int]:
-        for index in super().__iter__():
-            _seed_generators(derive_seed(self._seed, self._epoch, index))
+        for number, index in enumerate(super().__iter__()):
+            # Where a sample may come twice in an epoch, what it draws belongs to its position.
+            of = (index,) if self._first is None else (self._first + number, _BY_POSITION)
+            _seed_generators(derive_seed(self._seed, self._epoch, *of))
             yield index
 
-    def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[int], int, int]]:
+    def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[int], int, int, int | None]]:
         # The inherited one iterates, and so would seed the process that sends the batch.
-        return SeededBatch, (self[:], self._seed, self._epoch)
+        return SeededBatch, (self[:], self._seed, self._epoch, self._first)
 
 
 @contextmanager

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from elastic.errors import NoWorld, TrainingError
@@ -21,13 +23,13 @@ from elastic.training import loop
 from elastic.training.accumulation import Accumulation
 from elastic.training.between_steps import BetweenSteps
 from elastic.training.callbacks import StepCallbacks
-from elastic.training.change_watch import contents
 from elastic.training.changes import Changes, is_switch
 from elastic.training.listeners import Listeners
 from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.randomness import derive_seed, seed_all
 from elastic.training.recovery import Recovery
+from elastic.training.replicas import compare, is_compared_after
 from elastic.training.restore import restore
 from elastic.training.rollback import PARTIAL
 from elastic.training.saver import Saver
@@ -35,7 +37,7 @@ from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.without_retry import say_without_retry
 from elastic.training.wrap import ElasticDDP
-from elastic.worker.collectives import all_gather_json, all_sum
+from elastic.worker.collectives import all_sum
 from elastic.worker.faults import is_world_fault
 from elastic.worker.process_group import ProcessGroup
 from elastic.worker.world import World, largest_world
@@ -70,6 +72,9 @@ class Session:
         self.journal = journal
         self._world: World | None = None
         self._is_restored = False
+        self._is_registered_in_attempt = False  # something, by the function that retry calls
+        self._outside: JobState | None = None  # what was registered before it
+        self._inherited: dict[str, Any] | None = None  # state for what it registers anew
         self.worlds: Worlds | None = None  # an agent that changes worlds without a restart
         self._in_process = False
         self._has_warned_of_foreign_group = False
@@ -103,6 +108,7 @@ class Session:
     def wrap(self, module: nn.Module, options: dict[str, Any]) -> ElasticDDP:
         """Make a module part of the job's state."""
         self._refuse_when_restored("wrap")
+        self._is_registered_in_attempt |= self.in_retry
         wrapped = ElasticDDP(module, **options)
         wrapped.reduction.words = self.between.words if self.saver.is_on else None
         count = len(self.job.modules)
@@ -113,6 +119,7 @@ class Session:
     def track(self, named: dict[str, Any]) -> None:
         """Make objects with a state_dict part of the job's state."""
         self._refuse_when_restored("track")
+        self._is_registered_in_attempt |= self.in_retry
         for name, tracked in named.items():
             self.job.track(name, tracked)
             self.guard.allow(name, tracked)
@@ -132,6 +139,7 @@ class Session:
     def add_loader(self, loader: Any, **options: Any) -> ElasticLoader:
         """Make a loader part of the job's state, and its steps the job's."""
         self._refuse_when_restored("loader")
+        self._is_registered_in_attempt |= self.in_retry
         count = len(self.job.loaders)
         name = "data" if count == 0 else f"data{count}"
         self.job.loaders[name] = made = ElasticLoader(
@@ -139,6 +147,7 @@ class Session:
             seed=self.job.seed,
             largest_world=largest_world(),
             drive=lambda driven: loop.batches(self, driven),
+            index=lambda asked: loop.index(self, asked),
             **options,
         )
         if options.get("global_batch") is None:
@@ -199,6 +208,9 @@ class Session:
         """Form the world and restore the state, unless that has happened."""
         if self._is_restored:
             return
+        if self._inherited is not None:
+            self._inherit(self._inherited)
+            return
         world = self.enter_world()
         if not self._is_restored:
             generation = restore(world, self.job, self.saver, self.journal)
@@ -236,6 +248,10 @@ class Session:
         """The training function is about to run."""
         self.callbacks.begin_attempt(is_again=is_again)
         self.listeners.begin_attempt(is_again=is_again)
+        if not is_again:
+            self._outside = self.job.registered()
+        elif self._is_registered_in_attempt:
+            self._register_anew()
         if self.worlds is not None and not self._is_restored:
             if self.group.is_foreign:
                 self._warn_of_foreign_group()
@@ -244,6 +260,27 @@ class Session:
         if self._in_process and not (self.job.modules or self.job.loaders):
             return  # what the job consists of is registered inside the function
         self.enter_world()
+
+    def _register_anew(self) -> None:
+        """The function makes model, optimizer and loader by itself, and does so again: the new
+        ones take over the state of those that its last call has made."""
+        assert self._outside is not None
+        self._inherited = self.job.tree()
+        for module in self.job.modules.values():
+            module.leave_world()
+        self.job.go_back_to(self._outside)
+        self.guard.go_back_to(self.job)
+        self.changes.recovery.register_anew()
+        self._is_restored = self._is_registered_in_attempt = False
+
+    def _inherit(self, tree: dict[str, Any]) -> None:
+        self.job.check(tree, "the state that this job has trained")
+        self.job.apply(tree)
+        self._inherited = None
+        for module in self.job.modules.values():
+            module.enter_world()
+        self._is_restored = True
+        self.recovery.expect_weights()
 
     def _warn_of_foreign_group(self) -> None:
         if not self._has_warned_of_foreign_group:
@@ -364,6 +401,8 @@ class Session:
         self.between.has_stepped = True
         if loader is not None:
             loader.advance()
+            for other in self.job.loaders.values():
+                other.following.commit(step)
         if waiting:
             self._accumulation.add(step)
         else:
@@ -442,22 +481,17 @@ class Session:
             )
 
     def _compare_replicas(self, step: Step) -> None:
-        """Parameters that an optimizer steps without run.wrap must be the same on all ranks."""
-        unwrapped = self.guard.unwrapped
-        if not unwrapped or self._has_compared_replicas or self.world.size == 1:
+        """Now and then, and in the first step of each world where something is not wrapped."""
+        if not step.optimizer_stepped or self.world.size == 1:
             return
-        self._has_compared_replicas = True
-        mine = {name: list(contents(parameters)) for name, parameters in unwrapped.items()}
-        everyones = all_gather_json(mine)
-        for rank, theirs in enumerate(everyones):
-            if differing := [name for name in mine if theirs.get(name) != everyones[0].get(name)]:
-                raise TrainingError(
-                    f"after step {step.number} rank {rank} has other weights than rank 0: "
-                    f"{', '.join(differing)} steps parameters of no wrapped module, so their "
-                    "gradients are not averaged over the ranks",
-                    hint="model = run.wrap(model) before the optimizer is made, and call that "
-                    "model in the loop",
-                )
+        weights: dict[str, Sequence[torch.Tensor]] = {}
+        if is_compared_after(step.number):
+            weights |= {name: m.all_parameters for name, m in self.job.modules.items()}
+        if (unwrapped := self.guard.unwrapped) and not self._has_compared_replicas:
+            self._has_compared_replicas = True
+            weights |= unwrapped
+        if weights:
+            compare(weights, self.world.rank, step.number)
 
     def _second_step(self, loader: ElasticLoader | None) -> TrainingError:
         assert self.step is not None
@@ -508,6 +542,17 @@ class Session:
     def step_in_hand(self) -> Step | None:
         """The step that the script is inside of."""
         return self.step if self._left_loader is None else None
+
+    def left_step(self, loader: ElasticLoader) -> Step | None:
+        """The step that a loop over ``loader`` was left in, until that is settled."""
+        return self.step if self._left_loader is loader else None
+
+    def leading(self, loader: ElasticLoader) -> tuple[ElasticLoader, Step] | None:
+        """The other loader that the script is inside a step of, and the step."""
+        step, leader = self.step_in_hand, self._loader
+        if step is None or leader is None or leader is loader:
+            return None
+        return leader, step
 
     def drop_step(self) -> None:
         """The step in hand is none any more."""

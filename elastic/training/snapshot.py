@@ -55,6 +55,15 @@ class SmallState:
             "frozen": {name: module.frozen_indices() for name, module in job.modules.items()},
         }
 
+    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of the modules' present buffers, for :meth:`put_back_buffers`."""
+        return {name: buffers.copies() for name, buffers in self._buffers.items()}
+
+    def put_back_buffers(self, taken: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Give the modules' buffers these values."""
+        for name, buffers in self._buffers.items():
+            buffers.put_back(taken[name])
+
     def put_back(self, snapshot: Snapshot) -> None:
         """Make the present state what it was; the snapshot stays usable."""
         job = self._job
@@ -173,6 +182,10 @@ class _Buffers:
             for name, buffer in part._buffers.items()
             if buffer is not None
         }
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """In memory of their own."""
+        return {name: buffer.detach().clone() for name, buffer in self._present().items()}
 
     def take(self) -> dict[str, torch.Tensor]:
         buffers = self._present()

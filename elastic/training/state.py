@@ -48,11 +48,28 @@ class JobState:
                 f"run.track({name}=…): a {type(tracked).__name__} has no state_dict and "
                 "load_state_dict"
             )
-        if isinstance(tracked, ElasticDDP):
+        if any(tracked is module for module in self.modules.values()):
             raise TrainingError(f"run.track({name}=…): a wrapped module is part of the state")
         if name in self.tracked and self.tracked[name] is not tracked:
             raise TrainingError(f"run.track({name}=…): another object has that name")
         self.tracked[name] = tracked
+
+    def registered(self) -> JobState:
+        """What is registered now, for :meth:`go_back_to`."""
+        return dataclasses.replace(
+            self,
+            modules=dict(self.modules),
+            tracked=dict(self.tracked),
+            loaders=dict(self.loaders),
+            open_batch=set(self.open_batch),
+        )
+
+    def go_back_to(self, earlier: JobState) -> None:
+        """Forget what was registered since. Progress and ``run.state`` stay."""
+        self.modules = dict(earlier.modules)
+        self.tracked = dict(earlier.tracked)
+        self.loaders = dict(earlier.loaders)
+        self.open_batch = set(earlier.open_batch)
 
     def tree(self) -> dict[str, Any]:
         """The present state. Tensors are the live ones."""

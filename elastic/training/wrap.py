@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.reduction import Reduction, weighted_sum
 from elastic.worker.collectives import broadcast_tensors
+from elastic.worker.compiling import not_compiled, not_compiled_itself
 from elastic.worker.releasable import ReleasableGroup
 
 # Module.__init__ starts these afresh; they belong to the user.
@@ -134,6 +135,7 @@ class ElasticDDP(DDP):
         """Whether a forward pass now is one without collectives."""
         return not (self.in_world and self.training and torch.is_grad_enabled())
 
+    @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; with DDP's work around it only while training in a world."""
         if not self.is_plain and self._is_reduced():
@@ -147,6 +149,7 @@ class ElasticDDP(DDP):
             inputs, kwargs = moved[0], moved_kwargs[0]
         return self.module(*inputs, **kwargs)
 
+    @not_compiled
     def _is_reduced(self) -> bool:
         """Whether gradients of a pass that begins now are reduced: if there will be any.
 
@@ -204,6 +207,7 @@ class ElasticDDP(DDP):
         self.__dict__.update(state["kept"])
         self.training = state["training"]
 
+    @not_compiled
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from elastic.errors import ElasticError
 from elastic.errors import GroupAborted as GroupAborted
 from elastic.errors import GroupBuildFailed as GroupBuildFailed
 from elastic.errors import Superseded as Superseded
@@ -39,6 +40,8 @@ _BROKEN_DEVICE = ("device-side assert", "CUDA error:")
 
 def is_world_fault(error: BaseException) -> bool:
     """Whether ``error``, or what it came from, means that peers or their connections are gone."""
+    if isinstance(error, ElasticError) and not isinstance(error, WorldLost):
+        return False  # ours, raised while a fault was being handled: it says what to do
     chain = causes(error)
     return not any(_must_surface(e) for e in chain) and any(_is_fault(e) for e in chain)
 

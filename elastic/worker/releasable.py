@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.worker.compiling import not_compiled
 from elastic.worker.pending import pending
 
 AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
@@ -30,10 +31,12 @@ class ReleasableGroup(dist.ProcessGroup):
         self._group = group
         self._all_reduce = all_reduce
 
+    @not_compiled
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         (tensor,) = tensors
         return self._all_reduce(tensor, opts)
 
+    @not_compiled
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         return _Broadcast(self._group.broadcast(tensors, opts))
 

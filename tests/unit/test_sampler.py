@@ -280,3 +280,38 @@ def test_a_state_that_is_not_one_is_refused(name: str) -> None:
     del state[name]
     with pytest.raises(ConfigError, match=f"no '{name}'"):
         sampler().load_state_dict(state)
+
+
+# -- epochs of so many steps ----------------------------------------------------------------------
+
+
+def test_an_epoch_ends_after_max_steps() -> None:
+    assert EpochPlan(103, 10, max_steps=4).steps == 4
+    assert EpochPlan(103, 10, max_steps=40).steps == 11
+    for size in (1, 3):
+        read = epoch_of_world(size, max_steps=4)
+        assert sorted(read) == sorted(list(sampler())[:40])
+        ranks = [sampler(rank=rank, size=size, max_steps=4) for rank in range(size)]
+        assert sum(map(len, ranks)) == 40
+    with pytest.raises(ConfigError, match="max_steps is 0"):
+        sampler(max_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "now", "expected"),
+    [
+        (4, 2, 4, 2),
+        (4, 2, 6, 2),  # the epoch goes on for longer
+        (6, 5, 4, 4),  # the epoch is over at once
+        (4, 4, 6, 6),  # an epoch that was complete stays so
+        (None, 11, 6, 6),
+        (4, 4, None, 11),
+    ],
+)
+def test_a_resumed_job_may_end_its_epochs_elsewhere(
+    before: int | None, step: int, now: int | None, expected: int
+) -> None:
+    one, other = sampler(max_steps=before), sampler(max_steps=now)
+    one.seek(Position(2, step))
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.position == Position(2, expected)

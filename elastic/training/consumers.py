@@ -1,0 +1,92 @@
+"""Who reads an iterator that we have made: ``enumerate`` or ``itertools.cycle``.
+
+``enumerate`` counts from 0 wherever a pass begins, and ``cycle`` never asks for a second pass.
+Neither tells the iterator, but Python's garbage collector knows who refers to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from dataclasses import dataclass
+from types import FrameType, GeneratorType
+from typing import Any, cast
+
+from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
+
+# Generators of progress bars: `enumerate(tqdm(loader))` reads ours through theirs.
+_PROGRESS_BARS = ("tqdm", "rich")
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """What is known of the reader of a pass."""
+
+    counts_from: int | None = None  # of enumerate
+    is_cycle: bool = False
+
+    def refuse_cycle(self) -> None:
+        """Raise TrainingError for ``itertools.cycle``: it keeps every batch and gives them again.
+
+        Nothing of ours would run after the first epoch, neither steps nor commits.
+        """
+        if self.is_cycle:
+            raise TrainingError(
+                "itertools.cycle(loader) repeats the batches of the first epoch from memory, "
+                "outside of any step",
+                hint="def endless(loader):\n    while True:\n        yield from loader",
+            )
+
+    def warn_of_count(self, index: int) -> None:
+        """Warn, once per process, when a count from 0 or 1 begins at step ``index``."""
+        start = self.counts_from
+        if start not in (0, 1) or start >= index or "count" in _warned:
+            return
+        _warned.add("count")
+        get_logger().warning(
+            "this pass goes on at step %d of its epoch, and enumerate(loader) counts from %d: "
+            "use enumerate(loader, start=%sloader.index)",
+            index,
+            start,
+            "1 + " if start else "",
+        )
+
+
+def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
+    """Who has asked ``iterator``, a generator of the calling frame, for its first item.
+
+    ``everywhere`` looks at all objects (25 ms at 165,000 of them [measured]), else only at those
+    of the last few thousand allocations, where what a ``for`` statement has just made is.
+    """
+    frames = _frames_of_progress_bars(sys._getframe(1).f_back)
+    found = gc.get_objects() if everywhere else gc.get_objects(0) + gc.get_objects(1)
+    counts_from: int | None = None
+    is_cycle = False
+    for holder in found:
+        if type(holder) is enumerate:
+            read, count = cast(tuple[object, int], holder.__reduce__()[1])
+            if _reads(read, iterator, frames):
+                counts_from = count
+        elif type(holder) is itertools.cycle:
+            is_cycle = is_cycle or any(read is iterator for read in gc.get_referents(holder))
+    return Consumer(counts_from, is_cycle)
+
+
+def _reads(reader: object, iterator: object, frames: list[Any]) -> bool:
+    """Whether ``reader`` is the iterator, a ``zip`` of it, or a progress bar's generator."""
+    if type(reader) is zip:
+        parts = [part for part in gc.get_referents(reader) if type(part) is tuple]
+        return any(read is iterator for part in parts for read in part)
+    return reader is iterator or (isinstance(reader, GeneratorType) and reader.gi_frame in frames)
+
+
+def _frames_of_progress_bars(frame: FrameType | None) -> list[Any]:
+    frames = []
+    while frame and str(frame.f_globals.get("__name__")).split(".")[0] in _PROGRESS_BARS:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames

@@ -1,0 +1,80 @@
+"""What a script may do to weights behind everybody's back is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from elastic.training.change_watch import ChangeWatch, contents
+
+
+def weights() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.zeros(4))]
+
+
+def in_place(parameters: list[torch.nn.Parameter]) -> None:
+    with torch.no_grad():
+        parameters[0].sub_(0.1)
+
+
+def through_data(parameters: list[torch.nn.Parameter]) -> None:
+    parameters[1].data[2] = 1e-30
+
+
+def through_numpy(parameters: list[torch.nn.Parameter]) -> None:
+    parameters[0].detach().numpy()[1, 1] += 1
+
+
+def by_new_memory(parameters: list[torch.nn.Parameter]) -> None:
+    parameters[0].data = parameters[0].data + 1
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, through_numpy, by_new_memory])
+def test_changes_are_noticed_by_content(
+    change: Callable[[list[torch.nn.Parameter]], None],
+) -> None:
+    parameters = weights()
+    watch = ChangeWatch(lambda: parameters)
+    watch.expect(by_content=True)
+    assert not watch.has_changed
+    change(parameters)
+    assert watch.has_changed
+
+
+def test_versions_notice_changes_in_place_for_nothing() -> None:
+    parameters = weights()
+    watch = ChangeWatch(lambda: parameters)
+    watch.expect(by_content=False)
+    through_data(parameters)
+    assert not watch.has_changed, "then contents need not be compared in some steps"
+    in_place(parameters)
+    assert watch.has_changed
+
+
+def test_nothing_is_expected_at_first_and_after_forget() -> None:
+    parameters = weights()
+    watch = ChangeWatch(lambda: parameters)
+    in_place(parameters)
+    assert not watch.has_changed
+    watch.expect(by_content=True)
+    watch.forget()
+    in_place(parameters)
+    assert not watch.has_changed
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool],
+)
+def test_contents_of_any_type(dtype: torch.dtype) -> None:
+    tensor = torch.ones(5).to(dtype)
+    before = contents([tensor])
+    tensor[3] = 0
+    assert contents([tensor]) != before
+
+
+def test_contents_of_nothing() -> None:
+    assert contents([]) == contents([torch.empty(0)]) == ()
