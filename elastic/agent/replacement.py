@@ -32,6 +32,9 @@ DECIDED_WITHIN_S = 5.0
 class ReplacingNode(Protocol):
     """What is asked of the node's service."""
 
+    @property
+    def is_replacing(self) -> bool: ...
+
     def allow_replacement(self, is_allowed: bool) -> None: ...
 
     def is_to_be_replaced(self, pid: int) -> bool | None: ...
@@ -47,6 +50,7 @@ class Replacement:
         self._journal = journal
         self._clock = clock
         self._supervision: Supervision | None = None
+        self._is_counted = False  # as a restart: once for all that die together
         self._has_given_up = False  # torch has seen a failure, and ends all workers
 
     def look(self, supervision: Supervision | None) -> None:
@@ -56,6 +60,7 @@ class Replacement:
             self._node.allow_replacement(False)
             return
         self._has_given_up = False
+        self._is_counted = self._is_counted and self._node.is_replacing
         for worker in supervision.workers:
             if not isinstance(worker.process, ReplaceableProcess):
                 worker.supervise(ReplaceableProcess(worker, self._decide, self._start, self._clock))
@@ -71,7 +76,13 @@ class Replacement:
         if not decision:
             self._has_given_up = True
             self._node.allow_replacement(False)
+            self._count(False)  # torch counts its own restart
         return bool(decision)
+
+    def _count(self, is_counted: bool) -> None:
+        assert self._supervision is not None
+        self._supervision.count_restarts(int(is_counted) - int(self._is_counted))
+        self._is_counted = is_counted
 
     def _start(self, worker: SupervisedWorker) -> subprocess.Popen[bytes]:
         assert self._supervision is not None
@@ -85,6 +96,7 @@ class Replacement:
             start_new_session=True,
         )
         self._supervision.replaced(worker.local_rank, process.pid)
+        self._count(True)
         self._journal.emit(WorkerReplaced(local_rank=worker.local_rank, pid=process.pid))
         return process
 

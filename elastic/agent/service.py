@@ -305,6 +305,11 @@ class NodeService:
         """Whether a single worker that dies from now on can be replaced."""
         self._board.can_replace = is_allowed
 
+    @property
+    def is_replacing(self) -> bool:
+        """Whether workers have died and those in their place are not ready yet."""
+        return bool(self._board.to_replace)
+
     def is_to_be_replaced(self, pid: int) -> bool | None:
         """Whether this worker, which has failed, is to be replaced, and its siblings stay.
 

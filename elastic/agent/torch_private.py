@@ -143,10 +143,13 @@ class Supervision:
     agent: Any
 
     def replaced(self, local_rank: int, pid: int) -> None:
-        """A process was started in the place of another: one less of ``--max-restarts`` is left."""
-        self.agent._remaining_restarts -= 1
+        """A process was started in the place of another."""
         # Compared with those that are polled; where they differ, the agent ends.
         self.agent._worker_group.workers[local_rank].id = pid
+
+    def count_restarts(self, number: int) -> None:
+        """So many less of ``--max-restarts`` are left."""
+        self.agent._remaining_restarts -= number
 
 
 def supervision() -> Supervision | None:

@@ -147,6 +147,7 @@ class Replacing(OneWorld):
         super().__init__(given, 0)
         self.replacement = Replacement(self, self)
         self.replaced: list[Event] = []
+        self.is_replacing = False
 
     def num_nodes_waiting(self) -> int:
         supervision = torch_private.supervision()

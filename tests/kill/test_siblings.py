@@ -16,7 +16,7 @@ import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SCRIPT = SCRIPTS / "wiring.py"
 # Nothing is saved but what a death leaves behind.

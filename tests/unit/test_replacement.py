@@ -27,6 +27,7 @@ class Node:
 
     decision: bool | None = None
     is_allowed: bool = False
+    is_replacing: bool = False
 
     def allow_replacement(self, is_allowed: bool) -> None:
         self.is_allowed = is_allowed
@@ -112,6 +113,22 @@ def test_torch_sees_the_failure_otherwise_and_of_all_that_it_ends_then(agent: Ag
     node.decision = True
     assert agent.look() == agent.look() == 1
     assert agent._remaining_restarts == 3
+
+
+def test_what_dies_together_counts_as_one_restart(agent: Agent) -> None:
+    node = Node(decision=True)
+    replacement = Replacement(node, Events())
+    for is_replacing, left in ((False, 2), (True, 2), (False, 1)):
+        node.is_replacing = is_replacing
+        replacement.look(agent.supervision)
+        agent.handler.proc.wait()
+        assert agent.look() is None
+        assert agent._remaining_restarts == left
+    node.is_replacing, node.decision = True, False
+    replacement.look(agent.supervision)
+    agent.handler.proc.wait()
+    assert agent.look() == 1
+    assert agent._remaining_restarts == 2, "torch counts the restart of all by itself"
 
 
 def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
