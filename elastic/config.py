@@ -49,6 +49,10 @@ _STOCK_WITHOUT_MEANING = frozenset(
 )
 # torch/distributed/launcher/api.py puts this into every configuration.
 _TORCHRUN_DEFAULT_TIMEOUT = 900
+# How long torch's own backends wait for more nodes once there are enough (rendezvous/
+# dynamic_rendezvous.py, RendezvousTimeout): what programs that launch are written for.
+STOCK_LAST_CALL_S = 30.0
+_QUOTES = "\"'"
 
 # ELASTIC_* variables that are no options of the rendezvous.
 OTHER_VARIABLES = frozenset(
@@ -154,8 +158,13 @@ def _positive_options() -> list[str]:
     return [*in_seconds, "failure_budget", "memory_limit_bytes"]
 
 
-def read_options(conf: Mapping[str, Any], environ: Mapping[str, str]) -> AgentOptions:
+def read_options(
+    conf: Mapping[str, Any], environ: Mapping[str, str], *, for_program: bool = False
+) -> AgentOptions:
     """Merge defaults, environment and ``--rdzv-conf``.
+
+    ``for_program``: a program calls ``elastic_launch`` and expects each node's results, so that
+    the others are waited for as long as torch's own backends do (docs/decisions/0022).
 
     Raises:
         ConfigError: unknown name (with the nearest known one) or unusable value.
@@ -166,13 +175,22 @@ def read_options(conf: Mapping[str, Any], environ: Mapping[str, str]) -> AgentOp
         name = _option_of_variable(variable, known)
         if name is not None:
             values[name] = _parse(name, known[name], text, variable)
-    for given, value in conf.items():
+    for given, value in ((_unquoted(k), _unquoted(v)) for k, v in conf.items()):
         conf_name = _option_of_conf(given, value, known)
         if conf_name is not None:
             values[conf_name] = _parse(conf_name, known[conf_name], value, "--rdzv-conf")
     if "termination_grace_s" in values and "leave_grace_s" not in values:
         values["leave_grace_s"] = timeouts.for_pod(values["termination_grace_s"]).leave_grace_s
+    if for_program and "last_call_s" not in values:
+        join_timeout_s = values.get("join_timeout_s", AgentOptions.join_timeout_s)
+        values["last_call_s"] = min(STOCK_LAST_CALL_S, join_timeout_s / 2)
     return AgentOptions(**values)
+
+
+def _unquoted(text: Any) -> Any:
+    """Without the quotes that a shell was to take away: ``--rdzv-conf="'lease_s=4'"``, as it is
+    written in manifests and lists of arguments. torch cuts it at commas, quotes and all."""
+    return text.strip(_QUOTES) if isinstance(text, str) else text
 
 
 def _option_of_variable(variable: str, known: Mapping[str, str]) -> str | None:

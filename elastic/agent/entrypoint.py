@@ -23,22 +23,30 @@ def create_handler(parameters: Any) -> Any:
     """Make the handler; everything heavy is imported here, in the agent alone.
 
     torchrun ends with 1 and a traceback for any exception: what stops a node here is said in a
-    sentence instead, and its exit code tells a launcher whether to try again.
+    sentence instead, and its exit code tells a launcher whether to try again. A program that
+    calls ``elastic_launch`` gets one of torch's rendezvous errors.
     """
-    from elastic.agent.handler import create
+    from elastic.agent import torch_private
+    from elastic.agent.endings import ending
+    from elastic.agent.handler import create, leave_on_sigterm
     from elastic.agent.leaving import leave_at_once_on_sigterm
+    from elastic.agent.signals import ProgramSignals
     from elastic.errors import ElasticError
-    from elastic.telemetry.log import get_logger
 
-    leave_at_once_on_sigterm()  # until the handler has its own: reaching etcd may take a while
+    launcher, signals = torch_private.launcher(), ProgramSignals()
+    # Until the launch has its own: reaching etcd may take a while.
+    leave_at_once_on_sigterm(leave_on_sigterm(launcher))
+    made = None
     try:
-        return create(parameters)
-    except Exception as error:
-        ours = error if isinstance(error, ElasticError) else error.__cause__
-        if not isinstance(ours, ElasticError):
-            raise
-        get_logger().error("%s", ours)
-        raise SystemExit(ours.exit_code) from error
+        made = create(parameters, launcher, signals)
+    except ElasticError as error:
+        raise ending(error, launcher) from error
+    finally:
+        # A program's next call may fail in torch, before anybody could put them back.
+        is_over = made is None and launcher is not torch_private.Launcher.TORCHRUN
+        if is_over or launcher is torch_private.Launcher.PROGRAM:
+            signals.put_back()
+    return made
 
 
 def _take_over_etcd() -> None:

@@ -5,8 +5,13 @@ An agent killed with SIGKILL leaves its workers running (torch 2.13.0, measured)
 once the agent is gone the guard ends every process with that mark. Scanning the environment
 rather than keeping a list of pids leaves no moment in which a worker exists unregistered.
 
-Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID LINK``, with a
-pipe from the agent as standard input. A byte on it is the agent's word that it ended in order.
+A worker that was forked (``start_method="fork"``) has its agent's initial environment, which says
+nothing. It has inherited the agent's descriptors: one of them, a pipe that nobody uses, is the
+mark of all that was forked, and of what that forks in turn (docs/decisions/0003).
+
+Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID FORK_MARK LINK MEMORY
+ENDING``, with a pipe from the agent as standard input. A byte on it is the agent's word that it
+ended in order.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "ELASTIC_NODE_ID"
@@ -27,8 +33,37 @@ GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
 
 
-def marked_processes(node_id: str) -> list[int]:
-    """Pids of live processes whose environment carries the agent's mark."""
+@dataclass(frozen=True)
+class ForkMark:
+    """A descriptor that forked processes inherit, by its number and what it is open to."""
+
+    descriptor: int
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> ForkMark:
+        found = os.fstat(descriptor)
+        return cls(descriptor, found.st_dev, found.st_ino)
+
+    @classmethod
+    def parse(cls, text: str) -> ForkMark | None:
+        return cls(*map(int, text.split(":"))) if text else None
+
+    def __str__(self) -> str:
+        return f"{self.descriptor}:{self.device}:{self.inode}"
+
+    def is_held_by(self, process: str) -> bool:
+        """Whether the process of this folder in ``/proc`` has inherited it."""
+        try:
+            found = os.stat(f"{process}/fd/{self.descriptor}")
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
+def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
+    """Pids of live processes that carry the agent's mark, started or forked; not this one."""
     mark = f"{MARK}={node_id}".encode()
     found = []
     for entry in os.scandir("/proc"):
@@ -38,21 +73,20 @@ def marked_processes(node_id: str) -> list[int]:
             environment = Path(entry.path, "environ").read_bytes()
         except OSError:
             continue
-        if mark in environment.split(b"\0"):
+        if mark in environment.split(b"\0") or (forked and forked.is_held_by(entry.path)):
             found.append(int(entry.name))
     return found
 
 
-def end_marked(node_id: str) -> None:
+def end_marked(node_id: str, forked: ForkMark | None = None) -> None:
     """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``.
 
-    For the guard: the agent itself carries the mark in ``os.environ`` only, not in
-    ``/proc/<pid>/environ``, and is gone anyway.
+    For the guard: the agent, which holds what it forks with, is gone.
     """
     signalled: set[int] = set()
     began = quiet_since = time.monotonic()
     while (now := time.monotonic()) - quiet_since < SETTLE_S:
-        for pid in marked_processes(node_id):
+        for pid in marked_processes(node_id, forked):
             late = now - began > GRACE_S
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if late or pid not in signalled:
@@ -62,28 +96,49 @@ def end_marked(node_id: str) -> None:
         time.sleep(0.05)
 
 
-def kill_marked(node_id: str) -> None:
+def kill_marked(node_id: str, forked: ForkMark | None = None) -> None:
     """SIGKILL every marked process: for an agent whose workers' time is up."""
-    for pid in marked_processes(node_id):
+    for pid in marked_processes(node_id, forked):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
-def end_strays(node_id: str) -> int:
+def end_strays(node_id: str, forked: ForkMark | None = None) -> int:
     """SIGKILL what dead workers left behind; returns how many processes.
 
     For the agent between two worlds. Each worker leads a process group of its own: a marked
     process whose group's leader is gone belonged to a dead worker (its DataLoader workers keep
-    its sockets open: peers would not notice its death for seconds, measured). A process that a
-    worker started in a session of its own, such as a logging service, is left alone.
+    its sockets open: peers would not notice its death for seconds, measured). Workers that run a
+    function are in the agent's own group, and so are their data workers: those of dead ones are
+    children of no process of the agent's. A process that a worker started in a session of its
+    own, such as a logging service, is left alone.
     """
-    ended = 0
-    for pid in marked_processes(node_id):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if _is_dead(os.getpgid(pid)):
+    kept, ended = set(marked_processes(node_id, forked)), 0
+    while strays := [pid for pid in kept if _is_stray(pid, kept)]:
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
                 ended += 1
+        kept.difference_update(strays)
     return ended
+
+
+def _is_stray(pid: int, family: set[int]) -> bool:
+    try:
+        group = os.getpgid(pid)
+    except (ProcessLookupError, PermissionError):
+        return False
+    is_orphan = _parent(pid) not in (0, os.getpid(), *family)
+    return _is_dead(group) or (group == os.getpgrp() and is_orphan)
+
+
+def _parent(pid: int) -> int:
+    """0 if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat[stat.rindex(")") + 2 :].split()[1])
 
 
 def _is_dead(pid: int) -> bool:
@@ -96,13 +151,18 @@ def _is_dead(pid: int) -> bool:
 
 
 class Guard:
-    """The agent's handle on its guard process."""
+    """The agent's handle on its guard process, and on the mark of what it forks."""
 
-    def __init__(self, node_id: str, link: str = "") -> None:
-        """``link``: the path of the workers' socket, if there is one, in a folder of its own."""
+    def __init__(self, node_id: str, link: str = "", memory: str = "", ending: str = "") -> None:
+        """``link``: the path of the workers' socket, if there is one, in a folder of its own;
+        ``memory``: the agent's folder in memory; ``ending``: a file of the agent's."""
         environment = {k: v for k, v in os.environ.items() if k != MARK}
+        self._inherited, unused = os.pipe()
+        os.close(unused)
+        self.forked = ForkMark.of(self._inherited)
+        arguments = [str(os.getpid()), node_id, str(self.forked), link, memory, ending]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(os.getpid()), node_id, link],
+            [sys.executable, "-I", "-S", __file__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -118,6 +178,7 @@ class Guard:
         """The agent ends in order: nothing is left to guard."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
+        os.close(self._inherited)
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"x")
             self._process.stdin.flush()
@@ -129,16 +190,30 @@ class Guard:
             self._process.kill()
             self._process.wait()
 
+    def after_fork(self, *, is_worker: bool) -> None:
+        """In a forked child: only the agent can say that it ended in order, only workers are
+        marked."""
+        if self._process.stdin is None or self._process.stdin.closed:
+            return
+        # Not closed: the objects that own these numbers would close them a second time.
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in (self._process.stdin.fileno(), *(() if is_worker else (self._inherited,))):
+            os.dup2(null, fd, inheritable=False)
+        os.close(null)
 
-def remove_folders(link: str) -> None:
-    """What only the agent served: its folder in memory (node_memory.py), and the workers' link."""
-    memory = Path(os.environ.get("ELASTIC_NODE_MEMORY", ""))
-    for folder, prefix in ((memory, "elastic-memory-"), (Path(link).parent, "elastic-")):
+
+def remove_leftovers(link: str, memory: str, ending: str) -> None:
+    """What only the agent served: its folder in memory (node_memory.py), and the workers' link;
+    and the file that it may have told its workers their end with."""
+    for folder, prefix in ((Path(memory), "elastic-memory-"), (Path(link).parent, "elastic-")):
         if folder.name.startswith(prefix):
             shutil.rmtree(folder, ignore_errors=True)
+    if Path(ending).name.startswith("elastic-ending-"):
+        with contextlib.suppress(OSError):
+            os.unlink(ending)
 
 
-def main(agent_pid: int, node_id: str, link: str) -> None:
+def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str) -> None:
     """Wait for the agent's end; end its workers unless it said that all is well."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -147,17 +222,17 @@ def main(agent_pid: int, node_id: str, link: str) -> None:
         # The pipe may be held open by a forked child of the agent: the pidfd is not.
         watched.append(os.pidfd_open(agent_pid))
     except ProcessLookupError:
-        end_marked(node_id)
-        remove_folders(link)
+        end_marked(node_id, forked)
+        remove_leftovers(*leftovers)
         return
     except (AttributeError, OSError):  # before Linux 5.3: the pipe alone
         pass
     readable, _, _ = select.select(watched, [], [])
     if 0 in readable and os.read(0, 1) == b"x":
         return
-    end_marked(node_id)
-    remove_folders(link)
+    end_marked(node_id, forked)
+    remove_leftovers(*leftovers)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2], ForkMark.parse(sys.argv[3]), *sys.argv[4:])

@@ -20,14 +20,19 @@ from elastic.errors import Preempted
 from elastic.telemetry.log import get_logger
 
 
-def leave_at_once_on_sigterm() -> None:
+def told_to_leave() -> BaseException:
+    """What torchrun ends with: its exit code says that nothing has failed."""
+    return SystemExit(Preempted.exit_code)
+
+
+def leave_at_once_on_sigterm(end: Callable[[], BaseException] = told_to_leave) -> None:
     """For an agent that has nothing yet: no node, no workers."""
+
+    def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+        raise end()
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _leave_at_once)
-
-
-def _leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(Preempted.exit_code)
+        signal.signal(signal.SIGTERM, leave_at_once)
 
 
 class Phase(Enum):
@@ -56,7 +61,10 @@ class LeavingNode(Protocol):
 
 
 class Leaving:
-    """The agent's handler of SIGTERM. Made once; the first signal counts, later ones do not."""
+    """The agent's handler of SIGTERM. Made once; the first signal counts, later ones do not.
+
+    ``end`` makes what it raises: torchrun's SystemExit, or what a program expects.
+    """
 
     def __init__(
         self,
@@ -66,9 +74,12 @@ class Leaving:
         clock: Clock = SYSTEM_CLOCK,
         *,
         tell_workers: Callable[[], object] = lambda: None,
+        end: Callable[[], BaseException] = told_to_leave,
     ) -> None:
         self.phase = Phase.WAITING
         self.told = False
+        self._end = end
+        self._has_raised = False
         self._node = node
         self._grace_s = grace_s
         self._kill_workers = kill_workers
@@ -87,14 +98,14 @@ class Leaving:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """SIGTERM. Raises SystemExit(75) where the main thread can simply stop."""
+        """SIGTERM. Raises :meth:`end` where the main thread can simply stop."""
         if self.told:
             return
         self.told = True
         if self.phase in (Phase.CLOSING, Phase.PARKED):
             return
         if self.phase is Phase.FINISHING:  # nothing is taken back: the others count it as finished
-            raise SystemExit(Preempted.exit_code)
+            raise self.end()
         self._in_order = self.phase is Phase.RUNNING and self._node.can_leave_in_order
         self._node.leave("SIGTERM")
         if self._in_order:
@@ -103,8 +114,18 @@ class Leaving:
         elif self.phase is not Phase.STARTING:  # else the next poll ends it
             self._stop()
 
+    def end(self) -> BaseException:
+        """What this launch ends with, now that its node was told to leave."""
+        self._has_raised = True
+        return self._end()
+
+    @property
+    def was_kept_from_launcher(self) -> bool:
+        """Told, and the launch ends as if it had not been: it was over, or its workers failed."""
+        return self.told and not self._has_raised
+
     def end_if_left(self) -> None:
-        """Raise SystemExit(75) once the workers have left, or their time is up."""
+        """Raise :meth:`end` once the workers have left, or their time is up."""
         if self._in_order and not self._node.has_left:
             if self._clock.monotonic() <= self._by_s:
                 return
@@ -123,4 +144,4 @@ class Leaving:
         # First: workers that torchrun's SIGTERM reaches ask whether to leave at a boundary.
         self._node.expect_end_of_workers()
         self._tell_workers()
-        raise SystemExit(Preempted.exit_code)
+        raise self.end()

@@ -30,7 +30,6 @@ from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.memory import shm_shortages
 
-VARIABLE = "ELASTIC_NODE_MEMORY"
 PARENT = Path("/dev/shm")
 SHM_SHARE = 0.4
 _NAME = re.compile(r"elastic-memory-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
@@ -42,10 +41,12 @@ class AgentMemory:
     def __init__(self, host: MemoryHost | None) -> None:
         self._host = host
         if host is not None:
-            os.environ[VARIABLE] = str(host.folder)
             atexit.register(host.close)
-        else:
-            os.environ.pop(VARIABLE, None)
+
+    @property
+    def folder(self) -> str:
+        """Where it is: ``ELASTIC_NODE_MEMORY`` of the workers; empty if there is none."""
+        return str(self._host.folder) if self._host is not None else ""
 
     def published(self, node: Node) -> Node:
         """The node's record, with where its memory is served."""
@@ -64,7 +65,6 @@ class AgentMemory:
         if host is not None:
             atexit.unregister(host.close)
             host.close()
-            os.environ.pop(VARIABLE, None)
 
 
 def host_memory(

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from elastic.agent import torch_private
@@ -44,9 +45,14 @@ class Replacement:
     """One per agent; on torchrun's main thread."""
 
     def __init__(
-        self, node: ReplacingNode, journal: EventSink, clock: Clock = SYSTEM_CLOCK
+        self,
+        node: ReplacingNode,
+        journal: EventSink,
+        around_start: Callable[[], AbstractContextManager[object]],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._node = node
+        self._around_start = around_start  # os.environ is that of the workers within it
         self._journal = journal
         self._clock = clock
         self._supervision: Supervision | None = None
@@ -88,13 +94,14 @@ class Replacement:
         assert self._supervision is not None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(worker.error_file)  # the dead one's
-        process = subprocess.Popen(
-            worker.process.args,
-            env={**os.environ, **worker.environment, **_without_a_world(worker)},
-            stdout=worker.stdout,
-            stderr=worker.stderr,
-            start_new_session=True,
-        )
+        with self._around_start():
+            process = subprocess.Popen(
+                worker.process.args,
+                env={**os.environ, **worker.environment, **_without_a_world(worker)},
+                stdout=worker.stdout,
+                stderr=worker.stderr,
+                start_new_session=True,
+            )
         self._supervision.replaced(worker.local_rank, process.pid)
         self._count(True)
         self._journal.emit(WorkerReplaced(local_rank=worker.local_rank, pid=process.pid))

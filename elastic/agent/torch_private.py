@@ -8,6 +8,10 @@ a clear error names what is missing.
   must import nothing heavy);
 - the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
   interface does not say how many workers the node has, nor how the last ones ended;
+- its ``_start_workers`` and ``_shutdown``, replaced on that one instance: the environment of the
+  workers is set while they are started and at no other time, and a launch that a signal ends is
+  closed, too (``launch_agent`` calls no ``shutdown`` then);
+- ``torch.distributed.run`` on the call stack: torchrun is told exit codes, a program exceptions;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
   private in-process store, no peer can fail rank assignment or hold up the exit;
 - the environment variable by which torch decides which signals it handles;
@@ -19,20 +23,28 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from types import FrameType
 from typing import IO, Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from elastic.agent.function_worker import FunctionInEnvironment
 from elastic.coordination.records import Member
 from elastic.errors import ConfigError
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+SIGNALS_BY_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_TORCHRUN = os.path.join("torch", "distributed", "run.py")
+_RECORD = os.path.join("multiprocessing", "errors", "__init__.py")
 _ROLE_INFO = "torchelastic/role_info/"
 _ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _EXIT_BARRIER_MEMBERS = "torchelastic/agent/terminal_state/num_members"
@@ -55,13 +67,55 @@ class CallingAgent:
     max_restarts: int
     worker_pids: tuple[int, ...]  # of the workers that have just ended; empty before the first
     failure: WorkerFailure | None
+    runs_function: bool  # the workers are processes of multiprocessing, not of a command
+    start_method: str  # of multiprocessing
+
+
+class Launcher(Enum):
+    """Who has launched this agent, and so what it is told the end with."""
+
+    TORCHRUN = "torchrun"  # this process is torchrun: exit codes
+    RUN = "torch.distributed.run.run()"  # `elastic run`, `accelerate launch`, or a program
+    PROGRAM = "elastic_launch()"  # results and exceptions
+
+
+def launcher() -> Launcher:
+    """Who has launched the agent that is being made on this thread."""
+    found = Launcher.PROGRAM
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_TORCHRUN):
+            if frame.f_code.co_name == "run":
+                found = Launcher.RUN
+            elif frame.f_code.co_name == "main" and found is Launcher.RUN:
+                return Launcher.PROGRAM if _was_given_arguments(frame) else Launcher.TORCHRUN
+        frame = frame.f_back
+    return found
+
+
+def _was_given_arguments(main: FrameType) -> bool:
+    """Whether ``torch.distributed.run.main`` was called with a command line of the caller's."""
+    record = main.f_back  # its decorator (main itself has overwritten what it was given)
+    if record is None or not record.f_code.co_filename.endswith(_RECORD):
+        return False
+    return bool(record.f_locals.get("args") or record.f_locals.get("kwargs"))
+
+
+def told_to_end(signum: int) -> SignalException:
+    """What torch raises in a program whose launch is ended by a signal."""
+    return SignalException(f"Process {os.getpid()} got signal: {signum}", signal.Signals(signum))
 
 
 def leave_signal_to_us(name: str) -> None:
     """Have torch's next ``PContext.start`` leave the signal ``name`` alone."""
-    handled = os.environ.get(SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    rest = [s for s in handled.split(",") if s.strip() and s.strip() != name]
+    rest = [handled for handled in handled_signals() if handled != name]
     os.environ[SIGNALS_VARIABLE] = ",".join(rest)
+
+
+def handled_signals() -> list[str]:
+    """The names of the signals that torch installs handlers for, and never takes them back."""
+    handled = os.environ.get(SIGNALS_VARIABLE, SIGNALS_BY_DEFAULT)
+    return [name.strip() for name in handled.split(",") if name.strip()]
 
 
 def calling_agent() -> CallingAgent:
@@ -71,6 +125,55 @@ def calling_agent() -> CallingAgent:
         ConfigError: ``next_rendezvous`` was not called by torchrun's agent, or by one whose
             internals this module does not know.
     """
+    agent, run_result = _find_agent()
+    return _describe(agent, run_result)
+
+
+def attach(
+    *,
+    around_start: Callable[[], AbstractContextManager[Mapping[str, str | None]]],
+    on_signal: Callable[[SignalException], object],
+) -> None:
+    """Have the agent on this thread's call stack start workers inside ``around_start()``, which
+    gives what it has set in ``os.environ``, and call ``on_signal`` when a signal has ended its
+    run, after its workers.
+
+    Raises:
+        ConfigError: like :func:`calling_agent`.
+    """
+    agent, _ = _find_agent()
+    try:
+        start_workers, shut_down = agent._start_workers, agent._shutdown
+        spec = agent._worker_group.spec
+    except AttributeError as error:
+        raise _differs(str(error)) from error
+
+    def start_inside(*args: Any, **kwargs: Any) -> Any:
+        with around_start() as environment:
+            if agent._start_method != "forkserver" or not callable(spec.entrypoint):
+                return start_workers(*args, **kwargs)
+            # Forked by a process that has the environment of the program's first such launch.
+            function = spec.entrypoint
+            spec.entrypoint = FunctionInEnvironment(function, environment)
+            try:
+                return start_workers(*args, **kwargs)
+            finally:
+                spec.entrypoint = function
+
+    def shut_down_and_tell(*args: Any, **kwargs: Any) -> None:
+        ended_by = sys.exc_info()[1]
+        try:
+            shut_down(*args, **kwargs)
+        finally:
+            if isinstance(ended_by, SignalException) and ended_by is not outer:
+                on_signal(ended_by)
+
+    outer = sys.exc_info()[1]  # that the program handles while it launches
+    agent._start_workers, agent._shutdown = start_inside, shut_down_and_tell
+
+
+def _find_agent() -> tuple[Any, Any]:
+    """The agent, and the result of its last workers."""
     frame: FrameType | None = sys._getframe(1)
     agent: Any = None
     failures: Any = None
@@ -89,7 +192,7 @@ def calling_agent() -> CallingAgent:
             f"torch {torch.__version__} may also differ from the versions this was built for "
             "(2.11 to 2.13)",
         )
-    return _describe(agent, failures)
+    return agent, failures
 
 
 def _describe(agent: Any, run_result: Any) -> CallingAgent:
@@ -102,6 +205,8 @@ def _describe(agent: Any, run_result: Any) -> CallingAgent:
             max_restarts=int(spec.max_restarts),
             worker_pids=tuple(context.pids().values()) if context is not None else (),
             failure=_first_failure(run_result),
+            runs_function=callable(spec.entrypoint),
+            start_method=str(agent._start_method),
         )
     except AttributeError as error:
         raise _differs(str(error)) from error

@@ -157,7 +157,6 @@ class Workers:
                 waited_s=0.0,
             )
         )
-        os.environ["ELASTIC_GENERATION"] = str(generation)  # for this agent's log lines
         self._change(lambda n: replace(n, running=world, failure=None, failure_exit_code=None))
 
     def _on_trouble(self, worker: Worker, said: TroubleSaid) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.events import Event
-from elastic.telemetry.log import get_logger
+from elastic.events import Event, WorldEntered
+from elastic.telemetry.log import LogOrigin, get_logger
 
 _CAMEL = re.compile(r"(?<!^)(?=[A-Z])")
 
@@ -35,7 +35,10 @@ def kebab_name(event: Event) -> str:
 
 
 class Journal:
-    """Writes events to the log and, if a folder is given, to a file."""
+    """Writes events to the log and, if a folder is given, to a file.
+
+    ``origin``: which node its log lines name, in a process whose environment does not say so.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,10 @@ class Journal:
         folder: str | os.PathLike[str] | None,
         identity: Mapping[str, Any],
         clock: Clock = SYSTEM_CLOCK,
+        origin: LogOrigin | None = None,
     ) -> None:
         self._identity = dict(identity)
+        self._origin = origin
         self._clock = clock
         self._log = get_logger()
         self._fd = self._open(folder) if folder else None
@@ -63,7 +68,11 @@ class Journal:
         """Log and append one event."""
         data = asdict(event)
         said = " ".join(f"{k}={v!r}" for k, v in data.items() if v is not None)
-        self._log.log(level, "%s %s", kebab_name(event), said)
+        origin = self._origin
+        if origin is not None and isinstance(event, WorldEntered):
+            origin.generation = event.generation
+        extra = {"origin": str(origin)} if origin is not None else None
+        self._log.log(level, "%s %s", kebab_name(event), said, extra=extra)
         if self._fd is None:
             return
         line = {

@@ -10,8 +10,36 @@ import logging
 import os
 import sys
 import time
+from dataclasses import dataclass
 
 LOGGER_NAME = "elastic"
+
+
+@dataclass(eq=False)
+class LogOrigin:
+    """Which node's lines a process writes, where its environment does not say so: an agent's."""
+
+    node: str
+    generation: int | None = None
+
+    def __str__(self) -> str:
+        known = self.generation is not None
+        return f"{self.node} g{self.generation}" if known else self.node
+
+
+_origins: list[LogOrigin] = []
+
+
+def add_origin(origin: LogOrigin) -> None:
+    """From now on lines of this process come from ``origin``. (A program may launch several
+    nodes at once: then only lines that name theirs, as a journal's do, carry one.)"""
+    _origins.append(origin)
+
+
+def remove_origin(origin: LogOrigin) -> None:
+    """Undo :func:`add_origin`. Idempotent."""
+    if origin in _origins:
+        _origins.remove(origin)
 
 
 class UtcFormatter(logging.Formatter):
@@ -22,12 +50,14 @@ class UtcFormatter(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
-        where = _where()
+        where = getattr(record, "origin", None) or _where()
         record.where = f" [{where}]" if where else ""
         return super().format(record)
 
 
 def _where() -> str:
+    if _origins:
+        return str(_origins[0]) if len(_origins) == 1 else ""
     parts = (
         ("", "ELASTIC_NODE_NAME"),
         ("r", "RANK"),

@@ -112,8 +112,14 @@ class IndexList:
         self.name = self._name(self._indices)
 
     def _read(self) -> Int64s:
-        given = self._given.indices if self._shuffle else self._given
-        return np.array([int(index) for index in given], dtype=np.int64)
+        indices = _array(self._given.indices if self._shuffle else self._given)
+        if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"{self._kind} does not hold the indices of samples, but {indices.dtype} values "
+                f"of shape {indices.shape}",
+                hint="give a flat list of whole numbers, counted from 0 within the dataset",
+            )
+        return indices.astype(np.int64)
 
     def _name(self, indices: Int64s) -> str:
         return f"{self._kind} of {indices.size}, {_digest(indices)}"
@@ -272,6 +278,15 @@ def _check_unchanged(before: str, now: str) -> None:
             hint="a resumed job could not find its order again: keep the sampler as it is, and "
             "weigh the losses instead if the weights of samples change in training",
         )
+
+
+def _array(given: Any) -> npt.NDArray[Any]:
+    """A copy, also of a tensor and of a list of tensors (``list(torch.randperm(n))``)."""
+    if isinstance(given, torch.Tensor):
+        return np.array(given.detach().cpu().numpy())
+    if isinstance(given, (np.ndarray, range)):
+        return np.array(given)
+    return np.array([item.item() if isinstance(item, torch.Tensor) else item for item in given])
 
 
 def _digest(values: npt.NDArray[Any]) -> str:

@@ -69,8 +69,10 @@ def batches(session: Session, loader: ElasticLoader) -> Iterator[Any]:
 
 
 def _batches(session: Session, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
-    # No name here for the iterator: it would keep itself alive.
-    consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
+    consumer = Consumer()
+    if passed.is_first or not loader.following.follows:  # a follower may begin one in each step
+        # No name here for the iterator: it would keep itself alive.
+        consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
     if session.is_peek:
         # Nothing can be trained yet: a look at the data, to learn its shape or statistics.
         loader.following.looked(passed)

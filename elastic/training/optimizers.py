@@ -31,6 +31,7 @@ class OptimizerGuard:
 
     def __init__(self, present_step: Callable[[], Step | None]) -> None:
         self.tracked: dict[str, torch.optim.Optimizer] = {}
+        self.has_stepped = False  # some tracked optimizer, in this process
         self.rollback: Rollback | None = None  # is told of updates, once there is one
         self._present_step = present_step
         self._modules: list[ElasticDDP] = []
@@ -167,6 +168,7 @@ class OptimizerGuard:
         update = self._updates.pop() if self._updates else None
         if update is None or update.name is None or update.is_masked:
             return
+        self.has_stepped = True
         step = self._present_step()
         if step is not None:
             step.stepped.append(update.name)

@@ -50,11 +50,13 @@ class Rollback:
         self._large = {name: _Large(name, t) for name, t in self._small.large.items()}
         self._watch = ChangeWatch(self._weights)
         self._copies: WeightCopies | None = None
+        self._has_told = False  # of copies
         self._why_copies = ""  # empty: weights are watched
         self._copies_between_loops = False
         self._has_copies = False  # of the last commit, or of the end of the last loop
         self._has_changed = False  # weights, outside of an optimizer, since the last commit
         self._steps = 0  # of this process
+        self._has_adopted = False  # what others have learned of the script
         # After a step whose updates stay in the weights while it is redone: its forward passes
         # see other weights then, and their batch statistics are not the step's.
         self.final_buffers: dict[str, Any] | None = None
@@ -62,8 +64,10 @@ class Rollback:
         self.snapshot: Snapshot = {}
 
     def _weights(self) -> Sequence[torch.Tensor]:
-        weights = [p for module in self._job.modules.values() for p in module.all_parameters]
-        return [*weights, *self._own] if self._own else weights
+        modules = list(self._job.modules.values())
+        if len(modules) == 1 and not self._own:
+            return modules[0].all_parameters
+        return [*(p for module in modules for p in module.all_parameters), *self._own]
 
     # -- while training -----------------------------------------------------------------------
 
@@ -72,13 +76,20 @@ class Rollback:
         self.snapshot = self._small.take()
         self._has_changed = False
         by_content = compares_content(self._steps)
-        if self._why_copies:
-            self._copy_weights()
-        else:
-            self._has_copies = False
+        self._has_copies = self._is_copying and self._copy_weights()
+        if not self._has_copies or not self._why_copies:
             self._watch.expect(by_content=by_content)
         for large in self._large.values():
-            large.take(by_content=by_content)
+            large.take(by_content=by_content, is_first=self._is_learning)
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether the first step of a job comes next: nobody knows yet what the script changes."""
+        return self._steps == 0 and not self._has_adopted
+
+    @property
+    def _is_copying(self) -> bool:
+        return bool(self._why_copies) or self._is_learning
 
     def committed(self) -> None:
         """A step has taken effect; learn from what it has changed. :meth:`take` comes next."""
@@ -86,6 +97,8 @@ class Rollback:
         if self.final_buffers is not None:
             self._small.put_back_buffers(self.final_buffers)
             self.final_buffers = None
+        if not self._is_copying:
+            self._copies = None  # the first step's
         if not self._why_copies and (self._has_changed or self._watch.has_changed):
             self.copy_weights(OUTSIDE)
         for large in self._large.values():
@@ -94,7 +107,7 @@ class Rollback:
     def script_goes_on(self) -> None:
         """A loop has ended: what the script changes now belongs to no step."""
         if self._copies_between_loops and not self._why_copies:
-            self._copy_weights()
+            self._has_copies = self._copy_weights()
 
     def script_has_run(self) -> None:
         """A loop begins; :meth:`take` comes next."""
@@ -117,6 +130,11 @@ class Rollback:
         self._watch.forget()
         self.copy_weights(UNWRAPPED)
 
+    @property
+    def script_changes_weights(self) -> bool:
+        """Whether weights change outside of optimizers, in this step or in earlier ones."""
+        return self._why_copies == OUTSIDE or self._has_changed or self._watch.has_changed
+
     def copy_weights(self, why: str) -> None:
         """From the next commit on, keep a copy of the weights and of the optimizers' states."""
         if not self._why_copies:
@@ -137,6 +155,7 @@ class Rollback:
         """Take over small state and habits of the rank that the job goes on with."""
         self.copy_weights(str(habits["weights"]))
         self._copies_between_loops |= bool(habits["between_loops"])
+        self._has_adopted = True
         for name in habits["large"]:
             if name in self._large:
                 self._large[name].is_copied = True
@@ -188,17 +207,28 @@ class Rollback:
             self.final_buffers = buffers
         return RolledBack(is_torn=is_torn, has_updates=has_updates and not is_torn)
 
-    def _copy_weights(self) -> None:
-        if self._copies is None:
-            self._copies = WeightCopies()
+    def _copy_weights(self) -> bool:
+        """Whether there was room for a copy."""
+        if self._why_copies and not self._has_told:
+            self._has_told = True
             get_logger().info(
                 "%s: from now on a copy of the weights is kept at each step, so that an "
                 "interrupted one can be redone exactly",
-                self._why_copies or "weights change between loops",
+                self._why_copies,
             )
-        self._copies.take(self._weights(), list(self._optimizers.values()))
-        self._has_copies = True
-        self._watch.forget()
+        if self._copies is None:
+            self._copies = WeightCopies()
+        try:
+            self._copies.take(self._weights(), list(self._optimizers.values()))
+        except torch.OutOfMemoryError:
+            self._copies = None
+            if not self._is_learning:
+                get_logger().warning(
+                    "no memory for a copy of the weights: a step that a fault "
+                    "interrupts is taken from a peer or a checkpoint"
+                )
+            return False
+        return True
 
 
 class _Large:
@@ -213,10 +243,9 @@ class _Large:
         self._tensors = _finder(tracked)
         self._watch = ChangeWatch(self._tensors)
 
-    def take(self, *, by_content: bool) -> None:
-        if self.is_copied:
-            self._taken = self._whole.take()
-        else:
+    def take(self, *, by_content: bool, is_first: bool) -> None:
+        self._taken = self._whole.take() if self.is_copied or is_first else None
+        if not self.is_copied:
             self._watch.expect(by_content=by_content)
 
     def learn(self) -> None:

@@ -121,7 +121,9 @@ class Run:
     def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """This rank's part of a DataLoader for evaluation: every sample once, no padding.
 
-        A rank may get nothing: keep collectives (:meth:`mean`) out of the loop over it.
+        The dataset in its order, or the part of it that the loader's sampler is of; how often
+        and in which order a sampler draws has no effect. A rank may get nothing: keep collectives
+        (:meth:`mean`) out of the loop over it.
         """
         return shard_by(loader, self._session.rank_and_size)
 

@@ -31,6 +31,12 @@ _READ_AHEAD = 32768
 _UNNAMED = {"sampler": None, "max_steps": None}
 
 
+_SAME_DRAW = (
+    "every rank and every start of a job needs the same sampler: draw a split or weights with a "
+    "generator of your own, torch.randperm(n, generator=torch.Generator().manual_seed(0))"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroShare:
     """The dataset indices of one micro-batch of one rank.
@@ -185,7 +191,10 @@ class ElasticSampler(DistributedSampler[int]):
                 raise ConfigError(
                     f"the data position was saved with {name}={state[name]!r}, "
                     f"this run has {name}={here!r}",
-                    hint=f"resume with {name}={state[name]!r}; only the world may change",
+                    hint=_SAME_DRAW
+                    if name == "sampler"
+                    else f"resume with {name}={state[name]!r}; only the world and max_steps may "
+                    "change",
                 )
         step, steps = int(state["step"]), self.plan.steps
         before = dataclasses.replace(self.plan, max_steps=state["max_steps"]).steps

@@ -392,7 +392,9 @@ class Session:
                 hint="iterate each step to its end: every sample counts once",
             )
         self._compare_replicas(step)
-        waiting = self.guard.accumulating(step)
+        waiting = self.guard.accumulating(step) if self._can_roll_back else []
+        if waiting and not self.guard.has_stepped and self.recovery.rollback.script_changes_weights:
+            waiting = []  # the script uses gradients without an optimizer
         if waiting and loader is None:
             self._warn_of_accumulation(waiting)
             waiting = []

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
@@ -145,7 +151,7 @@ class Replacing(OneWorld):
 
     def __init__(self, given: World) -> None:
         super().__init__(given, 0)
-        self.replacement = Replacement(self, self)
+        self.replacement = Replacement(self, self, contextlib.nullcontext)
         self.replaced: list[Event] = []
         self.is_replacing = False
 
@@ -187,6 +193,87 @@ def test_torch_supervises_the_process_that_has_taken_the_place_of_a_dead_one(
 def test_without_an_agent_on_the_stack_there_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="not called by torchrun's agent"):
         torch_private.calling_agent()
+
+
+class Attaching(OneWorld):
+    """Attaches itself to the agent, as the real handler does, and notes what happens."""
+
+    def __init__(self, given: World, index: int) -> None:
+        super().__init__(given, index)
+        self.seen: list[str] = []
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if not self.calls:
+            torch_private.attach(
+                around_start=self.starting, on_signal=lambda e: self.seen.append(e.sigval.name)
+            )
+        return super().next_rendezvous()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[dict[str, str | None]]:
+        os.environ["STARTING"] = "1"
+        self.seen.append("starting")
+        yield {}
+        del os.environ["STARTING"]
+        self.seen.append("started")
+
+
+def test_workers_are_started_inside_what_is_put_around_it() -> None:
+    handler = Attaching(world(1), 0)
+    agent = agent_for(handler, 1, '[ "$STARTING" = 1 ]')
+    assert agent.run().state == api.WorkerState.SUCCEEDED
+    assert handler.seen == ["starting", "started"]
+
+
+def test_a_launch_that_a_signal_ends_is_told_after_its_workers() -> None:
+    class Interrupted(Attaching):
+        def num_nodes_waiting(self) -> int:
+            raise torch_private.told_to_end(signal.SIGHUP)
+
+    handler = Interrupted(world(1), 0)
+    agent = agent_for(handler, 1, "exec sleep 600")
+    with pytest.raises(SignalException) as caught:
+        agent.run()
+    assert caught.value.sigval == signal.SIGHUP
+    assert handler.seen == ["starting", "started", "SIGHUP"]
+    assert agent._pcontext is not None and agent._pcontext.wait(0) is not None
+
+
+LAUNCHERS = """
+import os, sys
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from elastic.agent import torch_private
+
+def create(parameters):
+    print(torch_private.launcher().name, flush=True)
+    raise RuntimeError("seen")
+
+rendezvous_handler_registry.register("seen", create)
+command = ["--nnodes=1", "--rdzv-backend=seen", "--rdzv-id=r", "--no-python", "true"]
+config = LaunchConfig(1, 1, 1, run_id="r", rdzv_backend="seen")
+for launch in (
+    lambda: elastic_launch(config, "true")(),
+    lambda: torchrun.main(command),
+    lambda: torchrun.main(args=command),
+    lambda: torchrun.run(torchrun.parse_args(command)),
+    lambda: (sys.argv.extend(command), torchrun.main()),
+):
+    try:
+        launch()
+    except RuntimeError:
+        pass
+"""
+
+
+def test_who_launches_is_told_by_the_call_stack() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHERS], capture_output=True, text=True, timeout=120, check=False
+    )
+    expected = ["PROGRAM", "PROGRAM", "PROGRAM", "RUN", "TORCHRUN"]
+    assert done.stdout.split() == expected, done.stderr
 
 
 def test_the_literal_etcd_is_taken_over_and_etcd_v3_registered() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.guard import MARK, end_strays, marked_processes
+from elastic.agent.guard import MARK, ForkMark, end_strays, marked_processes
+from elastic.testing.processes import is_alive
 
 AGENT = textwrap.dedent(
     """
     import os, subprocess, sys
     from elastic.agent.guard import Guard
-    guard = Guard(os.environ["TOKEN"], os.environ.get("LINK", ""))
+    guard = Guard(os.environ["TOKEN"], os.environ.get("LINK", ""), os.environ.get("MEMORY", ""),
+              os.environ.get("ENDING", ""))
     environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     for code in ("import time; time.sleep(600)", stubborn):
@@ -87,11 +90,11 @@ def test_workers_of_a_killed_agent_end_and_so_does_the_guard(agent: FakeAgent) -
 def test_the_memory_of_a_killed_agent_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing else that the variable may name."""
+    """And nothing else that has the place of it."""
     for name, stays in (("elastic-memory-1-2-3-ab", False), ("precious", True)):
         folder = tmp_path / name
         (folder / "own").mkdir(parents=True)
-        monkeypatch.setenv("ELASTIC_NODE_MEMORY", str(folder))
+        monkeypatch.setenv("MEMORY", str(folder))
         agent = FakeAgent()
         try:
             assert folder.exists()
@@ -139,6 +142,84 @@ def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent
         assert len(marked_processes(agent.token)) == 2
     finally:
         agent.end()
+
+
+FORKING_AGENT = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    from elastic.agent.guard import Guard
+    guard = Guard(os.environ["TOKEN"])
+    kinds = {}
+    for kind in ("worker", "bystander"):
+        kinds[kind] = os.fork()
+        if kinds[kind] == 0:
+            guard.after_fork(is_worker=kind == "worker")
+            if kind == "worker":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                grandchild = os.fork()
+                if grandchild:
+                    print("grandchild", grandchild, flush=True)
+            time.sleep(600)
+            os._exit(0)
+    print("guard", guard.pid, flush=True)
+    for kind, pid in kinds.items():
+        print(kind, pid, flush=True)
+    print("mark", guard.forked, flush=True)
+    sys.stdin.readline()
+    """
+)
+
+
+def test_forked_workers_of_a_killed_agent_end_and_its_other_children_do_not() -> None:
+    token = uuid.uuid4().hex
+    agent = subprocess.Popen(
+        [sys.executable, "-c", FORKING_AGENT],
+        env={**{k: v for k, v in os.environ.items() if k != MARK}, "TOKEN": token},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert agent.stdout is not None
+    said = dict(agent.stdout.readline().split() for _ in range(5))
+    workers = [int(said["worker"]), int(said["grandchild"])]
+    try:
+        assert marked_processes(token) == []  # their environment says nothing
+        marked = marked_processes(token, ForkMark.parse(said["mark"]))
+        assert sorted(marked) == sorted([agent.pid, *workers])
+        agent.kill()
+        agent.wait()
+        wait_until(lambda: not any(is_alive(pid) for pid in workers))
+        wait_until(lambda: not Path(f"/proc/{said['guard']}").exists())
+        assert is_alive(int(said["bystander"]))
+    finally:
+        os.killpg(agent.pid, signal.SIGKILL)
+
+
+def test_a_dead_workers_forked_data_worker_is_a_stray_and_a_worker_is_not() -> None:
+    """Workers that run a function are in the agent's own process group."""
+    inherited, unused = os.pipe()
+    mark = ForkMark.of(inherited)
+    worker = os.fork()
+    if worker == 0:
+        data_worker = os.fork()
+        if data_worker == 0:
+            time.sleep(600)
+        os.write(unused, f"{data_worker} ".encode())
+        time.sleep(600)
+    data_worker = int(os.read(inherited, 20))
+    try:
+        assert end_strays("no such node", mark) == 0
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+        assert end_strays("no such node", mark) == 1
+        wait_until(lambda: not is_alive(data_worker))
+    finally:
+        for pid in (worker, data_worker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.close(inherited)
+        os.close(unused)
 
 
 WORKER = textwrap.dedent(

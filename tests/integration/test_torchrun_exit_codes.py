@@ -83,6 +83,23 @@ def test_a_done_job_is_0(tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str)
     assert code == 0, said
 
 
+def test_no_run_id_is_2_for_several_nodes_and_a_new_job_each_time_for_one(
+    tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    settings = {"ELASTIC_PREFIX": root.rstrip("/")}
+    code, said = torchrun(tmp_path, shared_etcd.endpoint, "none", "", settings)
+    assert code == 2
+    assert "--rdzv-id=NAME" in said
+    assert "Traceback" not in said
+    script = "print('trained', flush=True)"
+    for _ in range(2):
+        code, said = torchrun(
+            tmp_path, shared_etcd.endpoint, "none", script, {**RUNS_ALONE, **settings}
+        )
+        assert code == 0
+        assert "trained" in said
+
+
 @pytest.mark.parametrize("worker", [1, 65])
 def test_what_ends_the_script_for_good_is_passed_on(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str, worker: int

@@ -16,7 +16,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from elastic.training.loader import ElasticLoader
 from elastic.training.permutation import MAX_N, Permutation
@@ -223,6 +229,74 @@ def test_a_loader_gives_the_samples_of_the_steps_that_count(
                 read += batch.tolist() if info.samples else []
         loader.advance()
     assert sorted(read) == list(range(n))
+
+
+@st.composite
+def samplers(draw: st.DrawFn) -> tuple[int, Any]:
+    """A dataset's size, and one of torch's samplers of it."""
+    n = draw(st.integers(2, 40))
+    indices = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=30))
+    count = draw(st.integers(1, 60))
+    weights = draw(st.lists(st.floats(0, 9), min_size=1, max_size=n).filter(any))
+    drawable = sum(weight > 0 for weight in weights)
+    return n, draw(
+        st.sampled_from(
+            [
+                SubsetRandomSampler(indices),
+                indices,
+                RandomSampler(range(n), num_samples=count),
+                RandomSampler(range(n), replacement=True, num_samples=count),
+                WeightedRandomSampler(weights, count),
+                WeightedRandomSampler(weights, min(count, drawable), replacement=False),
+            ]
+        )
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    given=samplers(),
+    batch_size=st.integers(1, 9),
+    max_steps=st.none() | st.integers(1, 5),
+    seed=st.integers(-(2**63), 2**63),
+    epoch=st.integers(0, 1000),
+    worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_a_draw_does_not_depend_on_the_worlds(
+    given: tuple[int, Any],
+    batch_size: int,
+    max_steps: int | None,
+    seed: int,
+    epoch: int,
+    worlds: list[int],
+) -> None:
+    n, sampler = given
+
+    def process(state: dict[str, Any] | None) -> ElasticLoader:
+        loader = ElasticLoader(
+            DataLoader(TensorDataset(torch.arange(n)), batch_size, sampler=sampler),
+            seed=seed,
+            largest_world=5,
+            max_steps=max_steps,
+        )
+        loader.begin_epoch(epoch)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return loader
+
+    alone = [index for info, _ in process(None).batches(0, 1) for index in info.indices]
+    assert len(alone) == min(len(sampler), (max_steps or n * 60) * 5 * batch_size)
+    read: list[int] = []
+    state: dict[str, Any] | None = None
+    for step, world in zip(range(len(process(None))), itertools.cycle(worlds)):
+        loader = process(state)
+        for rank in range(world):
+            info, (batch,) = next(loader.batches(rank, world))
+            assert info.step == step
+            read += batch.tolist() if info.samples else []
+        loader.advance()
+        state = loader.state_dict()
+    assert read == alone
 
 
 # -- the order ------------------------------------------------------------------------------------

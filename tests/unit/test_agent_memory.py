@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from membership_nodes import node as node_of
 
 from elastic.agent.identity import current_process
-from elastic.agent.node_memory import VARIABLE, AgentMemory, host_memory, neighbours, sweep
+from elastic.agent.node_memory import AgentMemory, host_memory, neighbours, sweep
 from elastic.config import AgentOptions
 from elastic.coordination.records import Cause, Node, World, WorldState
 from elastic.errors import ConfigError
@@ -24,12 +22,6 @@ class Journal:
 
     def emit(self, event: Event, *, level: int = 0) -> None:
         self.events.append(event)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(VARIABLE, "that of another agent")
-    yield
 
 
 def host(folder: Path, **options: float) -> AgentMemory:
@@ -72,7 +64,7 @@ def world(*nodes: Node) -> World:
 def test_it_lives_as_long_as_its_agent(tmp_path: Path) -> None:
     memory = host(tmp_path)
     (folder,) = tmp_path.iterdir()
-    assert os.environ[VARIABLE] == str(folder)
+    assert memory.folder == str(folder)
     published = memory.published(mine())
     assert published.memory_port > 0 and len(published.memory_token) == 64
     assert published.memory_token not in repr(published)
@@ -81,7 +73,7 @@ def test_it_lives_as_long_as_its_agent(tmp_path: Path) -> None:
     memory.close()
     memory.close()
     assert list(tmp_path.iterdir()) == []
-    assert VARIABLE not in os.environ
+    assert memory.folder == ""
 
 
 def test_what_a_killed_agent_left_goes_with_the_next_one(tmp_path: Path) -> None:
@@ -104,7 +96,7 @@ def test_without_room_or_wish_there_is_none(
 ) -> None:
     for memory in (host(tmp_path, node_memory_share=0), host(tmp_path / "missing")):
         assert memory.published(mine()) == mine()
-        assert VARIABLE not in os.environ
+        assert memory.folder == ""
         memory.look()
         memory.close()
     assert list(tmp_path.iterdir()) == []

@@ -33,6 +33,35 @@ def test_names_of_stock_backends_are_mapped(
     assert getattr(read_options(conf, {}), field) == value
 
 
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"lease_s": "'3.5'", "prefix": '"/p"'},
+        {"'lease_s": "3.5", "prefix": "/p'"},  # torch cuts what is quoted as a whole at its commas
+        {'"lease_s': "3.5", "prefix": '/p"'},
+    ],
+)
+def test_quotes_that_no_shell_took_away_are_no_part_of_an_option(conf: dict[str, Any]) -> None:
+    options = read_options(conf, {})
+    assert (options.lease_s, options.prefix) == (3.5, "/p")
+
+
+@pytest.mark.parametrize(
+    ("conf", "environ", "last_call_s"),
+    [
+        ({}, {}, 30.0),
+        ({"join_timeout": "20"}, {}, 10.0),
+        ({"last_call_timeout": 2}, {}, 2.0),
+        ({}, {"ELASTIC_LAST_CALL_S": "0.5"}, 0.5),
+    ],
+)
+def test_a_program_waits_for_the_others_as_with_stock_backends(
+    conf: dict[str, Any], environ: dict[str, str], last_call_s: float
+) -> None:
+    assert read_options(conf, environ, for_program=True).last_call_s == last_call_s
+    assert AgentOptions().last_call_s < 30
+
+
 def test_names_of_stock_backends_without_meaning_here_are_accepted() -> None:
     conf = {"is_host": "1", "keep_alive_interval": 5, "close_timeout": 30, "timeout": 900}
     assert read_options(conf, {}) == AgentOptions()

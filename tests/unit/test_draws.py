@@ -118,7 +118,7 @@ def test_a_part_is_read_once_per_epoch() -> None:
 
 
 def test_an_array_of_indices_is_a_list() -> None:
-    for given in (np.array(PART), torch.tensor(PART), tuple(PART)):
+    for given in (np.array(PART), torch.tensor(PART), tuple(PART), list(torch.tensor(PART))):
         one = ElasticLoader(DataLoader(numbers(), batch_size=4, sampler=given))
         assert epoch(one) == PART
 
@@ -208,6 +208,9 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
     [
         (SubsetRandomSampler([1, 60]), "names sample 60 of a dataset of 53", "from 0"),
         (SubsetRandomSampler([]), "SubsetRandomSampler is empty", "split"),
+        (["a.png", "b.png"], "list does not hold the indices of samples", "whole numbers"),
+        ([1.0, 2.5], "float64 values of shape", "whole numbers"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\)", "flat list"),
         ([-1], "list names sample -1", "from 0"),
         (SequentialSampler(range(60)), "draws from 60 samples, the dataset has 53", "same"),
         (RandomSampler(range(60), num_samples=3), "draws from 60 samples", "same"),
@@ -252,6 +255,19 @@ def test_a_position_of_another_draw_is_refused(
     )
     with pytest.raises(ConfigError, match=r"sampler=.* this run has sampler=|shuffle=True"):
         other.load_state_dict(one.state_dict())
+
+
+def test_a_split_that_each_process_draws_for_itself_is_refused() -> None:
+    """Of another rank's state, as of a checkpoint's."""
+    one, other = (
+        ElasticLoader(
+            DataLoader(numbers(), 4, sampler=SubsetRandomSampler(torch.randperm(N)[:40].tolist()))
+        )
+        for _ in range(2)
+    )
+    with pytest.raises(ConfigError, match="SubsetRandomSampler of 40, sha256") as refused:
+        other.load_state_dict(one.state_dict())
+    assert "manual_seed" in refused.value.hint
 
 
 def test_a_sampler_that_changes_in_training_is_refused_at_the_next_epoch() -> None:

@@ -112,3 +112,21 @@ def test_a_second_signal_changes_nothing() -> None:
     assert told.node.said == ["leave: SIGTERM"]
     told.clock.advance(GRACE_S / 2 + 0.1)  # counted from the first
     assert told.poll() == 75
+
+
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RUNNING, Phase.FINISHING])
+def test_a_program_is_told_with_an_exception_of_its_own(phase: Phase) -> None:
+    leaving = Leaving(Node(in_order=False), GRACE_S, lambda: None, end=lambda: ValueError("told"))
+    leaving.phase = phase
+    with pytest.raises(ValueError, match="told"):
+        leaving(signal.SIGTERM, None)
+
+
+def test_a_signal_that_the_launch_does_not_end_with_is_remembered() -> None:
+    assert not Told(Phase.CLOSING).leaving.was_kept_from_launcher
+    closing, starting, heeded = Told(Phase.CLOSING), Told(Phase.STARTING), Told(Phase.STARTING)
+    for told in (closing, starting, heeded):
+        told.sigterm()
+    assert heeded.poll() == 75
+    kept = [told.leaving.was_kept_from_launcher for told in (closing, starting, heeded)]
+    assert kept == [True, True, False]

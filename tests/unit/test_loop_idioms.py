@@ -31,7 +31,7 @@ def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recover(run: Run) -> None:
     """What an in-process recovery does to the state of a job, without another world."""
-    run._session.recovery.put_back()
+    run._session.recovery.rollback.put_back_small()
     run._session.drop_step()
 
 

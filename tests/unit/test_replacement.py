@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +90,7 @@ def agent(tmp_path: Path) -> Agent:
 
 def test_torch_sees_no_failure_where_the_worker_is_replaced(agent: Agent) -> None:
     node, events = Node(), Events()
-    replacement = Replacement(node, events)
+    replacement = Replacement(node, events, nullcontext)
     replacement.look(agent.supervision)
     assert node.is_allowed
     dead = agent.handler.proc.pid
@@ -106,7 +107,7 @@ def test_torch_sees_no_failure_where_the_worker_is_replaced(agent: Agent) -> Non
 
 def test_torch_sees_the_failure_otherwise_and_of_all_that_it_ends_then(agent: Agent) -> None:
     node = Node(decision=False)
-    replacement = Replacement(node, Events())
+    replacement = Replacement(node, Events(), nullcontext)
     replacement.look(agent.supervision)
     assert agent.look() == 1
     assert not node.is_allowed, "whom torch ends now is no dead worker"
@@ -117,7 +118,7 @@ def test_torch_sees_the_failure_otherwise_and_of_all_that_it_ends_then(agent: Ag
 
 def test_what_dies_together_counts_as_one_restart(agent: Agent) -> None:
     node = Node(decision=True)
-    replacement = Replacement(node, Events())
+    replacement = Replacement(node, Events(), nullcontext)
     for is_replacing, left in ((False, 2), (True, 2), (False, 1)):
         node.is_replacing = is_replacing
         replacement.look(agent.supervision)
@@ -133,7 +134,7 @@ def test_what_dies_together_counts_as_one_restart(agent: Agent) -> None:
 
 def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
     clock = ManualClock()
-    Replacement(Node(), Events(), clock).look(agent.supervision)
+    Replacement(Node(), Events(), nullcontext, clock).look(agent.supervision)
     assert agent.look() is None
     clock.advance(DECIDED_WITHIN_S)
     assert agent.look() == 1
@@ -141,20 +142,20 @@ def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
     node = Node()
-    Replacement(node, Events()).look(Agent(tmp_path, restarts=0).supervision)
+    Replacement(node, Events(), nullcontext).look(Agent(tmp_path, restarts=0).supervision)
     assert not node.is_allowed
 
 
 def test_without_processes_of_its_own_torch_restarts_all() -> None:
     node = Node(is_allowed=True)
-    Replacement(node, Events()).look(torch_private.supervision())
+    Replacement(node, Events(), nullcontext).look(torch_private.supervision())
     assert not node.is_allowed
 
 
 def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
     node = Node(decision=True)
     agent.handler.proc.args = [sys.executable, "-c", TELL]
-    replacement = Replacement(node, Events())
+    replacement = Replacement(node, Events(), nullcontext)
     supervision = agent.supervision
     with (tmp_path / "out").open("wb") as out:
         worker = SupervisedWorker(**{**vars(supervision.workers[0]), "stdout": out})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +16,9 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, TrainingError
 from elastic.training import wrap
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.faults import GroupAborted
@@ -208,3 +211,81 @@ def test_after_a_world_nothing_holds_its_group() -> None:
     finally:
         gc.enable()
     assert gradient(model).shape == (1, 3)
+
+
+@pytest.mark.usefixtures("group")
+def test_copies_are_plain_modules_of_their_own() -> None:
+    model = ElasticDDP(nn.Linear(3, 1))
+    model.register_forward_hook(lambda *_: None)
+    model.enter_world()
+    target = copy.deepcopy(model)
+    averaged = AveragedModel(model)
+    assert not target.in_world
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    assert not torch.equal(next(target.parameters()), next(model.parameters()))
+    averaged.update_parameters(model)
+    assert gradient(target).shape == (1, 3)
+    saved = io.BytesIO()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.leave_world()
+    model._forward_hooks.clear()  # a lambda cannot be pickled
+    torch.save(model, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
+
+
+def test_modules_that_ddp_cannot_take_are_refused_with_what_exists() -> None:
+    with pytest.raises(ConfigError, match="its process group would end") as refused:
+        ElasticDDP(DDP.__new__(DDP))
+    assert "run.wrap(Net().to(run.device))" in str(refused.value)
+
+
+@pytest.mark.usefixtures("group")
+def test_layers_that_are_unfrozen_later_are_reduced() -> None:
+    model = ElasticDDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    model.module[0].requires_grad_(False)
+    model.enter_world()
+    model.reduction.begin(0.5)  # as if another rank held the other half
+    first, second = model.module[0].weight, model.module[1].weight
+    model(torch.ones(2, 3)).sum().backward()
+    assert first.grad is None and second.grad is not None
+    model.zero_grad()
+    model.module[0].requires_grad_(True)
+    plain = copy.deepcopy(model.module)
+    plain(torch.ones(2, 3)).sum().backward()
+    model(torch.ones(2, 3)).sum().backward()
+    torch.testing.assert_close(first.grad, plain[0].weight.grad / 2)
+    model.leave_world()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_without_anything_to_train_waits_until_there_is() -> None:
+    model = ElasticDDP(nn.Linear(3, 1)).requires_grad_(False)
+    model.enter_world()
+    assert model(torch.ones(2, 3)).shape == (2, 1)
+    model.requires_grad_(True)
+    model.reduction.begin(0.5)
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.reduction.is_done
+    model.leave_world()
+
+
+@pytest.mark.usefixtures("group")
+def test_local_gradients_are_rescaled_to_another_share_or_refused() -> None:
+    model = ElasticDDP(nn.Linear(3, 1, bias=False))
+    model.enter_world()
+    model.begin_step(0.5)
+    with model.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    model.begin_step(0.25)
+    model(torch.ones(1, 3)).sum().backward()
+    found = next(model.parameters()).grad
+    assert found is not None and found.tolist() == [[0.75] * 3]  # 0.5 of one, 0.25 of the other
+    model.begin_step(0.5)
+    with model.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(TrainingError, match=r"drop_last=True"):
+        model.begin_step(0.25)  # reduced gradients are among them
+    model.leave_world()

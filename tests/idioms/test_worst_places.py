@@ -1,0 +1,262 @@
+"""A death at the place where it hurts most, in the loops of which it once changed the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from idiom_runs import IdiomRuns
+
+from elastic.testing.small_world import Death
+
+BY_ITSELF = Death(rank=2, event=1 << 40)  # the script decides where
+HEAD = """
+import copy, os, signal
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+network = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 1))
+
+def die(step, at):
+    "The last rank of the first world ends itself here; others meet that in the next collective."
+    world = run.world
+    if step == at and world.size == 3 and world.generation == 1:
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+run = elastic.join()
+"""
+TRAINED = """
+model = run.wrap(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+"""
+TAIL = """
+run.retry(train)
+result = dict(model.state_dict())
+"""
+STEP = "optimizer.zero_grad(); F.mse_loss(model(inputs), targets).backward(); optimizer.step()"
+
+LOOPS = {
+    "accumulation": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader):
+            (F.mse_loss(model(inputs), targets) / 4).backward()
+            die(run.state.get("i", 0), at)
+            run.state["i"] = run.state.get("i", 0) + 1
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+""",
+    "accumulation without synchronization": """
+from contextlib import nullcontext
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader):
+            with model.no_sync() if (i + 1) % 4 else nullcontext():
+                (F.mse_loss(model(inputs), targets) / 4).backward()
+            die(run.state.get("i", 0), at)
+            run.state["i"] = run.state.get("i", 0) + 1
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+""",
+    "callback": """
+@run.after_step
+def average(step):
+    with torch.no_grad():
+        for e, p in zip(ema.parameters(), model.parameters()):
+            e.lerp_(p, 0.1)
+
+@run.after_step
+def note(step):
+    die(step.number, at)
+    run.state["calls"] = run.state.get("calls", 0) + 1
+
+def train():
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            STEP
+""",
+    "gradient descent by hand": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            model.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+            die(epoch * 8 + i, at)
+""",
+    "gradient descent through .data": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            model.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            for p in model.parameters():
+                p.data -= 0.01 * p.grad.data
+            die(epoch * 8 + i, at)
+""",
+    "sharpness-aware minimization": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            F.mse_loss(model(inputs), targets).backward()
+            shifts = []
+            with torch.no_grad():
+                for p in model.parameters():
+                    shifts.append(0.05 * p.grad / p.grad.norm())
+                    p.add_(shifts[-1])
+            optimizer.zero_grad()
+            die(epoch * 8 + i, at)
+            F.mse_loss(model(inputs), targets).backward()
+            with torch.no_grad():
+                for p, shift in zip(model.parameters(), shifts):
+                    p.sub_(shift)
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    "weights shrunk after the update": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            for p in model.parameters():
+                p.data.mul_(0.99)
+            die(epoch * 8 + i, at)
+""",
+    "large moving average in the loop": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            with torch.no_grad():
+                for e, p in zip(ema.parameters(), model.parameters()):
+                    e.lerp_(p, 0.1)
+            die(epoch * 8 + i, at)
+""",
+    "two optimizers, one after the other": """
+head_optimizer = torch.optim.Adam(model.module[2:].parameters(), lr=0.01)
+body_optimizer = torch.optim.Adam(model.module[0].parameters(), lr=0.01)
+run.track(head=head_optimizer, body=body_optimizer)
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            model.zero_grad()
+            norm = model.module[2].weight.detach().norm()
+            F.mse_loss(model(inputs), targets).backward()
+            head_optimizer.step()
+            die(epoch * 8 + i, at)
+            with torch.no_grad():
+                for p in model.module[0].parameters():
+                    p.grad.mul_(norm)
+            body_optimizer.step()
+""",
+}
+WITH_AVERAGE = """
+ema = copy.deepcopy(network)
+run.track(ema=ema)
+"""
+
+
+def script_of(loop: str, at: int) -> str:
+    body = LOOPS[loop].replace("STEP", STEP)
+    average = WITH_AVERAGE if "ema" in body else ""
+    tail = TAIL + (
+        "result |= {f'ema.{k}': v for k, v in ema.state_dict().items()}\n" * bool(average)
+    )
+    counted = "result['calls'] = run.state['calls']\n" if "calls" in body else ""
+    return f"{HEAD}\nat = {at}\n{TRAINED}{average}\n{dedent(body)}\n{tail}{counted}"
+
+
+@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_death_at_the_worst_place(runs: IdiomRuns, tmp_path: Path, loop: str, at: int) -> None:
+    """In the first steps of a process, and once it has seen some."""
+    script = tmp_path / "script.py"
+    script.write_text(script_of(loop, at))
+    alone = runs.world.run(script, tmp_path / "alone", size=1)
+    alone.assert_success(workers=1)
+    outcome = runs.world.run(script, tmp_path / "killed", size=3, death=BY_ITSELF)
+    outcome.assert_success(workers=2)
+    assert outcome.worlds == 2
+    for survivor in outcome.survivors:
+        for name, expected in alone.survivors[0].result.items():
+            said = f"{name} of {survivor.name}\n{outcome.describe()}"
+            torch.testing.assert_close(
+                survivor.result[name],
+                expected,
+                rtol=1e-6,
+                atol=1e-6,
+                msg=lambda m, s=said: f"{m} {s}",
+            )
+
+
+REFUSED = {
+    "run.wrap is forgotten": (
+        """
+model = network
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+def train():
+    for inputs, targets in loader:
+        STEP
+""",
+        "after step 0 rank 1 has other weights than rank 0",
+    ),
+    "weights are loaded by the function that is called again": (
+        TRAINED
+        + """
+before = copy.deepcopy(network.state_dict())
+at = 5
+def train():
+    network.load_state_dict(before)
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            die(epoch * 8 + i, at)
+""",
+        "weights were changed after they had been restored for step 5",
+    ),
+    "noise that each rank draws for itself": (
+        TRAINED
+        + """
+def train():
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        for p in model.parameters():
+            p.grad += 0.1 * torch.randn_like(p.grad)
+        optimizer.step()
+""",
+        "has other weights than rank 0 in model",
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", REFUSED)
+def test_what_goes_wrong_silently_elsewhere_is_refused(
+    runs: IdiomRuns, tmp_path: Path, loop: str
+) -> None:
+    body, message = REFUSED[loop]
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + dedent(body).replace("STEP", STEP) + TAIL)
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
+    assert not outcome.survivors
+    assert message in outcome.describe()

@@ -1,0 +1,124 @@
+"""Programs whose workers are forked: told to end, and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from etcd_fixtures import wait_until
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.coordination.etcd import EtcdStore
+from elastic.coordination.records import Keys
+from elastic.testing.processes import is_alive
+
+pytestmark = pytest.mark.cluster
+
+PROGRAM = Path(__file__).parent / "forking_program.py"
+PATIENCE_S = 90.0  # a restart that needs SIGKILL takes 30 s more; a slow machine needs as long
+
+
+class Program:
+    """A program that launches two forked workers, and forks a process of its own."""
+
+    def __init__(self, folder: Path, etcd: EmbeddedEtcd, root: str, *how: str) -> None:
+        self.folder = folder
+        self.keys = Keys.of(root.rstrip("/"), "forked")
+        arguments = [etcd.endpoint, root.rstrip("/"), "forked", str(folder), *how]
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *arguments],
+                env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def noted(self, name: str) -> str:
+        """What a process has said, as soon as it has."""
+        file = self.folder / name
+        wait_until(
+            lambda: file.exists() or self.process.poll() is not None, name, within_s=PATIENCE_S
+        )
+        assert file.exists(), f"{name}: the program ended first\n{self.log}"
+        return file.read_text()
+
+    def pid(self, name: str) -> int:
+        return int(self.noted(name).split()[0])
+
+    def workers(self) -> list[int]:
+        """Those that stay."""
+        return [self.pid(name) for name in ("worker-0-1", "worker-1-1")]
+
+    def left(self) -> list[str]:
+        return [name for name in os.listdir(self.folder) if name.startswith("elastic-")]
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def launch(
+    tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
+) -> Iterator[Callable[..., Program]]:
+    started: list[Program] = []
+
+    def start(*how: str) -> Program:
+        started.append(Program(tmp_path, shared_etcd, root, *how))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.end()
+
+
+def test_a_killed_program_takes_its_workers_with_it_and_nothing_else(
+    launch: Callable[..., Program],
+) -> None:
+    program = launch("stubborn")
+    workers = [*program.workers(), program.pid("child of worker")]
+    bystander = program.pid("bystander")
+    # Told to end at the restart, they did: by SIGTERM, as processes that are started anew do.
+    assert program.noted("worker-1-0").split()[1] == program.noted("worker-1-1").split()[1] == "0"
+    assert "forcefully exiting via" not in program.log
+    assert program.noted("bystander").split()[1] == "of_the_program"
+    os.kill(program.process.pid, signal.SIGKILL)
+    program.process.wait()
+    wait_until(lambda: not any(map(is_alive, workers)), "no worker is left", within_s=PATIENCE_S)
+    wait_until(lambda: program.left() == [], "its folders are gone", within_s=PATIENCE_S)
+    assert is_alive(bystander)
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_launch_and_the_program_goes_on(
+    launch: Callable[..., Program],
+    told: signal.Signals,
+    shared_etcd: EmbeddedEtcd,
+    connect: Callable[..., EtcdStore],
+) -> None:
+    program = launch()
+    workers, bystander = program.workers(), program.pid("bystander")
+    os.kill(program.process.pid, told)
+    assert program.noted("raised") == told.name
+    assert program.noted("threads") == ""
+    assert program.noted("heard") == "SIGTERM"
+    program.noted("interrupted")
+    assert not any(map(is_alive, workers))
+    assert program.left() == []
+    store = connect(shared_etcd.endpoint)
+    assert store.list(program.keys.nodes).entries == ()
+    assert store.get(program.keys.done) is None
+    program.process.wait(PATIENCE_S)
+    assert is_alive(bystander)

@@ -1,0 +1,75 @@
+"""What ends a launch: an exception for programs, an exit code for command lines."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from elastic.agent.board import JobSucceeded
+from elastic.agent.endings import ending, why_left
+from elastic.agent.torch_private import Launcher
+from elastic.errors import (
+    BudgetSpent,
+    CheckpointRequired,
+    ConfigError,
+    ElasticError,
+    JobFailed,
+    JoinTimeout,
+    NodeRefused,
+    RecordError,
+    StoreUnreachable,
+)
+
+FAILURE = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
+ENDINGS = [
+    (JobSucceeded("done"), RendezvousClosedError, 0),
+    (JobFailed("failed"), RendezvousClosedError, 1),
+    (BudgetSpent("spent"), RendezvousClosedError, 70),
+    (CheckpointRequired("none"), RendezvousClosedError, 65),
+    (JoinTimeout("alone"), RendezvousTimeoutError, 1),
+    (StoreUnreachable("no etcd"), RendezvousConnectionError, 69),
+    (RecordError("newer"), RendezvousStateError, 69),
+    (NodeRefused("other limits"), RendezvousError, 2),
+    (ConfigError("wrong"), RendezvousError, 2),
+]
+
+
+@pytest.mark.parametrize(("error", "kind", "code"), ENDINGS)
+def test_a_program_gets_an_exception_of_torchs(
+    error: ElasticError | JobSucceeded, kind: type[RendezvousError], code: int
+) -> None:
+    ended = ending(error, Launcher.PROGRAM)
+    assert type(ended) is kind
+    assert str(ended) == str(error)
+
+
+@pytest.mark.parametrize("launcher", [Launcher.TORCHRUN, Launcher.RUN])
+@pytest.mark.parametrize(("error", "kind", "code"), ENDINGS)
+def test_a_command_line_ends_with_its_code_unless_somebody_catches_it(
+    error: ElasticError | JobSucceeded, kind: type[RendezvousError], code: int, launcher: Launcher
+) -> None:
+    ended = ending(error, launcher)
+    assert isinstance(ended, kind) and isinstance(ended, Exception)
+    assert isinstance(ended, SystemExit) and ended.code == code
+    assert str(ended) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (None, "its workers ended without having joined the job"),
+        (KeyboardInterrupt(), "interrupted"),
+        (ChildFailedError("train.py", {0: FAILURE}), "its workers failed"),
+        (RuntimeError("no\nmore"), "RuntimeError: no"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_why_a_node_left_is_a_sentence(failure: BaseException | None, why: str) -> None:
+    assert why_left(failure) == why

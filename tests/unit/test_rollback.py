@@ -1,0 +1,270 @@
+"""A step that was interrupted is undone exactly, or the rank knows that its state is torn."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from run_kit import dataset, job, network, process
+from torch import nn
+
+from elastic.errors import TrainingError
+from elastic.training.optimizers import OptimizerGuard, inner_optimizers
+from elastic.training.rollback import Rollback
+from elastic.training.state import JobState
+from elastic.training.state_copies import WeightCopies
+from elastic.training.step import Step
+from elastic.training.wrap import ElasticDDP
+
+
+class Script:
+    """One rank's objects, without a world: what its rollback knows of them."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.guard = OptimizerGuard(lambda: self.step)
+        self.job = JobState(seed=0)
+        self.model = ElasticDDP(network(hidden=200))
+        self.job.modules["model"] = self.model
+        self.guard.watch(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.job.track("optimizer", self.optimizer)
+        self.guard.allow("optimizer", self.optimizer)
+        self.average = copy.deepcopy(self.model.module)
+        for _ in range(3):
+            self.average.append(nn.Linear(200, 200))  # large enough not to be copied always
+        self.job.track("average", self.average)
+        self.rollback = self.guard.rollback = Rollback(self.job, self.guard.tracked)
+
+    def update(self) -> None:
+        x, y = dataset()[:8]
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def commit(self) -> None:
+        self.rollback.committed()
+        self.rollback.take()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    made = Script()
+    made.rollback.take()
+    made.update()
+    made.commit()  # the first step, in which everything is copied, is over
+    yield made
+    made.guard.close()
+
+
+def clip(script: Script) -> None:
+    with torch.no_grad():
+        for p in script.model.parameters():
+            p.clamp_(-0.1, 0.1)
+
+
+def test_an_update_by_the_optimizer_stays_and_is_masked(script: Script) -> None:
+    script.update()
+    after = script.weights()
+    done = script.rollback.put_back(is_torn=False)
+    assert (done.is_torn, done.has_updates) == (False, True)
+    assert torch.equal(script.weights(), after)
+
+
+def test_a_change_outside_of_the_optimizer_is_torn_once_and_undone_from_then_on(
+    script: Script,
+) -> None:
+    script.update()
+    clip(script)
+    assert script.rollback.put_back(is_torn=False).is_torn
+    script.commit()  # as if a peer had given its state
+    script.update()
+    clip(script)
+    script.commit()
+    before = script.weights()
+    momenta = copy.deepcopy(script.optimizer.state_dict()["state"])
+    script.update()
+    clip(script)
+    done = script.rollback.put_back(is_torn=True)
+    assert (done.is_torn, done.has_updates) == (False, False)
+    assert torch.equal(script.weights(), before)
+    assert repr(script.optimizer.state_dict()["state"]) == repr(momenta)
+
+
+def test_a_change_between_two_optimizer_steps_is_not_taken_for_theirs(script: Script) -> None:
+    clip(script)
+    script.update()
+    assert script.rollback.put_back(is_torn=False).is_torn
+
+
+def test_a_large_object_changed_in_a_step_is_torn_once_and_undone_from_then_on(
+    script: Script,
+) -> None:
+    last = script.average[-1]
+    assert isinstance(last, nn.Linear)
+    with torch.no_grad():
+        last.weight.add_(1)
+    assert script.rollback.put_back(is_torn=False).is_torn
+    script.commit()
+    before = last.weight.detach().clone()
+    with torch.no_grad():
+        last.weight.add_(1)
+    assert not script.rollback.put_back(is_torn=False).is_torn
+    assert torch.equal(last.weight, before)
+
+
+def test_the_first_step_is_undone_whatever_it_changes() -> None:
+    made = Script()
+    try:
+        made.rollback.take()
+        before = made.weights()
+        made.update()
+        clip(made)
+        made.average.requires_grad_(False)[-1].weight.zero_()
+        assert not made.rollback.put_back(is_torn=True).is_torn
+        assert torch.equal(made.weights(), before)
+        assert made.optimizer.state_dict()["state"] == {}
+        assert made.average[-1].weight.abs().sum() > 0
+    finally:
+        made.guard.close()
+
+
+def test_ranks_that_begin_are_told_what_is_known_of_the_script(script: Script) -> None:
+    script.update()
+    clip(script)
+    script.commit()
+    assert script.rollback.habits["weights"] == "weights change outside of optimizer.step()"
+    new = Script()
+    try:
+        new.rollback.adopt(script.rollback.habits, script.rollback.snapshot)
+        new.rollback.take()
+        before = new.weights()
+        clip(new)
+        assert not new.rollback.put_back(is_torn=False).is_torn
+        assert torch.equal(new.weights(), before)
+    finally:
+        new.guard.close()
+
+
+def test_without_memory_for_copies_an_interrupted_step_is_torn(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(WeightCopies, "take", full)
+    script.update()
+    clip(script)
+    with caplog.at_level(logging.WARNING, "elastic"):
+        logging.getLogger("elastic").propagate = True
+        script.commit()
+    assert "no memory for a copy of the weights" in caplog.text
+    script.update()
+    clip(script)
+    assert script.rollback.put_back(is_torn=False).is_torn
+
+
+def test_copies_restore_what_a_step_has_made_removed_and_replaced() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    kept = torch.full((3,), 2.0)
+    optimizer.state[parameter] = {"kept": kept, "removed": torch.ones(2), "count": 4}
+    copies = WeightCopies()
+    copies.take([parameter], [optimizer])
+    state = optimizer.state[parameter]
+    kept.add_(1)
+    del state["removed"]
+    state["count"] = 5
+    state["made"] = torch.zeros(1)
+    copies.put_back([parameter], [optimizer])
+    assert set(state) == {"kept", "removed", "count"}
+    assert state["kept"] is kept and kept.tolist() == [2.0] * 3
+    assert state["removed"].tolist() == [1.0, 1.0] and state["count"] == 4
+
+
+class Wrapping(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+
+def test_an_optimizer_inside_of_a_tracked_one_is_saved_too(tmp_path: Path) -> None:
+    inner = torch.optim.SGD(network().parameters(), lr=0.1, momentum=0.9)
+    assert inner_optimizers(Wrapping(inner)) == {"inner": inner}
+    with process(tmp_path) as run:
+        run.track(optimizer=Wrapping(inner))
+        assert set(run._session.job.tracked) == {"optimizer", "optimizer.inner"}
+        job_state = run._session.job
+        job_state.apply_small(copy.deepcopy(job_state.tree()))
+        outer = job_state.tracked["optimizer"]
+        assert isinstance(outer, Wrapping)
+        assert outer.param_groups is inner.param_groups, "a change of one's rate is the other's"
+
+
+def test_callbacks_registered_by_the_function_that_retry_calls_are_not_doubled() -> None:
+    with process() as run:
+        script = job(run)
+        calls: list[int] = []
+        run.after_step(lambda step: calls.append(-1))
+
+        def train() -> None:
+            run.after_step(lambda step: calls.append(step.number))
+            script.train(1)
+
+        session = run._session
+        session.begin_attempt()
+        run.after_step(lambda step: calls.append(99))  # by a call that was interrupted
+        session.begin_attempt(is_again=True)
+        train()
+        steps = session.job.progress.step
+        assert sorted(calls) == [-1] * steps + list(range(steps))
+
+
+def test_a_commit_with_unused_gradients_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        logging.getLogger("elastic").propagate = True
+        with caplog.at_level(logging.WARNING, "elastic"):
+            for _ in range(2):
+                run.begin()
+                x, y = dataset()[:8]
+                F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+                run.commit()
+        assert caplog.text.count("holds gradients that it has not used") == 1
+        script.optimizer.zero_grad()
+
+
+def test_accumulated_steps_are_committed_with_the_optimizers_step(tmp_path: Path) -> None:
+    seen = []
+    with process(tmp_path, every_steps=3) as run:
+        script = job(run)
+        run.after_step(lambda step: seen.append(step.number))
+        for _ in run.epochs(1):
+            for i, (x, y) in enumerate(script.loader):
+                (F.mse_loss(script.model(x), y) / 4).backward()  # type: ignore[no-untyped-call]
+                if (i + 1) % 4 == 0:
+                    script.optimizer.step()
+                    script.optimizer.zero_grad()
+        steps = run._session.job.progress.step
+    assert seen == [i for i in range(steps) if (i + 1) % 4 == 0 or i == steps - 1]
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step-"))
+    assert {int(name.split(".")[0][5:]) for name in names} <= {4, 8, 12, steps}
+
+
+def test_a_second_begin_says_what_to_call(tmp_path: Path) -> None:
+    with process(clean=False) as run:
+        job(run)
+        run.begin()
+        with pytest.raises(TrainingError, match=r"run\.begin\(\) while step 0 has begun"):
+            run.begin()
