@@ -35,6 +35,7 @@ from elastic.training.rollback import PARTIAL
 from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
+from elastic.training.without_retry import say_without_retry
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
 from elastic.worker.faults import is_world_fault
@@ -196,6 +197,8 @@ class Session:
                 self._world = self.group.form()
                 if self.worlds is not None:
                     self.worlds.formed(self._world.generation)
+                    if not self._has_warned_of_foreign_group:
+                        say_without_retry(self._world)
         return self.world
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -591,7 +594,9 @@ class Session:
         if clean and not self.between.has_gone:
             self._close_in_order()
         else:
-            self.between.end_with("" if is_of_the_world else error)
+            # In-process, who goes on has the state. Otherwise all processes end now.
+            is_held = is_of_the_world and self._in_process
+            self.between.end_with("" if is_held else error)
             if self._in_process:
                 self.group.abort()  # peers need not wait for this process to be gone
         # After an error nothing else is touched: a step is in hand, peers may be gone.
