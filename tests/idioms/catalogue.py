@@ -105,7 +105,7 @@ _BEGIN = f"""# Idioms
 
 How everyday training scripts look here. Each line links to a whole script, which `make test` runs
 alone, by three workers, and by three workers one of which dies at a random line of it (`make soak`:
-at sixty places), with or without a replacement. Final weights, whatever else the script leaves as
+at twenty places), with or without a replacement. Final weights, whatever else the script leaves as
 its result, and the number of steps must be those of the script alone, to {TOLERANCE:.0e}, unless a
 line says otherwise.
 
