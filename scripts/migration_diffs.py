@@ -12,6 +12,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "migrate"
 _PLACE = re.compile(r"<!-- (counts|diff (\w+)) -->\n.*?<!-- end -->", re.DOTALL)
+Change = tuple[str, int, int, int, int]  # as difflib gives it
 
 
 def changed_lines(before: Path, after: Path) -> int:
@@ -66,11 +67,13 @@ def _diff(name: str) -> str:
     return "".join("\n" if line == " \n" else line for line in lines)
 
 
-def _changes(before: Path, after: Path) -> list[tuple[str, int, int, int, int]]:
-    lines = [
-        [line for line in path.read_text().splitlines() if line.strip()] for path in (before, after)
-    ]
-    return difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
+def _changes(before: Path, after: Path) -> list[Change]:
+    old, new = _lines(before), _lines(after)
+    return list(difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes())
+
+
+def _lines(script: Path) -> list[str]:
+    return [line for line in script.read_text().splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import elastic
 
-run = elastic.join(checkpoints="checkpoints")
+run = elastic.join(checkpoints="checkpoints")  # the process group comes with run.retry
 
 
 class Regression(Dataset):
@@ -40,8 +40,8 @@ class Trainer:
         self.optimizer = optimizer
         self.save_every = save_every
         self.snapshot_path = snapshot_path
-        self.model = run.wrap(model)
-        run.track(optimizer=optimizer)
+        self.model = run.wrap(model)  # a DDP for every world
+        run.track(optimizer=optimizer)  # saved and restored, too
 
     def _save_snapshot(self, epoch):
         snapshot = {"MODEL_STATE": self.model.module.state_dict(), "EPOCHS_RUN": epoch + 1}
@@ -62,7 +62,7 @@ class Trainer:
             self._run_batch(source, targets)
 
     def train(self, max_epochs):
-        for epoch in run.epochs(max_epochs):
+        for epoch in run.epochs(max_epochs):  # those that are left
             self._run_epoch(epoch)
             if dist.get_rank() == 0 and (epoch + 1) % self.save_every == 0:
                 self._save_snapshot(epoch)
@@ -76,7 +76,7 @@ def load_train_objs():
 
 
 def prepare_dataloader(dataset, batch_size):
-    return run.loader(DataLoader(dataset, batch_size=batch_size, shuffle=True))
+    return run.loader(DataLoader(dataset, batch_size=batch_size, shuffle=True))  # deals samples out
 
 
 def main(total_epochs, save_every, batch_size, snapshot_path):

@@ -46,7 +46,7 @@ backend = "gloo"
 dtype = "float32"  # or "bfloat16", "float16"
 
 run = elastic.join(backend=backend, checkpoints=f"{out_dir}/elastic", when=eval_interval)
-torch.manual_seed(1337)
+torch.manual_seed(1337)  # the first weights; each micro-batch has a seed of its own
 os.makedirs(out_dir, exist_ok=True)
 ctx = nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
 
@@ -76,9 +76,9 @@ if init_from == "resume":
     optimizer.load_state_dict(checkpoint["optimizer"])
     iter_num = checkpoint["iter_num"]
     best_val_loss = checkpoint["best_val_loss"]
-model = run.wrap(model)
-run.track(optimizer=optimizer, scaler=scaler)
-run.state.update(iter_num=iter_num, best_val_loss=best_val_loss)
+model = run.wrap(model)  # a DDP for every world
+run.track(optimizer=optimizer, scaler=scaler)  # saved and restored, too
+run.state.update(iter_num=iter_num, best_val_loss=best_val_loss)  # a checkpoint's, if there is one
 windows = DataLoader(train_data.unfold(0, block_size + 1, 1), batch_size, shuffle=True)
 loader = run.loader(windows, global_batch=global_batch, micro_batch=batch_size, max_steps=max_iters)
 
@@ -110,7 +110,7 @@ def get_lr(it):
 
 def train_iteration(step):
     iter_num, best_val_loss = run.state["iter_num"], run.state["best_val_loss"]
-    master_process = run.is_main
+    master_process = run.is_main  # rank 0 of the present world
     t0 = time.time()
     lr = get_lr(iter_num)
     for param_group in optimizer.param_groups:
@@ -132,15 +132,15 @@ def train_iteration(step):
                 }
                 print(f"saving checkpoint to {out_dir}")
                 torch.save(checkpoint, os.path.join(out_dir, "ckpt.pt"))
-    if iter_num % eval_interval == 0:
+    if iter_num % eval_interval == 0:  # whoever becomes rank 0 next must know the best loss
         best_val_loss = run.mean(master_process, best=best_val_loss)["best"]
 
     # forward, backward, update, with gradient accumulation and a GradScaler for float16
-    for window in step:
+    for window in step:  # this rank's micro-batches
         X, Y = window[:, :-1], window[:, 1:]
         with ctx:
             _, loss = model(X, Y)
-        step.backward(scaler.scale(loss))
+        step.backward(scaler.scale(loss))  # weighted; gradients are reduced in the last one
     if grad_clip != 0.0:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
@@ -156,7 +156,7 @@ def train_iteration(step):
 
 def train():
     for _ in run.epochs(1):
-        for step in run.steps(loader):
+        for step in run.steps(loader):  # those that are left
             train_iteration(step)
 
 
