@@ -197,9 +197,8 @@ def test_a_death_at_the_worst_place(runs: IdiomRuns, tmp_path: Path, loop: str, 
     assert outcome.worlds == 2
     for survivor in outcome.survivors:
         for name, expected in alone.survivors[0].result.items():
-            got = survivor.result[name]
-            is_close = torch.allclose(got, expected, rtol=1e-6, atol=1e-6)
-            assert is_close, f"{name} of {survivor.name}: {got - expected}\n{outcome.describe()}"
+            is_close = torch.allclose(survivor.result[name], expected, rtol=1e-6, atol=1e-6)
+            assert is_close, f"{name} of {survivor.name}\n{outcome.describe()}"
 
 
 REFUSED = {

@@ -42,7 +42,7 @@ def main() -> None:
     if options.wiring == "foreign" and "RANK" in os.environ:
         dist.init_process_group("gloo")
     elif options.wiring == "foreign":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
     def before(label: str) -> None:
         if "safetensors" in label and (options.folder / "disk-full").exists():
