@@ -168,7 +168,7 @@ class BetweenSteps:
         step, left_with = session.step, self.left_with
         if left_with is not None and left_with.optimizer_stepped:
             return False
-        is_torn = session.guard.is_torn or session.has_partial_updates
+        is_torn = session.guard.is_torn or session.commits.has_partial_updates
         done = session.recovery.rollback.put_back(is_torn=is_torn)
         if done.is_torn or (done.has_updates and step is not None and step.optimizer_stepped):
             return False

@@ -66,7 +66,7 @@ class Changes:
         """The number of the step that has begun, the first one of an accumulation; read by the
         link's thread."""
         session = self._session
-        if (first := session.accumulated_since) is not None:
+        if (first := session.commits.accumulated_since) is not None:
             return first
         step = session.step
         return step.number if step is not None else None
@@ -81,7 +81,7 @@ class Changes:
         accumulation of gradients only a world that is over is left.
         """
         worlds = self._worlds
-        is_within = self._session.accumulated_since is not None
+        is_within = self._session.commits.accumulated_since is not None
         if worlds.is_superseded() if is_within else worlds.is_due(step.number):
             self._session.drop_step()
             raise WorldChanged(
@@ -156,7 +156,7 @@ class Changes:
         self.recovery.interrupted(
             number=step.number if step is not None else None,
             stepped=tuple(step.stepped) if step is not None else (),
-            is_torn=guard.is_torn or session.has_partial_updates,
+            is_torn=guard.is_torn or session.commits.has_partial_updates,
         )
         guard.reset()
         session.drop_steps()
@@ -207,7 +207,7 @@ class Changes:
         with self._lap("agree_s"):
             world = self.recovery.enter(world_of(message), message.committed_step)
         session.begin_world(world)
-        if session.has_committed or session.job.progress.step:
+        if session.commits.has_committed or session.job.progress.step:
             self.recovery.expect_weights()
 
     def _leave_job(self, message: WorldMessage) -> None:

@@ -148,7 +148,11 @@ class Preemption:
         last commit again."""
         session = self._session
         step = session.step
-        if session.changes.is_recovering or session.guard.is_torn or session.has_partial_updates:
+        if (
+            session.changes.is_recovering
+            or session.guard.is_torn
+            or session.commits.has_partial_updates
+        ):
             return False
         if step is None:  # between two steps; restart mode has no snapshot of the last commit
             return session.is_in_process

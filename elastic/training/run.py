@@ -214,7 +214,7 @@ class Run:
         Once per step: a callback that a fault of the world interrupts is called again in the next
         world, and those before it are not. Register it before :meth:`retry`, or in its function.
         """
-        self._session.callbacks.add(callback)
+        self._session.commits.callbacks.add(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call back when a world has begun and its state is restored; at once if one has."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from elastic.errors import NoWorld, TrainingError
@@ -20,18 +18,15 @@ from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training import loop
-from elastic.training.accumulation import Accumulation
 from elastic.training.between_steps import BetweenSteps
-from elastic.training.callbacks import StepCallbacks
 from elastic.training.changes import Changes, is_switch
+from elastic.training.commits import Commits
 from elastic.training.listeners import Listeners
 from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.randomness import derive_seed, seed_all
 from elastic.training.recovery import Recovery
-from elastic.training.replicas import compare, differing_names, is_compared_after, warn_of_differing
 from elastic.training.restore import restore
-from elastic.training.rollback import PARTIAL
 from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
@@ -60,11 +55,6 @@ class Session:
         self.step: Step | None = None
         # Whose loop was left in its middle, while nobody knows whether by the script's own will.
         self._left_loader: ElasticLoader | None = None
-        self.callbacks = StepCallbacks()
-        self._accumulation = Accumulation()
-        self._has_compared_replicas = False  # in this world
-        self._has_warned_of_accumulation = False
-        self._has_warned_of_state = False
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
         self.saver = saver
@@ -79,11 +69,11 @@ class Session:
         self.worlds: Worlds | None = None  # an agent that changes worlds without a restart
         self._in_process = False
         self._has_warned_of_foreign_group = False
-        self._has_committed = False
         self.changes = Changes(self)
         self.between = BetweenSteps(self)
         self.listeners = Listeners()
         self._loader: ElasticLoader | None = None  # whose step is in hand
+        self.commits = Commits(self)
         self.guard = OptimizerGuard(lambda: self.step_in_hand)
 
     def connect(self, link: str) -> None:
@@ -169,11 +159,6 @@ class Session:
         return self._world
 
     @property
-    def has_committed(self) -> bool:
-        """Whether any step was committed in the present process."""
-        return self._has_committed
-
-    @property
     def is_restored(self) -> bool:
         """Whether the job has its state: it can be saved."""
         return self._is_restored
@@ -224,7 +209,7 @@ class Session:
         for module in self.job.modules.values():
             module.enter_world()
         self._is_restored = True
-        self._has_compared_replicas = False
+        self.commits.enter_world()
         self.between.enter_world()
         self.ledger.start(
             generation=world.generation,
@@ -248,7 +233,7 @@ class Session:
 
     def begin_attempt(self, *, is_again: bool = False) -> None:
         """The training function is about to run."""
-        self.callbacks.begin_attempt(is_again=is_again)
+        self.commits.callbacks.begin_attempt(is_again=is_again)
         self.listeners.begin_attempt(is_again=is_again)
         if not is_again:
             self._outside = self.job.registered()
@@ -354,12 +339,12 @@ class Session:
         if self.step is not None:
             raise self._second_step(loader)
         number = self.job.progress.step
-        if self._accumulation.since is None:
-            self._call_back_again()
+        if self.commits.accumulated_since is None:
+            self.commits.call_back_again()
             if self.worlds is not None:
                 self.worlds.wait_until_permitted()
             self.between.pass_boundary()
-            if self._can_roll_back:
+            if self.can_roll_back:
                 self.recovery.before_step(number)
         step = Step(number, first, rest, self._begin_micro_batch, self.recovery.masked(number))
         for module in self.job.modules.values():
@@ -397,114 +382,12 @@ class Session:
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
                 hint="iterate each step to its end: every sample counts once",
             )
-        self._compare_replicas(step)
-        waiting = self.guard.accumulating(step) if self._can_roll_back else []
-        if waiting and not self.guard.has_stepped and self.recovery.rollback.script_changes_weights:
-            waiting = []  # the script uses gradients without an optimizer
-        if waiting and loader is None:
-            self._warn_of_accumulation(waiting)
-            waiting = []
-        self.drop_step()
-        self.job.progress.step += 1
-        self.between.has_stepped = True
-        if loader is not None:
-            loader.advance()
-            for other in self.job.loaders.values():
-                other.following.commit(step)
-        if waiting:
-            self._accumulation.add(step)
-        else:
-            self._commit(step)
-
-    def _commit(self, last: Step) -> None:
-        """Optimizers have used all gradients: the iterations up to ``last`` have taken effect."""
-        self._has_committed = True
-        if self._accumulation.has_updates:
-            self.recovery.rollback.copy_weights(PARTIAL)
-        if unwrapped := self.guard.unwrapped_and_tracked:
-            self.recovery.rollback.watch_also(unwrapped)
-        for module in self.job.modules.values():
-            module.reduction.forget_gradients()
-        for step in self._accumulation.end(last):
-            self._note_in_ledger(step)
-        if self._can_roll_back:
-            place = (last.number, last.epoch, last.index)
-            self.recovery.committed(place, len(self.callbacks))
-        self._call_back(last, len(self.callbacks))
-        if self._in_process:
-            self.changes.committed()
-
-    def _note_in_ledger(self, step: Step) -> None:
-        if self.ledger.is_on:
-            self.ledger.step(
-                generation=self.world.generation,
-                step=step.number,
-                epoch=step.epoch,
-                rank=self.world.rank,
-                samples=step.indices,
-            )
-
-    def _call_back(self, step: Step, left: int) -> None:
-        """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
-        for callback in self.callbacks.last(left):
-            callback(step)
-            left -= 1
-            if self._can_roll_back:
-                self.recovery.called_back(left)
-
-    def _call_back_again(self) -> None:
-        """Callbacks of the last step that a fault has interrupted are called in this world."""
-        tag = self.recovery.tag
-        if tag is not None and tag.callbacks:
-            step = Step.past(*self.recovery.callback_step, self.world.size)
-            self._call_back(step, tag.callbacks)
+        self.commits.commit(step, loader)
 
     @property
-    def _can_roll_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
         return self._in_process or self.saver.is_on
-
-    @property
-    def accumulated_since(self) -> int | None:
-        """The first step whose gradients no optimizer has used; None: there is none."""
-        return self._accumulation.since
-
-    @property
-    def has_partial_updates(self) -> bool:
-        """Whether weights hold updates from the middle of an accumulation."""
-        if self._accumulation.since is None:
-            return False
-        step = self.step
-        is_partial = step is not None and step.stepped and self.guard.accumulating(step)
-        return self._accumulation.has_updates or bool(is_partial)
-
-    def _warn_of_accumulation(self, waiting: list[str]) -> None:
-        if not self._has_warned_of_accumulation and not self.job.has_scaler:
-            self._has_warned_of_accumulation = True
-            get_logger().warning(
-                "run.commit() while %s holds gradients that it has not used: a change of the world "
-                "would lose them. Call run.begin() before the first micro-batch of an "
-                "optimizer step, and run.commit() after optimizer.step().",
-                ", ".join(waiting),
-            )
-
-    def _compare_replicas(self, step: Step) -> None:
-        """Now and then, and in the first step of each world where something is not wrapped."""
-        if not step.optimizer_stepped or self.world.size == 1:
-            return
-        weights: dict[str, Sequence[torch.Tensor]] = {}
-        if is_compared_after(step.number):
-            # Always, since new ranks have not warned yet, and all ranks have to call it.
-            differing = differing_names(self.job.user)
-            if differing and not self._has_warned_of_state:
-                self._has_warned_of_state = True
-                warn_of_differing(differing)
-            weights |= {name: m.all_parameters for name, m in self.job.modules.items()}
-        if (unwrapped := self.guard.unwrapped) and not self._has_compared_replicas:
-            self._has_compared_replicas = True
-            weights |= unwrapped
-        if weights:
-            compare(weights, self.world.rank, step.number)
 
     def _second_step(self, loader: ElasticLoader | None) -> TrainingError:
         assert self.step is not None
@@ -548,7 +431,7 @@ class Session:
 
     def script_goes_on(self) -> None:
         """A loop has ended: the script's own code runs outside of one from here on."""
-        if self._can_roll_back and self._accumulation.since is None:
+        if self.can_roll_back and self.commits.accumulated_since is None:
             self.recovery.rollback.script_goes_on()
 
     @property
@@ -574,7 +457,7 @@ class Session:
     def drop_steps(self) -> None:
         """Nothing that is not committed has happened."""
         self.drop_step()
-        self._accumulation.drop()
+        self.commits.drop()
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -583,9 +466,7 @@ class Session:
         self.settle()
         if not self._is_restored or self.step is not None:
             return
-        self._call_back_again()
-        if (last := self._accumulation.take_last()) is not None:
-            self._commit(last)  # gradients are left over: as in any loop, nobody uses them
+        self.commits.finish()
         self.saver.save(self.job)
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:

@@ -443,7 +443,7 @@ def test_an_older_iterator_over_the_second_loader_is_refused() -> None:
 def test_two_loops_over_one_loader_are_refused() -> None:
     with process() as run:
         done = script(run)
-        with pytest.raises(TrainingError, match="while step 0 is in hand"):
+        with pytest.raises(TrainingError, match="while step 0 has begun"):
             for _ in done.first.loader:
                 next(iter(done.first.loader))
 
