@@ -1,4 +1,4 @@
-"""Gradient accumulation with two optimizers, one of which steps in each batch
+"""Gradient accumulation for one of two optimizers
 
 Group: Gradients
 """

@@ -1,6 +1,6 @@
 """Going back to a copy of the weights
 
-A tracked copy of the weights, loaded into the model when the loss explodes: weights change outside of an optimizer.
+A tracked copy of the weights, loaded into the model when the loss explodes.
 
 Group: Averages and state
 """
