@@ -227,6 +227,14 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerReplaced(Event):
+    """A process was started in the place of a dead worker; its siblings keep theirs."""
+
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSkipped(Event):
     """A checkpoint could not be saved or used; training goes on with the others."""
 

@@ -44,6 +44,9 @@ class Board:
         self.done: Done | None = None
         self.pace: Pace | None = None  # last reported by this node's workers
         self.stopping = False  # torchrun has been told to start the workers anew
+        self.can_replace = False  # torchrun lets us replace a single worker
+        self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
+        self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as told
         self.fatal: BaseException | None = None
         self.store_trouble = ""  # what the store fails with at present

@@ -29,6 +29,7 @@ from elastic.agent.board import JobSucceeded
 from elastic.agent.endings import ending
 from elastic.agent.launch import Launch
 from elastic.agent.leaving import Phase, told_to_leave
+from elastic.agent.replacement import CALL_JOIN
 from elastic.agent.signals import ProgramSignals
 from elastic.agent.torch_private import Launcher
 from elastic.clock import SYSTEM_CLOCK
@@ -39,8 +40,6 @@ from elastic.coordination.records import Keys
 from elastic.errors import ConfigError, ElasticError
 from elastic.telemetry.log import get_logger
 
-# What MASTER_PORT says to a script that builds a group without having a world yet.
-CALL_JOIN = "call elastic.join()"
 # What torchrun calls every job that is not given an id.
 NO_RUN_ID = "none"
 
@@ -163,11 +162,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
         world = launch.service.wait_for_world()
         launch.leaving.phase = Phase.STARTING
+        launch.workers_start_again()
         if world is None:
             return self._warm_up(launch)
         launch.set_world(world.generation, world.nonce, world.lineage)
         launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         launch.memory.look()
+        launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
         node_id = launch.service.node_id
         return RendezvousInfo(
             torch_private.private_store(world.members),
@@ -220,6 +221,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.service.beat()
         launch.leaving.install()
         launch.leaving.phase = Phase.RUNNING
+        launch.look_at_workers(torch_private.supervision())
         if launch.leaving.told:
             launch.leaving.end_if_left()
             return 0

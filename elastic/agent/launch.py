@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -32,9 +33,12 @@ from elastic.agent.identity import current_process
 from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.node_memory import host_memory
 from elastic.agent.ports import PortReserve
+from elastic.agent.replacement import Replacement
+from elastic.agent.restart_notice import RestartNotice
 from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.agent.signals import ProgramSignals
-from elastic.agent.torch_private import CallingAgent, Launcher
+from elastic.agent.starting_over import StartingOver, places
+from elastic.agent.torch_private import CallingAgent, Launcher, Supervision
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions
 from elastic.coordination.etcd import EtcdStore
@@ -128,6 +132,13 @@ class Launch:
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
         }
+        self.notice = RestartNotice(options.mode)
+        self._replacement = Replacement(self.service, self._journal, self.starting_workers)
+        self._starting_over = StartingOver(
+            lambda: places(sys.argv[1:], Path.cwd()),
+            lambda: self.service.has_first_rank and not self.service.workers_have_joined,
+        )
+        self._has_started_workers = False
         _running.append(self)
         self.leaving.install()
         self.service.beat()
@@ -155,6 +166,18 @@ class Launch:
                 yield self._variables
             finally:
                 self._starting = None
+
+    def workers_start_again(self) -> None:
+        """Called before each start of workers; the first one is none."""
+        if self._has_started_workers:
+            self._starting_over.workers_start_again()
+        self._has_started_workers = True
+
+    def look_at_workers(self, supervision: Supervision | None) -> None:
+        """Called with every poll of torch's agent, while all workers are well."""
+        if self.service.link_path:
+            self._replacement.look(supervision)
+        self.notice.look(have_joined=self.service.workers_have_joined)
 
     def end_strays(self) -> None:
         """End what dead workers have left behind."""
@@ -225,6 +248,7 @@ class Launch:
             last_first.callback(self._ending.unlink, missing_ok=True)
             last_first.callback(self.ports.close)
             last_first.callback(self.service.close)
+            last_first.callback(self._starting_over.close)
 
     def _forget(self) -> None:
         _running.remove(self)

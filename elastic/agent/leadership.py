@@ -36,7 +36,6 @@ from elastic.coordination.records import (
     Cause,
     Done,
     Node,
-    NodeState,
     Outcome,
     ProcessIdentity,
     World,
@@ -186,7 +185,7 @@ class Leadership:
         if known is None or world is None or node_id not in world.node_ids:
             return
         node = known.node
-        failed = node.state is NodeState.ARRIVED and node.arrived_for >= world.generation
+        failed = node.running is None and node.arrived_for >= world.generation
         running = node.running.generation if node.running is not None else world.generation
         troubled = trouble is not None and trouble.generation >= running
         if (failed or troubled) and self._doubted_for != world.generation:

@@ -100,7 +100,8 @@ class Roster:
         self._remember_failure(node)
 
     def _remember_failure(self, node: Node) -> None:
-        if node.state is NodeState.ARRIVED and node.failure_exit_code is not None:
+        # (Workers that replace a single one among them are starting, or ready.)
+        if node.running is None and node.failure_exit_code is not None:
             failed = Failed(node.node_id, node.name, node.failure, node.failure_exit_code)
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 

@@ -305,6 +305,39 @@ class NodeService:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""
         self._loop.permission.tell_guard = permit
 
+    def allow_replacement(self, is_allowed: bool) -> None:
+        """Whether a single worker that dies from now on can be replaced."""
+        self._board.can_replace = is_allowed
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether workers have died and those in their place are not ready yet."""
+        return bool(self._board.to_replace)
+
+    def is_to_be_replaced(self, pid: int) -> bool | None:
+        """Whether this worker, which has failed, is to be replaced, and its siblings stay.
+
+        None: the node's thread has not decided it yet.
+        """
+        board = self._board
+        node = board.node
+        if pid in board.to_replace:
+            return not board.stopping
+        is_open = node.in_process and node.state is NodeState.READY
+        return None if is_open and board.can_replace and not board.stopping else False
+
+    @property
+    def workers_have_joined(self) -> bool:
+        """Whether a worker has called elastic.join(), in this start of workers or an earlier one.
+        Not known in restart mode."""
+        return self._board.workers_joined
+
+    @property
+    def has_first_rank(self) -> bool:
+        """Whether rank 0 of the present world is one of this node's workers."""
+        running = self._board.node.running
+        return running is not None and running.node_ids[:1] == (self.node_id,)
+
     @property
     def can_leave_in_order(self) -> bool:
         """Whether the workers can be asked to leave at a step's boundary."""

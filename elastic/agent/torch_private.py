@@ -14,7 +14,9 @@ a clear error names what is missing.
 - ``torch.distributed.run`` on the call stack: torchrun is told exit codes, a program exceptions;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
   private in-process store, no peer can fail rank assignment or hold up the exit;
-- the environment variable by which torch decides which signals it handles.
+- the environment variable by which torch decides which signals it handles;
+- the processes that a ``SubprocessContext`` supervises, and how it looks for failed ones: so that
+  one of them can be replaced while the others live.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -217,6 +220,73 @@ def _first_failure(run_result: Any) -> WorkerFailure | None:
     written = first.error_file_data.get("message", "")
     text = written.get("message", "") if isinstance(written, dict) else ""
     return WorkerFailure(text=str(text) or None, exit_code=int(first.exitcode))
+
+
+@dataclass(frozen=True)
+class SupervisedWorker:
+    """A process that torchrun supervises for a local rank."""
+
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    environment: Mapping[str, str]  # beyond the agent's own
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+    error_file: str
+    handler: Any
+
+    def supervise(self, process: object) -> None:
+        """Have torchrun supervise this object, which behaves like a Popen, from now on."""
+        self.handler.proc = process
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What the agent that is monitoring its workers knows of them."""
+
+    workers: tuple[SupervisedWorker, ...]
+    restarts_left: int
+    agent: Any
+
+    def replaced(self, local_rank: int, pid: int) -> None:
+        """A process was started in the place of another."""
+        # Compared with those that are polled; where they differ, the agent ends.
+        self.agent._worker_group.workers[local_rank].id = pid
+
+    def count_restarts(self, number: int) -> None:
+        """So many less of ``--max-restarts`` are left."""
+        self.agent._remaining_restarts -= number
+
+
+def supervision() -> Supervision | None:
+    """Of the agent on this thread's call stack; None if its workers are no processes with a
+    command line, or its internals are not known here: then it restarts them all."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_invoke_run":
+        frame = frame.f_back
+    agent = frame.f_locals.get("self") if frame is not None else None
+    try:
+        context: Any = agent._pcontext  # type: ignore[union-attr]
+        handlers = context.subprocess_handlers
+        workers = tuple(
+            SupervisedWorker(
+                local_rank=local_rank,
+                process=handler.proc,
+                environment=context.envs[local_rank],
+                stdout=handler._stdout,
+                stderr=handler._stderr,
+                error_file=context.error_files[local_rank],
+                handler=handler,
+            )
+            for local_rank, handler in handlers.items()
+        )
+        return Supervision(workers, int(agent._remaining_restarts), agent)  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+
+
+def is_looking_for_failures(frame: FrameType) -> bool:
+    """Whether torch polls a process, in ``frame``, to find out who has failed."""
+    return frame.f_code.co_name == "_capture_process_failures"
 
 
 def private_store(members: Sequence[Member]) -> HashStore:

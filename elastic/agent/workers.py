@@ -89,6 +89,7 @@ class Workers:
         """A message from the link."""
         match message:
             case Hello():
+                self._at.board.workers_joined = True
                 self._welcome(worker)
             case Ready():
                 self._on_ready(worker)
@@ -131,6 +132,7 @@ class Workers:
         if len(self._ready & present) < self._node.nproc:
             return
         if self._node.state is NodeState.STARTING:
+            self._at.board.to_replace.clear()
             self._change(lambda n: replace(n, in_process=True, state=NodeState.READY))
 
     def _on_beat(self, worker: Worker, beat: Beat) -> None:
@@ -159,7 +161,7 @@ class Workers:
                 waited_s=0.0,
             )
         )
-        self._change(lambda n: replace(n, running=world))
+        self._change(lambda n: replace(n, running=world, failure=None, failure_exit_code=None))
 
     def _on_trouble(self, worker: Worker, said: TroubleSaid) -> None:
         generation, error = said.generation, said.error
@@ -209,16 +211,31 @@ class Workers:
         if not was_ready or self._node.state not in (NodeState.READY, NodeState.STARTING):
             return  # torchrun restarts it; the others have not trained with it without a restart
         generation = self._generation
+        is_replaced = self._can_be_replaced(worker)
+        if is_replaced:  # before the state: the main thread reads both
+            self._pushed = None
+            self._at.board.to_replace.add(worker.pid)
         self._change(
             lambda n: replace(
                 n,
-                state=NodeState.ARRIVED,
+                state=NodeState.STARTING if is_replaced else NodeState.ARRIVED,
                 in_process=False,
                 running=None,
                 arrived_for=generation,
                 failure=text,
                 failure_exit_code=_exit_code(death),
             )
+        )
+
+    def _can_be_replaced(self, worker: Worker) -> bool:
+        """Whether its siblings can wait for another process in its place, with their state."""
+        board, node = self._at.board, self._node
+        siblings = [w.pid for w in self._server.workers() if w.pid != worker.pid]
+        return (
+            board.can_replace
+            and (node.in_process or bool(board.to_replace))
+            and any(pid in self._ready for pid in siblings)
+            and not self._left
         )
 
     @property
@@ -240,6 +257,8 @@ class Workers:
             return
         if self._pushed is not None and world.generation <= self._pushed.generation:
             return
+        if world.generation <= node.arrived_for:
+            return  # over, since a worker of this node died in it
         running = node.running
         if running is not None and world.generation <= running.generation:
             return
@@ -281,6 +300,7 @@ class Workers:
         self._left.clear()
         self._entered.clear()
         self._pushed = None
+        self._at.board.to_replace.clear()
 
     def _send(self, world: World, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):

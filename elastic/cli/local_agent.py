@@ -15,7 +15,10 @@ from elastic.cli.run import run_agent
 
 def main(argv: list[str]) -> int:
     """Be the agent; returns its exit code."""
-    return run_agent(argparse.Namespace(**json.loads(argv[0])))
+    args = argparse.Namespace(**json.loads(argv[0]))
+    # As if torchrun had been called with them: the handler looks for folders among them.
+    sys.argv[1:] = [args.training_script, *args.training_script_args]
+    return run_agent(args)
 
 
 if __name__ == "__main__":

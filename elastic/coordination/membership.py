@@ -60,6 +60,8 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     only_newcomers = standing.in_process and not any(n.node.running for n in standing.running)
     if only_newcomers and (leaving := _still_stepping(view)) is not None:
         return leaving
+    if (replacing := _replacing(standing, now, policy)) is not None:
+        return replacing
     if not standing.survivors:
         return _after_everybody(view, standing, now, policy)
     return Succession(view, standing, now, policy).decide()
@@ -73,6 +75,15 @@ def adoptable(view: View) -> World | None:
     if newest is None or (view.world and view.world.generation >= newest.generation):
         return None
     return newest
+
+
+def _replacing(standing: Standing, now: float, policy: Policy) -> Wait | None:
+    """A restart of all would discard the state that workers of these nodes hold."""
+    nodes = standing.replacing
+    until_s = max((n.state_since_s for n in nodes), default=0.0) + policy.join_timeout_s
+    if not nodes or now >= until_s:
+        return None
+    return Wait(reason=f"{names(nodes)} {verb(nodes, 'replace')} dead workers", until_s=until_s)
 
 
 def _success(standing: Standing) -> End:

@@ -69,8 +69,20 @@ class Standing:
         """
         if self.in_process:
             return self.running
+        if not self.running and (ready := [n for n in self.out if _is_ready(n)]):
+            # Some of their workers have died and were replaced: the others hold the state, and
+            # a restart would discard it.
+            return tuple(ready)
         place = {node_id: i for i, node_id in enumerate(self.world.node_ids)}
         return tuple(sorted(self.running + self.out, key=lambda n: place[n.node.node_id]))
+
+    @property
+    def replacing(self) -> tuple[NodeView, ...]:
+        """Nobody runs any more, and nobody is ready, but these soon are: workers of theirs were
+        replaced, and the others wait with their state."""
+        if self.running or any(_is_ready(n) for n in self.out):
+            return ()
+        return tuple(n for n in self.out if n.node.state is NodeState.STARTING)
 
     @property
     def changed(self) -> bool:
@@ -104,6 +116,10 @@ class Standing:
         """Everybody has entered this world: nobody is building it, with the last one given up."""
         entered = all(group.generation >= self.world.generation for group in groups)
         return entered and len(groups) == len(self.running)
+
+
+def _is_ready(n: NodeView) -> bool:
+    return n.node.state is NodeState.READY and n.node.in_process
 
 
 def stand(view: View, world: World) -> Standing:

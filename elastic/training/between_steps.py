@@ -14,6 +14,7 @@ from checkpoints import Root
 from elastic.errors import TrainingError
 from elastic.events import CheckpointSkipped
 from elastic.training.due import Word
+from elastic.training.halt import Halt
 from elastic.training.last_save import END_S, LastSave
 from elastic.training.saver import Saver
 from elastic.training.saving import KeepGiven, WhenGiven, checkpoints_from
@@ -42,6 +43,7 @@ class BetweenSteps:
         self.has_stepped = False  # in this world, since the last boundary
         self.is_preempted = False  # this process was told to go, and does so at a boundary
         self.has_gone = False
+        self.halt = Halt()
         self.left_with: Step | None = None  # the step that the script's last loop was left in
 
     def save_by(
@@ -79,6 +81,7 @@ class BetweenSteps:
         session, saver = self._session, self._session.saver
         if saver.due is None:
             return
+        self.halt.at_boundary()
         self.left_with = None
         heard = None
         if self.has_stepped:
@@ -137,20 +140,24 @@ class BetweenSteps:
         """The process ends with an exception of the script: save what can be saved."""
         session, saver = self._session, self._session.saver
         if error and session.is_restored and saver.due is not None:
-            if self._put_back():
-                if saver.world_size == 1:
-                    LastSave(saver, session.job, LEAVING_S).together()
-                elif session.is_in_process:
-                    LastSave(saver, session.job, SHARE_S).part()
-                else:
-                    LastSave(saver, session.job, LEAVING_S).alone()
-            else:
-                step = session.job.progress.step
-                reason = f"the script failed in the middle of an update: {error}"
-                session.journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
+            with self.halt.own_save():
+                self._save_after(error)
         saver.close(SHARE_S)
 
-    def _put_back(self) -> bool:
+    def _save_after(self, error: str) -> None:
+        session, saver = self._session, self._session.saver
+        if not self.put_back():
+            step = session.job.progress.step
+            reason = f"the script failed in the middle of an update: {error}"
+            session.journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
+        elif saver.world_size == 1:
+            LastSave(saver, session.job, LEAVING_S).together()
+        elif session.is_in_process:
+            LastSave(saver, session.job, SHARE_S).part()
+        else:
+            LastSave(saver, session.job, LEAVING_S).alone()
+
+    def put_back(self) -> bool:
         """Make the state that of the last commit; False if there may be more in the weights.
 
         A loop that was left with `break` looks the same as one that an exception has ended, and

@@ -117,7 +117,7 @@ class Changes:
             )
         self._laps.clear()
         with self._lap("leave_s"):
-            self._interrupt()
+            self.interrupt()
             # A peer's death may be heard of between two steps, before anything has failed here.
             session.saver.leave(broken=not is_planned or self._worlds.is_superseded())
             session.end_world(broken=not is_planned)
@@ -148,7 +148,9 @@ class Changes:
             took_s = SYSTEM_CLOCK.monotonic() - began_s
             self._laps[name] = self._laps.get(name, 0.0) + took_s
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """What the step in hand has changed is put back; says in ``recovery.tag`` where the
+        weights stand."""
         session = self._session
         step, guard = session.step, session.guard
         self.recovery.interrupted(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import checkpoints
-from checkpoints import Ending, LatestN, Outcome, Storage, Tiers
+from checkpoints import Ending, Handle, LatestN, Outcome, Storage, Tiers
 from checkpoints.memory_host import memory_roots, own_memory
 from elastic.clock import Clock
 from elastic.telemetry.journal import EventSink
@@ -69,6 +69,23 @@ class MemoryTier:
         self._writer.save(
             job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
         )
+
+    def begin(self, job: JobState, world: checkpoints.World, *, wait_s: float) -> Handle | None:
+        """Hand this rank's share of a checkpoint of ``world`` to the writer; None without one."""
+        if self._writer is None:
+            return None
+        return self._writer.save(
+            job.tree(),
+            step=job.progress.step,
+            world=world,
+            data_position=job.data_position(),
+            wait_s=wait_s,
+        )
+
+    def poll(self) -> None:
+        """Report what has ended."""
+        if self._writer is not None:
+            self._writer.poll()
 
     def close(self) -> None:
         """What is half written is lost, and whole elsewhere or older."""

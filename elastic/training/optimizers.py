@@ -151,14 +151,15 @@ class OptimizerGuard:
     def _prepare(self, update: _Update, known: _Known, step: Step | None) -> None:
         """The gradients are there, and the update comes next."""
         optimizer = update.optimizer
+        touched = self._touched(known, optimizer)
+        if known.own and step is not None:
+            self._unwrapped[id(optimizer)] = known
         if update.is_masked:
             optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
             return
-        for module in self._touched(known, optimizer):
+        for module in touched:
             if _has_gradient(module):
                 _check(optimizer, known.name, step, module)
-        if known.own and step is not None:
-            self._unwrapped[id(optimizer)] = known
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
             if step is not None and set(step.stepped) - {known.name}:
@@ -290,6 +291,13 @@ def _check(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
             "the world",
             hint="call the wrapped module, in train mode, in the forward pass of each backward",
+        )
+    if reduction.is_late:
+        raise TrainingError(
+            f"{kind}.step() at step {step.number} with gradients of a forward pass that ran in the "
+            "step before: the next batch was asked for between forward and backward pass, so that "
+            "a change of the world there would lose that batch",
+            hint="fetch the next batch after loss.backward(), and after optimizer.step()",
         )
     if len(step) > 1 and not step.is_weighted:
         raise TrainingError(

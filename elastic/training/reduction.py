@@ -28,6 +28,8 @@ class Reduction:
 
     def __init__(self) -> None:
         self.is_done = False
+        self.has_forward = False  # some pass of this step is to be followed by a backward pass
+        self.is_late = False  # a backward pass came in the step after that of its forward pass
         self.is_local = False  # gradients of this rank are in the weights' .grad, not reduced yet
         self.failure: BaseException | None = None  # also if the script swallowed it
         self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
@@ -61,7 +63,7 @@ class Reduction:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
         self._weight = weight
         self.is_done = self._has_spoken = False
-        self._has_accumulated = False
+        self._has_accumulated = self.has_forward = False
         self.failure = None
         self.works.clear()
 
@@ -82,11 +84,12 @@ class Reduction:
     def reduced(self) -> None:
         """A bucket of this step's gradients, and of those accumulated before, is summed up."""
         self.is_done = self._is_mixed = True
+        self.is_late = self.is_late or not self.has_forward
         self.is_local = False
 
     def forget_gradients(self) -> None:
         """An optimizer has used them, or they are dropped."""
-        self.is_local = self._is_mixed = False
+        self.is_local = self._is_mixed = self.is_late = False
 
     def rescale(self, weight: float) -> float | None:
         """What local gradients have to be multiplied with, to be reduced with those of a step in
@@ -143,6 +146,7 @@ class Reduction:
     def speak_again(self) -> None:
         """Say this rank's words with the next bucket, too: peers begin another step."""
         self._has_spoken = False
+        self.has_forward = True  # on a peer
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
         """The gradients of a step's first bucket, and behind them what this rank says."""

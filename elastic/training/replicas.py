@@ -6,11 +6,15 @@ weights or gradients by what each rank draws for itself. Nothing fails then, and
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
 from elastic.training.change_watch import compares_content, contents
 from elastic.worker.collectives import all_gather_json, broadcast_tensors
 
@@ -47,6 +51,29 @@ def compare(weights: Weights, rank: int, step: int) -> None:
                 "the loop; what is drawn at random for weights or gradients needs a generator "
                 "with the same seed on all ranks: torch.Generator().manual_seed(step)",
             )
+
+
+def differing_names(state: Mapping[str, Any]) -> list[str]:
+    """What of ``run.state`` differs between ranks, the same answer on all. Every rank calls it."""
+    everyones = all_gather_json({key: _digest(value) for key, value in state.items()})
+    names = {name for theirs in everyones for name in theirs}
+    return sorted(n for n in names if len({theirs.get(n) for theirs in everyones}) > 1)
+
+
+def warn_of_differing(names: Sequence[str]) -> None:
+    """Say what is lost by it."""
+    get_logger().warning(
+        "run.state differs between ranks in %s: after the death of a rank all go on with the "
+        "values of the lowest rank that lives. Set it on all ranks to the same value; what only "
+        "one rank knows, the others hear by value = run.mean(run.is_main, x=value)['x'], which "
+        "every rank calls",
+        ", ".join(map(repr, names)),
+    )
+
+
+def _digest(value: Any) -> str:
+    said = json.dumps(value, sort_keys=True, default=repr).encode()
+    return hashlib.blake2b(said, digest_size=8).hexdigest()
 
 
 def _differing(weights: Weights, rank: int) -> list[str]:

@@ -61,7 +61,11 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values that travel with the model: saved, restored, and rank 0's for all."""
+        """JSON values that travel with the model: saved, and restored on all ranks.
+
+        Set them on all ranks alike. Where ranks differ, those of the lowest one count when the
+        world changes; a warning says so.
+        """
         return self._session.job.user
 
     @property
@@ -243,8 +247,9 @@ class Run:
         """The job ends for this process. ``join`` does it at exit.
 
         A clean end saves what is not saved and takes the group down. So does an error of the
-        script, if no update was under way; after one ``of the world`` nothing is touched, since
-        peers are gone, and who goes on must not wait for a save.
+        script, if no update was under way. After one ``of the world`` nothing is touched
+        in-process, since peers go on with the state; where worlds change by a restart, it is
+        saved as after any other.
         """
         self._session.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
 

@@ -250,6 +250,14 @@ class Saver:
             wait_s=wait_s,
         )
 
+    def begin_in_memory(
+        self, job: JobState, world: checkpoints.World, *, wait_s: float
+    ) -> Handle | None:
+        """The same, into the memory tier; None if there is none."""
+        if self._memory is None:
+            return None
+        return self._memory.begin(job, world, wait_s=wait_s)
+
     # -- the end ------------------------------------------------------------------------------
 
     @property
@@ -306,6 +314,8 @@ class Saver:
         """Report what has ended, and notice what hangs."""
         if self.writer is not None:
             self.writer.poll()
+        if self._memory is not None:
+            self._memory.poll()
 
     def wait(self, budget_s: float) -> bool:
         """Until nothing is in flight; False if something still is."""

@@ -29,12 +29,13 @@ from elastic.training.loader import ElasticLoader
 from elastic.training.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.randomness import derive_seed, seed_all
 from elastic.training.recovery import Recovery
-from elastic.training.replicas import compare, is_compared_after
+from elastic.training.replicas import compare, differing_names, is_compared_after, warn_of_differing
 from elastic.training.restore import restore
 from elastic.training.rollback import PARTIAL
 from elastic.training.saver import Saver
 from elastic.training.state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
+from elastic.training.without_retry import say_without_retry
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
 from elastic.worker.faults import is_world_fault
@@ -63,6 +64,7 @@ class Session:
         self._accumulation = Accumulation()
         self._has_compared_replicas = False  # in this world
         self._has_warned_of_accumulation = False
+        self._has_warned_of_state = False
         self.in_retry = False
         self.owns_epochs = False  # run.epochs counts them, otherwise each pass of a loader is one
         self.saver = saver
@@ -195,6 +197,8 @@ class Session:
                 self._world = self.group.form()
                 if self.worlds is not None:
                     self.worlds.formed(self._world.generation)
+                    if not self._has_warned_of_foreign_group:
+                        say_without_retry(self._world)
         return self.world
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -255,9 +259,11 @@ class Session:
                 self._warn_of_foreign_group()
             else:
                 self._in_process = True
-        if self._in_process and not (self.job.modules or self.job.loaders):
+        if not (self.job.modules or self.job.loaders):
+            if not self._in_process:
+                self.enter_world()
             return  # what the job consists of is registered inside the function
-        self.enter_world()
+        self.enter_loop()  # the function may ask run.state how far the job is
 
     def _register_anew(self) -> None:
         """The function makes model, optimizer and loader by itself, and does so again: the new
@@ -488,6 +494,11 @@ class Session:
             return
         weights: dict[str, Sequence[torch.Tensor]] = {}
         if is_compared_after(step.number):
+            # Always, since new ranks have not warned yet, and all ranks have to call it.
+            differing = differing_names(self.job.user)
+            if differing and not self._has_warned_of_state:
+                self._has_warned_of_state = True
+                warn_of_differing(differing)
             weights |= {name: m.all_parameters for name, m in self.job.modules.items()}
         if (unwrapped := self.guard.unwrapped) and not self._has_compared_replicas:
             self._has_compared_replicas = True
@@ -583,7 +594,9 @@ class Session:
         if clean and not self.between.has_gone:
             self._close_in_order()
         else:
-            self.between.end_with("" if is_of_the_world else error)
+            # In-process, who goes on has the state. Otherwise all processes end now.
+            is_held = is_of_the_world and self._in_process
+            self.between.end_with("" if is_held else error)
             if self._in_process:
                 self.group.abort()  # peers need not wait for this process to be gone
         # After an error nothing else is touched: a step is in hand, peers may be gone.

@@ -141,6 +141,7 @@ class ElasticDDP(DDP):
         if not self.is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
+            self.reduction.has_forward = True
             if not self.require_backward_grad_sync:
                 self.reduction.accumulates()
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

@@ -18,6 +18,16 @@ from elastic.worker.faults import is_world_fault
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
+# Of DistributedSampler, dist.get_rank() and others, at the top of a script.
+_NO_GROUP = "Default process group has not been initialized"
+_NO_GROUP_YET = (
+    "elastic: the process group is made by run.retry and by the first loop; do not call "
+    "init_process_group before.\n"
+    "  DataLoader(dataset, shuffle=True) in run.loader(…) takes the place of DistributedSampler;\n"
+    "  run.world.rank, run.world.size and run.is_main tell the rank inside the training function\n"
+)
+
+
 class FailureHook:
     """An excepthook that records the exception, and remembers that there was one."""
 
@@ -44,6 +54,8 @@ class FailureHook:
         if isinstance(error, Exception):
             record(error)
         self._next(kind, error, trace)
+        if _NO_GROUP in str(error):
+            sys.stderr.write(_NO_GROUP_YET)
         if isinstance(error, ElasticError):
             self._exit_code = error.exit_code
 

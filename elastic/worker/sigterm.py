@@ -2,8 +2,8 @@
 siblings of a dead one.
 
 Only the agent knows which. A node that leaves in order lets its workers go on to the next step's
-boundary. Workers that nobody will start again may save first, at a boundary or where they wait.
-All others end now.
+boundary. All others end, and may save first: whether anybody else has their state depends on who
+ends besides them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,22 @@ def ends_for_good() -> bool:
     return bool(path) and os.path.exists(str(path))
 
 
-def ask_agent_on_sigterm(worlds: Worlds, last_words: Callable[[], object] = lambda: None) -> None:
+def _no_words(is_for_good: bool) -> None:
+    """Nothing to save."""
+
+
+def _not_ours() -> bool:
+    return False
+
+
+def ask_agent_on_sigterm(
+    worlds: Worlds,
+    last_words: Callable[[bool], object] = _no_words,
+    is_own_signal: Callable[[], bool] = _not_ours,
+) -> None:
     """Take SIGTERM over, unless the script has done that, or this is not the main thread.
 
-    ``last_words`` runs on a thread of its own before a process ends that is not started again.
+    As :func:`end_on_sigterm`, but for a node that leaves in order.
     """
 
     def is_node_leaving() -> bool:
@@ -45,38 +57,48 @@ def ask_agent_on_sigterm(worlds: Worlds, last_words: Callable[[], object] = lamb
             SYSTEM_CLOCK.sleep(ASK_FOR_S / 6)
         return False
 
-    end_on_sigterm(last_words, ends_for_good, unless=is_node_leaving)
+    end_on_sigterm(last_words, ends_for_good, is_own_signal, unless=is_node_leaving)
 
 
 def end_on_sigterm(
-    last_words: Callable[[], object],
+    last_words: Callable[[bool], object],
     is_for_good: Callable[[], bool],
+    is_own_signal: Callable[[], bool] = _not_ours,
     *,
     unless: Callable[[], bool] = lambda: False,
 ) -> None:
-    """End at SIGTERM, after ``last_words`` if that is for good, ``unless`` there is a reason to
-    stay. A script's own handler is left alone."""
+    """End at SIGTERM, after ``last_words``, ``unless`` there is a reason to stay.
+
+    ``last_words`` runs on a thread of its own and is told whether nobody will start this process
+    again. ``is_own_signal`` is asked on the main thread, where it was interrupted, whether the
+    process has sent the signal itself. A script's own handler is left alone.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _Handler(last_words, is_for_good, unless))
+        handler = _Handler(last_words, is_for_good, is_own_signal, unless)
+        signal.signal(signal.SIGTERM, handler)
 
 
 class _Handler:
     def __init__(
         self,
-        last_words: Callable[[], object],
+        last_words: Callable[[bool], object],
         is_for_good: Callable[[], bool],
+        is_own_signal: Callable[[], bool],
         unless: Callable[[], bool],
     ) -> None:
         self._last_words = last_words
         self._is_for_good = is_for_good
+        self._is_own_signal = is_own_signal
         self._unless = unless
         self._pid = os.getpid()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker has inherited the handler
             os._exit(EXIT_CODE)
+        if self._is_own_signal():
+            return
         # Not here: the interrupted main thread may hold the link's lock.
         threading.Thread(target=self._end, name="elastic-sigterm", daemon=True).start()
 
@@ -84,8 +106,7 @@ class _Handler:
         if self._unless():
             return
         try:
-            if self._is_for_good():
-                self._last_words()
+            self._last_words(self._is_for_good())
         except BaseException:  # noqa: BLE001  logged, and the process ends
             get_logger().exception("saving at SIGTERM failed")
         finally:

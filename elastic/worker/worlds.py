@@ -94,6 +94,11 @@ class Worlds:
         newest = self._newest
         return newest is not None and newest.generation > self._entering and not newest.member
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes the newest known world has; 0 before the first."""
+        return self._newest.nodes if self._newest is not None else 0
+
     def is_superseded(self) -> bool:
         """Whether the present world is over: a newer one is to be entered at once."""
         newest = self._newest

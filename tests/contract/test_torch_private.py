@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ from torch.distributed.elastic.utils import store as store_util
 
 from elastic.agent import torch_private
 from elastic.agent.entrypoint import create_handler
+from elastic.agent.replacement import Replacement
 from elastic.coordination.records import Cause, Member, ProcessIdentity, World, WorldState
 from elastic.errors import ConfigError
+from elastic.events import Event
 
 PROCESS = ProcessIdentity(
     host="h", machine_id="m", boot_id="b", pod_uid="", pid_namespace=1, pid=1, start_ticks=1
@@ -143,6 +146,50 @@ def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
     assert (first.nproc, first.role, first.max_restarts, first.failure) == (1, "trainer", 5, None)
     assert second.failure == torch_private.WorkerFailure("ValueError: bad loss", 3)
     assert len(second.worker_pids) == 1
+
+
+class Replacing(OneWorld):
+    """Replaces the worker that is killed, and lets its sibling end with it."""
+
+    def __init__(self, given: World) -> None:
+        super().__init__(given, 0)
+        self.replacement = Replacement(self, self, contextlib.nullcontext)
+        self.replaced: list[Event] = []
+        self.is_replacing = False
+
+    def num_nodes_waiting(self) -> int:
+        supervision = torch_private.supervision()
+        assert supervision is not None, "torch's internals are other ones"
+        self.replacement.look(supervision)
+        return 0
+
+    def allow_replacement(self, is_allowed: bool) -> None:
+        assert is_allowed
+
+    def is_to_be_replaced(self, pid: int) -> bool | None:
+        return True
+
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        self.replaced.append(event)
+
+
+def test_torch_supervises_the_process_that_has_taken_the_place_of_a_dead_one(
+    tmp_path: Path,
+) -> None:
+    # The second worker dies once; both end when it has come back.
+    done = tmp_path / "done"
+    script = (
+        'if [ "$LOCAL_RANK" = 1 ]; then '
+        f'if [ "$MASTER_PORT" = 29500 ]; then sleep 1; exit 9; fi; touch {done}; fi; '
+        f"while [ ! -e {done} ]; do sleep 0.05; done"
+    )
+    handler = Replacing(world(2))
+    agent = agent_for(handler, 2, script, max_restarts=5)
+    assert agent.run().state == api.WorkerState.SUCCEEDED
+    assert len(handler.calls) == 1, "torch has restarted nobody"
+    (event,) = handler.replaced
+    assert vars(event)["local_rank"] == 1
+    assert agent._remaining_restarts == 4
 
 
 def test_without_an_agent_on_the_stack_there_is_a_clear_error() -> None:

@@ -197,9 +197,8 @@ def test_a_death_at_the_worst_place(runs: IdiomRuns, tmp_path: Path, loop: str, 
     assert outcome.worlds == 2
     for survivor in outcome.survivors:
         for name, expected in alone.survivors[0].result.items():
-            got = survivor.result[name]
-            is_close = torch.allclose(got, expected, rtol=1e-6, atol=1e-6)
-            assert is_close, f"{name} of {survivor.name}: {got - expected}\n{outcome.describe()}"
+            is_close = torch.allclose(survivor.result[name], expected, rtol=1e-6, atol=1e-6)
+            assert is_close, f"{name} of {survivor.name}\n{outcome.describe()}"
 
 
 REFUSED = {
@@ -229,6 +228,31 @@ def train():
 """,
         "weights were changed after they had been restored for step 5",
     ),
+    "the next batch is fetched before the backward pass": (
+        TRAINED
+        + """
+def train():
+    batches = iter(loader)
+    inputs, targets = next(batches)
+    while True:
+        loss = F.mse_loss(model(inputs), targets)
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+        "with gradients of a forward pass that ran in the step before",
+    ),
+    "DistributedSampler before there is a process group": (
+        """
+from torch.utils.data.distributed import DistributedSampler
+model = run.wrap(network)
+loader = run.loader(DataLoader(dataset, sampler=DistributedSampler(dataset)), global_batch=12)
+def train():
+    pass
+""",
+        "takes the place of DistributedSampler",
+    ),
     "noise that each rank draws for itself": (
         TRAINED
         + """
@@ -243,6 +267,44 @@ def train():
         "has other weights than rank 0 in model",
     ),
 }
+
+
+def test_state_that_only_one_rank_sets_is_warned_of(runs: IdiomRuns, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    body = """
+def train():
+    for inputs, targets in loader:
+        STEP
+        if run.is_main:
+            run.state["best"] = 0.5
+"""
+    script.write_text(HEAD + TRAINED + body.replace("STEP", STEP) + TAIL)
+    outcome = runs.world.run(script, tmp_path / "job", size=3)
+    outcome.assert_success(workers=3)
+    assert "run.state differs between ranks in 'best'" in outcome.describe()
+    assert outcome.describe().count("run.state differs") == 3, "once per process"
+
+
+def test_state_is_restored_before_the_function_asks_for_it(runs: IdiomRuns, tmp_path: Path) -> None:
+    """In every mode: a job that is complete trains no more when it is started again."""
+    script = tmp_path / "script.py"
+    head = HEAD.replace("elastic.join()", f"elastic.join(checkpoints={str(tmp_path / 'saved')!r})")
+    body = """
+passes = 0
+def train():
+    global passes
+    while run.state.get("epoch", 0) < 2:
+        for inputs, targets in loader:
+            STEP
+        run.state["epoch"] = run.state.get("epoch", 0) + 1
+        passes += 1
+"""
+    tail = TAIL + "result['passes'] = passes\n"
+    script.write_text(head + TRAINED + body.replace("STEP", STEP) + tail)
+    for expected in (2, 0):
+        outcome = runs.world.run(script, tmp_path / f"job-{expected}", size=1)
+        outcome.assert_success(workers=1)
+        assert outcome.survivors[0].result["passes"].item() == expected
 
 
 @pytest.mark.parametrize("loop", REFUSED)

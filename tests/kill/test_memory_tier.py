@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import NEVER, TrainingJob, Workload, train_undisturbed
+from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
@@ -16,6 +16,7 @@ from elastic.testing.journal import read_journal
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 EVERY = 5
+SCRIPT = SCRIPTS / "wiring.py"
 
 WORKLOAD = Workload(samples=240, epochs=30, step_s=0.1, save_every=NEVER)
 
@@ -29,10 +30,13 @@ def restored(job: TrainingJob) -> list[dict[str, Any]]:
 def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD)
+    undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "disk-full").touch()
     with TrainingJob(
         [etcd.endpoint],
         tmp_path / "job",
+        script=SCRIPT,
         workload=replace(WORKLOAD, extra=(f"--memory-every={EVERY}",)),
         min_nodes=2,
         max_nodes=3,
@@ -54,6 +58,7 @@ def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
             # The newest may not have been written everywhere, or copied; a busy machine skips some.
             assert all(e["step"] >= step - 5 * EVERY > 0 for e in went_on), (step, went_on)
             assert checkpoints.list_checkpoints(job.folder / "checkpoints") == ()
+        (job.folder / "disk-full").unlink()
         job.assert_finishes_whole(undisturbed)
 
 

@@ -337,6 +337,19 @@ class InProcessHistories(RuleBasedStateMachine):
                 last = self.world.generation
             self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
 
+    @rule(number=NUMBER, warm=st.booleans(), builds=st.booleans())
+    def one_worker_dies_and_is_replaced(self, number: int, warm: bool, builds: bool) -> None:
+        machine = self.pick(number, steps=True)
+        if machine is None or self.world is None or machine.record.running is None:
+            return
+        last = machine.record.running.generation
+        if builds and machine.record.node_id in self.world.node_ids:
+            last = max(last, self.world.generation)
+        self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
+        self.put(machine, state=NodeState.STARTING)
+        if warm:
+            self.warm_up(machine)
+
     @rule(number=NUMBER, builds=st.booleans())
     def a_collective_fails(self, number: int, builds: bool) -> None:
         machine = self.pick(number, steps=True)

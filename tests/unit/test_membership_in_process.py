@@ -281,3 +281,41 @@ def test_in_restart_mode_nobody_trains_on_while_the_old_world_may() -> None:
     begun = seen(node("n2", NodeState.STARTING, running=new, limits=(1, 4)))
     assert "may still run" in wait(view(new, begun, gone=[silent("n1", old)])).reason
     assert named(proposal(view(new, begun, gone=[silent("n1", new)]))) == ["n2"]
+
+
+def replacing(name: str, state: NodeState = NodeState.STARTING, since_s: float = NOW) -> NodeView:
+    """One of its workers has died in seven; the others wait with their state."""
+    in_process = state is NodeState.READY
+    n = node(name, state, in_process=in_process, arrived_for=7, failure="killed", exit_code=-9)
+    return seen(n, since_s=since_s)
+
+
+def test_others_go_on_without_a_node_that_replaces_a_worker_and_it_comes_back() -> None:
+    p = proposal(view(SEVEN, *members("n1", "n2"), replacing("n3")))
+    assert (named(p), p.mode, p.planned) == (["n1", "n2"], "in-process", False)
+    assert "n3 failed: killed" in p.reason
+    eight = replace(world("n1", "n2", mode="in-process"), generation=8)
+    back = [ready("n1", eight), ready("n2", eight), replacing("n3", NodeState.READY, NOW - 50)]
+    p = proposal(view(eight, *back))
+    assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.JOINED, True)
+
+
+def test_where_nobody_else_runs_a_worker_s_replacement_is_waited_for() -> None:
+    alone = world("n1", limits=(1, 4), mode="in-process")
+    w = wait(view(alone, replacing("n1")))
+    assert "n1 replaces dead workers" in w.reason
+    assert w.until_s == NOW + POLICY.join_timeout_s
+    p = proposal(view(alone, replacing("n1", NodeState.READY)))
+    assert (named(p), p.mode, p.cause) == (["n1"], "in-process", Cause.TROUBLE)
+    # Not for ever: then its workers are restarted, all of them.
+    p = proposal(view(alone, replacing("n1", since_s=NOW - POLICY.join_timeout_s)))
+    assert (named(p), p.mode) == (["n1"], "restart")
+
+
+def test_who_holds_the_state_does_not_restart_with_those_who_have_lost_it() -> None:
+    lost = seen(node("n3", arrived_for=7, failure="killed", exit_code=-9))
+    w = wait(view(SEVEN, replacing("n1"), replacing("n2"), lost))
+    assert "n1, n2 replace dead workers" in w.reason
+    holders = [replacing(name, NodeState.READY) for name in ("n1", "n2")]
+    p = proposal(view(SEVEN, *holders, lost))
+    assert (named(p), p.mode) == (["n1", "n2"], "in-process")

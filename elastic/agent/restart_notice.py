@@ -1,0 +1,66 @@
+"""Says once, at the start of a job, what its recovery promises when that is less than in-process.
+
+Which of the two a script gets depends on what it calls, and nothing else shows: a script that knows
+nothing of this project trains under this launcher as under any other, until the world changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.telemetry.log import get_logger
+
+# From the start of the workers to elastic.join(): imports, on a busy machine or a cold cache.
+JOINED_WITHIN_S = 30.0
+
+RESTART_MODE = (
+    "mode=restart: when the world changes, all workers are started again. A script with "
+    "elastic.join() goes on from its last checkpoint, with the same global batch and order of "
+    "data; any other one has to load its own checkpoint, and its global batch is the batch per "
+    "rank times the number of ranks: it changes with the world"
+)
+UNMODIFIED = (
+    "no worker has called elastic.join() within {after_s:g} s of its start. If none does: when the "
+    "world changes, all workers are started again. The script has to load its own newest "
+    "checkpoint, or it begins from scratch; what was done since that is done again. Its global "
+    "batch is the batch per rank times the number of ranks: it changes with the world (elastic."
+    "join() with run.loader keeps it the same)"
+)
+
+
+class RestartNotice:
+    """One per agent. ``say`` takes the sentence."""
+
+    def __init__(
+        self,
+        mode: str,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self._mode = mode
+        self._clock = clock
+        self._say = say or get_logger().warning
+        self._due_s: float | None = None
+        self._is_told = False
+
+    def workers_start(self, *, is_first_node: bool) -> None:
+        """Workers are started, in a world whose rank 0 is one of them or not."""
+        if self._is_told or not is_first_node:
+            self._due_s = None
+        elif self._mode == "restart":
+            self._tell(RESTART_MODE)
+        elif self._due_s is None:
+            self._due_s = self._clock.monotonic() + JOINED_WITHIN_S
+
+    def look(self, *, have_joined: bool) -> None:
+        """Called now and then while they run. ``have_joined``: one has called elastic.join()."""
+        if have_joined:
+            self._due_s = None
+        elif self._due_s is not None and self._clock.monotonic() >= self._due_s:
+            self._tell(UNMODIFIED.format(after_s=JOINED_WITHIN_S))
+
+    def _tell(self, sentence: str) -> None:
+        self._is_told, self._due_s = True, None
+        self._say(sentence)

@@ -1,0 +1,93 @@
+"""A training script that is wired up in one of three ways, on one node or none.
+
+``--wiring``: ``retry`` (in-process where the launcher can), ``none`` (no ``run.retry``) or
+``foreign`` (``run.retry`` in a process group that the script has made by itself). A file ``hold``
+in the folder keeps every worker in the script's own code, in the middle of a step, for as long as
+it is there; while there is one named ``disk-full``, no part of a checkpoint can be
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+from checkpoints import LocalStorage
+from checkpoints.faulty import FaultyStorage
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--memory-every", type=int, default=0)
+    parser.add_argument("--wiring", choices=("retry", "none", "foreign"), default="retry")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    if options.wiring == "foreign" and "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    elif options.wiring == "foreign":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    def before(label: str) -> None:
+        if "safetensors" in label and (options.folder / "disk-full").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = elastic.join(
+        checkpoints=elastic.Checkpoints(
+            folder=FaultyStorage(LocalStorage(os.environ["ELASTIC_CHECKPOINTS"]), before=before),
+            every_steps=options.save_every,
+            memory=options.memory_every or False,
+        )
+    )
+    hold, hurry = options.folder / "hold", options.folder / "hurry"
+    model = run.wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.track(optimizer=optimizer)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(options.samples, 8, dtype=torch.float64, generator=generator)
+    y = (x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
+    loader = run.loader(
+        DataLoader(TensorDataset(x, y), batch_size=options.batch, shuffle=True),
+        global_batch=options.batch,
+    )
+
+    def train() -> None:
+        for _ in run.epochs(options.epochs):
+            for inputs, targets in loader:
+                while hold.exists():
+                    (options.folder / f"held-{os.getpid()}").touch()
+                    time.sleep(0.02)
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                if not hurry.exists():
+                    time.sleep(options.step_s)
+
+    if options.wiring == "none":
+        train()
+    else:
+        run.retry(train)
+    if run.is_main:
+        weights = {k: v.detach().clone() for k, v in model.module.state_dict().items()}
+        save_file(weights, options.folder / "final.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What is on disk after a worker's death, SIGTERM and a clean end, however a script is wired up and
+whoever launches it: the checkpoint that was promised, and the next start goes on from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload
+
+import checkpoints
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.ledger import Ledger, read_ledger
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SCRIPT = SCRIPTS / "wiring.py"
+EVERY = 5
+WORKLOAD = Workload(samples=48, batch=24, epochs=150, step_s=0.05, save_every=EVERY)
+WITHIN_S = 90.0
+WIRINGS = ("retry", "none", "foreign")
+LAUNCHERS = ("etcd-v3", "c10d", "python")
+
+
+class Job(Protocol):
+    """One node of two workers, or a process without any launcher."""
+
+    def start(self) -> None: ...
+
+    def kill_worker(self) -> None:
+        """A worker dies; somebody starts the job's processes again."""
+
+    def terminate(self) -> None:
+        """SIGTERM to the node, and wait for its end."""
+
+    def ended(self) -> bool: ...
+
+
+class Launched:
+    """Under torchrun."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.job = job
+
+    def start(self) -> None:
+        self.job.start_node()
+
+    def kill_worker(self) -> None:
+        self.job.running[0].kill_worker(1)
+
+    def terminate(self) -> None:
+        node = self.job.running[0]
+        node.terminate()
+        node.wait(WITHIN_S)
+
+    def ended(self) -> bool:
+        return not self.job.running
+
+
+class Plain:
+    """``python train.py``, by a person."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        dropped = ("ELASTIC", "TORCHELASTIC")
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+        self._env |= {
+            "ELASTIC_CHECKPOINTS": str(folder / "checkpoints"),
+            "ELASTIC_LEDGER": str(folder / "ledger"),
+            "ELASTIC_NODE_NAME": "alone",
+            "OMP_NUM_THREADS": "1",
+        }
+        (folder / "ledger").mkdir()
+        self._command = [sys.executable, str(SCRIPT), *workload.arguments(folder)]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, env=self._env)
+
+    def kill_worker(self) -> None:
+        self._end_by(signal.SIGKILL)
+        self.start()
+
+    def terminate(self) -> None:
+        self._end_by(signal.SIGTERM)
+
+    def ended(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
+
+    def _end_by(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.process.wait(WITHIN_S)
+
+
+@contextmanager
+def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload) -> Iterator[Job]:
+    """A job that is not started yet."""
+    if launcher == "python":
+        plain = Plain(folder, workload)
+        try:
+            yield plain
+        finally:
+            if plain.process is not None:
+                plain.process.kill()
+                plain.process.wait()
+        return
+    endpoint = etcd.endpoint if launcher == "etcd-v3" else f"127.0.0.1:{free_port()}"
+    with TrainingJob(
+        [endpoint],
+        folder,
+        script=SCRIPT,
+        workload=workload,
+        backend=launcher,
+        nproc=2,
+        max_nodes=1,
+    ) as job:
+        yield Launched(job)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_was_promised_is_saved(
+    etcd: EmbeddedEtcd, tmp_path: Path, launcher: str, wiring: str
+) -> None:
+    workload = replace(WORKLOAD, extra=(f"--wiring={wiring}",))
+
+    def ledger() -> Ledger:
+        return read_ledger(tmp_path / "ledger")
+
+    def newest() -> int:
+        listed = checkpoints.list_checkpoints(tmp_path / "checkpoints")
+        return max((info.step for info in listed), default=0)
+
+    def wait_start(after: int) -> int:
+        """At which step the next world begins."""
+        wait_for(lambda: ledger().last_generation > after, "the next world")
+        begun = ledger()
+        return min(s.step for s in begun.starts if s.generation == begun.last_generation)
+
+    with launched(launcher, etcd, tmp_path, workload) as job:
+        job.start()
+        # The last save of the policy's is on disk: nothing older may be gone back to.
+        wait_for(lambda: newest() >= 2 * EVERY, "saves by the policy")
+        saved, generation = newest(), ledger().last_generation
+        job.kill_worker()
+        killed_at = ledger().last_step + 1
+        began_at = wait_start(generation)
+        assert began_at >= saved, "not older than the policy allows"
+        if launcher != "python":  # the sibling has saved
+            assert began_at >= killed_at, "the sibling held a later step"
+
+        wait_for(lambda: ledger().last_step >= began_at + EVERY, "progress")
+        job.terminate()
+        done = ledger().last_step + 1
+        assert newest() == done, "SIGTERM leaves the last committed step"
+        generation = ledger().last_generation
+        job.start()
+        assert wait_start(generation) == done
+
+        (tmp_path / "hurry").touch()
+        wait_for(job.ended, "the end")
+        assert newest() == workload.steps, "a clean end leaves the last step"
+        ledger().assert_exactly_once(workload.samples, workload.epochs)
+        ledger().final_hash()

@@ -1,0 +1,156 @@
+"""A worker of a one-node job dies: its siblings hold the job's last step.
+
+In-process they keep it, and only the dead worker is replaced. Where torchrun starts them all anew
+they save it first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload
+
+import checkpoints
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SCRIPT = SCRIPTS / "wiring.py"
+# Nothing is saved but what a death leaves behind.
+WORKLOAD = Workload(samples=240, epochs=400, step_s=0.1, save_every=1000)
+NOTICES = (
+    "training begins without run.retry()",
+    "mode=restart: when the world changes",
+    "no worker has called elastic.join()",
+)
+
+
+def kill(job: TrainingJob, local_rank: int) -> None:
+    """Kill one worker, and wait until the job trains again."""
+    generation = job.training_nodes()[0]
+    job.running[0].kill_worker(local_rank)
+    job.wait_for(lambda: job.ledger().last_generation > generation, 60.0, "the next world")
+    (job.folder / "hold").unlink(missing_ok=True)
+    job.wait_training(nodes=1, after_generation=generation)
+
+
+def hold(job: TrainingJob) -> None:
+    """Keep all workers in the script's own code, in the middle of a step."""
+    for left in job.folder.glob("held-*"):
+        left.unlink()
+    (job.folder / "hold").touch()
+    job.wait_for(lambda: len(list(job.folder.glob("held-*"))) == 3, 60.0, "all workers held")
+
+
+@pytest.mark.parametrize(
+    ("wiring", "conf", "notice"),
+    [
+        ("none", {}, "training begins without run.retry()"),
+        ("retry", {"mode": "restart"}, "mode=restart: when the world changes"),
+    ],
+    ids=["without retry", "mode=restart"],
+)
+def test_no_step_is_lost_with_one_worker_of_three(
+    etcd: EmbeddedEtcd, tmp_path: Path, wiring: str, conf: dict[str, object], notice: str
+) -> None:
+    workload = Workload(**{**vars(WORKLOAD), "extra": (f"--wiring={wiring}",)})
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path,
+        script=SCRIPT,
+        workload=workload,
+        nproc=3,
+        max_nodes=1,
+        conf=conf,
+    ) as job:
+        job.start_nodes(1)
+        job.wait_step(5)
+        kill(job, 1)  # the others are in a collective, or soon at a boundary
+        job.wait_progress()
+        kill(job, 0)  # rank 0: another one has to write
+        job.wait_progress()
+        hold(job)  # nobody comes to a boundary
+        kill(job, 2)
+        job.wait_progress()
+        ledger = job.ledger()
+        assert ledger.recomputed_steps == 0, job.report()
+        assert len(checkpoints.list_checkpoints(tmp_path / "checkpoints")) == 3
+        said = [n for n in NOTICES for _ in range(job.nodes[0].log_text().count(n))]
+        assert said == ([notice] if notice else []), "once, and what is true"
+        starts = {s.generation: s.step for s in ledger.starts}
+        assert len(starts) == 4 and all(step > 0 for step in list(starts.values())[1:]), starts
+
+
+def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    with TrainingJob(
+        [etcd.endpoint], tmp_path, script=SCRIPT, workload=WORKLOAD, nproc=3, max_nodes=1
+    ) as job:
+        node = job.start_node()
+        job.wait_step(5)
+        before = pids(job)
+        for local_rank in (1, 0):
+            kill(job, local_rank)
+            job.wait_progress()
+        after = pids(job)
+        assert after[2] == before[2] and after[1] != before[1] and after[0] != before[0]
+
+        generation = job.generation()
+        for local_rank in (1, 2):  # two of three, at once
+            node.kill_worker(local_rank)
+        job.wait_training(nodes=1, after_generation=generation)
+        assert pids(job)[0] == after[0]
+        assert job.ledger().recomputed_steps == 0, job.report()
+        assert checkpoints.list_checkpoints(tmp_path / "checkpoints") == (), "nobody had to save"
+
+        # What dies before it is ready is no passing fault: all are started anew, after a save.
+        before = pids(job)
+        node.kill_worker(2)
+        job.wait_for(lambda: pids(job).get(2, before[2]) != before[2], 60.0, "the replacement")
+        node.kill_worker(2)
+        job.wait_for(lambda: len(restored(job)) > 3, 60.0, "a restart of all")
+        job.wait_progress()
+        assert set(pids(job).values()).isdisjoint(before.values())
+        assert job.ledger().recomputed_steps == 0, job.report()
+        assert len(checkpoints.list_checkpoints(tmp_path / "checkpoints")) == 1
+        events = read_journal(tmp_path / "journal")
+        replaced = [e["local_rank"] for e in events if e["event"] == "worker-replaced"]
+        assert replaced[:2] == [1, 0] and sorted(replaced[2:]) == [1, 2, 2], replaced
+        assert not [n for n in NOTICES if n in node.log_text()], "in-process is what is promised"
+
+
+def pids(job: TrainingJob) -> dict[int, int]:
+    """Of the living workers, by local rank."""
+    return {rank: process.pid for rank, process in job.running[0].workers().items()}
+
+
+def test_memory_comes_first(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    """The agent outlives its workers: what is in its memory needs no disk."""
+    extra = (f"--memory-every={WORKLOAD.save_every}",)
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path,
+        script=SCRIPT,
+        workload=Workload(**{**vars(WORKLOAD), "extra": extra}),
+        nproc=3,
+        max_nodes=1,
+        conf={"mode": "restart"},
+    ) as job:
+        job.start_nodes(1)
+        job.wait_step(5)
+        (tmp_path / "disk-full").touch()
+        job.running[0].kill_worker(0)
+        job.wait_for(lambda: len(restored(job)) == 6, 60.0, "the next world")
+        (tmp_path / "disk-full").unlink()
+        job.wait_training(nodes=1, after_generation=1)
+        assert job.ledger().recomputed_steps == 0, job.report()
+        assert all(event["step"] >= 5 for event in restored(job)[3:])
+        assert checkpoints.list_checkpoints(tmp_path / "checkpoints") == ()
+
+
+def restored(job: TrainingJob) -> list[dict[str, Any]]:
+    """What each worker went on from, oldest first."""
+    found = read_journal(job.folder / "journal")
+    return [e for e in found if e["event"] == "state-restored"]

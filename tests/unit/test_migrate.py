@@ -1,0 +1,222 @@
+"""The ports in ``examples/migrate``: how small they are, and that a death changes nothing of them.
+
+The scripts run as they are, between a line before and a line after: where and with which arguments
+they run, and what of them is compared. Double precision, since worlds of other sizes add up in
+another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.testing.small_world import Death, Outcome, SmallWorld
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "migrate"
+SIZE = 3
+TOLERANCE = 1e-6
+SEEDS = range(3)
+# As torchrun sets it for one process.
+ONE_PROCESS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+# Ends the process at an optimizer step, once a checkpoint of an earlier one is complete.
+KILL = """
+def kill_at(step, saved):
+    import itertools, os, pathlib, signal, time
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    import checkpoints
+    count = itertools.count(1)
+    def after_step(*_):
+        if next(count) < step:
+            return
+        until_s = time.monotonic() + 60
+        while (found := checkpoints.latest(saved).checkpoint) is None:
+            assert time.monotonic() < until_s, "nothing was saved"
+            time.sleep(0.01)
+        print("killed after", found.name, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    register_optimizer_step_post_hook(after_step)
+kill_at(*{})
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A pair of scripts, and how the tests run them."""
+
+    name: str
+    most_changed_lines: int  # issue 13
+    arguments: tuple[str, ...]
+    model: str  # an expression at the end of after.py
+    saved: str  # its checkpoints
+    kill_at_step: int
+    needs_torchrun: bool = False  # before.py
+
+    def script(self, which: str) -> Path:
+        return EXAMPLES / self.name / f"{which}.py"
+
+
+TUTORIAL = Example(
+    name="ddp_tutorial",
+    most_changed_lines=16,
+    arguments=("2", "1", "--batch_size", "12"),
+    model="run._session.job.modules['model'].module.state_dict()",
+    saved="checkpoints",
+    kill_at_step=70,
+    needs_torchrun=True,
+)
+NANOGPT = Example(
+    name="nanogpt",
+    most_changed_lines=30,
+    arguments=(),
+    model="{**raw_model.state_dict(), 'iter_num': torch.tensor(run.state['iter_num'])}",
+    saved="out/elastic",
+    kill_at_step=17,
+)
+BOTH = pytest.mark.parametrize("example", [TUTORIAL, NANOGPT], ids=lambda example: example.name)
+
+
+@dataclass
+class Runs:
+    """Runs of the scripts in a small world; alone and undisturbed once each."""
+
+    world: SmallWorld
+    folder: Path
+    _kept: dict[str, Outcome] = field(default_factory=dict)
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def run(
+        self,
+        example: Example,
+        which: str,
+        *,
+        size: int,
+        place: Path | None = None,
+        before: str = "",
+        death: Death | None = None,
+        is_replaced: bool = False,
+    ) -> Outcome:
+        """In ``place``, the working directory; by default a new one."""
+        folder = self.folder / f"{example.name}-{which}-{next(self._number)}"
+        place = place or folder / "place"
+        for made in (folder, place):
+            made.mkdir(parents=True, exist_ok=True)
+        source = example.script(which)
+        begin = (
+            f"import os, sys, torch; os.chdir({str(place)!r}); "
+            f"sys.path.insert(0, {str(source.parent)!r}); sys.argv[1:] = {example.arguments!r}; "
+            f"torch.set_default_dtype(torch.float64)\n{before}"
+        )
+        result = example.model if which == "after" else "{'ended': torch.ones(1)}"
+        script = folder / "train.py"
+        script.write_text(f"{begin}{source.read_text()}\nresult = {result}\n")
+        return self.world.run(
+            script, folder / "logs", size=size, death=death, is_replaced=is_replaced
+        )
+
+    def kept(self, example: Example, size: int) -> Outcome:
+        """after.py, undisturbed; size 1 is plain ``python``."""
+        name = f"{example.name} {size}"
+        if name not in self._kept:
+            self._kept[name] = self.run(example, "after", size=size)
+            self._kept[name].assert_success(workers=size)
+        return self._kept[name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with SmallWorld() as world:
+        yield Runs(world, tmp_path_factory.mktemp("migrate"))
+
+
+def assert_same(example: Example, outcome: Outcome, runs: Runs) -> None:
+    """All workers hold what one process trains that nothing disturbs, after as many steps."""
+    expected = runs.kept(example, 1).survivors[0]
+    for worker in outcome.survivors:
+        assert worker.steps == expected.steps, outcome.describe()
+        assert worker.result.keys() == expected.result.keys()
+        for name, value in expected.result.items():
+            is_close = torch.allclose(worker.result[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+            assert is_close, f"{name} of {worker.name}\n{outcome.describe()}"
+
+
+@BOTH
+def test_the_ordinary_script_runs_alone(runs: Runs, example: Example) -> None:
+    before = f"os.environ.update({ONE_PROCESS!r})\n" if example.needs_torchrun else ""
+    runs.run(example, "before", size=1, before=before).assert_success(workers=1)
+
+
+@BOTH
+def test_the_ordinary_script_runs_in_a_world_of_two(runs: Runs, example: Example) -> None:
+    runs.run(example, "before", size=2).assert_success(workers=2)
+
+
+@BOTH
+def test_the_port_trains_the_same_in_a_world_of_three(runs: Runs, example: Example) -> None:
+    assert_same(example, runs.kept(example, SIZE), runs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@BOTH
+def test_a_death_at_a_random_line_of_the_port_changes_nothing(
+    runs: Runs, example: Example, seed: int
+) -> None:
+    draw = random.Random(f"{example.name}/{seed}")
+    rank = draw.randrange(SIZE)
+    lines = runs.kept(example, SIZE).workers[rank].lines
+    death = Death(rank=rank, event=draw.randint(1, lines))
+    is_replaced = seed % 2 == 1
+    outcome = runs.run(example, "after", size=SIZE, death=death, is_replaced=is_replaced)
+    outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
+    assert outcome.died_at, f"{death} was not reached"
+    assert_same(example, outcome, runs)
+
+
+@BOTH
+def test_a_killed_job_goes_on_from_its_checkpoint_with_another_number_of_workers(
+    runs: Runs, example: Example, tmp_path: Path
+) -> None:
+    kill = KILL.format((example.kill_at_step, example.saved))
+    (killed,) = runs.run(example, "after", size=1, place=tmp_path, before=kill).workers
+    assert killed.exit_code is None, killed.log
+    assert "killed after step-" in killed.log
+    outcome = runs.run(example, "after", size=2, place=tmp_path)
+    outcome.assert_success(workers=2)
+    assert "state-restored source='step-" in outcome.workers[0].log
+    assert_same(example, outcome, runs)
+
+
+@BOTH
+def test_a_job_that_is_complete_trains_no_more(
+    runs: Runs, example: Example, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        outcome = runs.run(example, "after", size=1, place=tmp_path)
+        outcome.assert_success(workers=1)
+        assert_same(example, outcome, runs)
+
+
+@BOTH
+def test_a_port_is_small(example: Example) -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "migration_diffs.py"))
+    changed = page["changed_lines"](example.script("before"), example.script("after"))
+    assert 0 < changed <= example.most_changed_lines
+
+
+def test_the_page_shows_the_diffs_as_they_are() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "migration_diffs.py"))
+    text = (EXAMPLES / "README.md").read_text()
+    assert page["renewed"](text) == text, "run python scripts/migration_diffs.py"

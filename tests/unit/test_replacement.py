@@ -1,0 +1,166 @@
+"""A dead worker among those that torch supervises: replaced as decided, once, and not when all are
+ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.agent import torch_private
+from elastic.agent.replacement import CALL_JOIN, DECIDED_WITHIN_S, Replacement
+from elastic.agent.torch_private import SupervisedWorker, Supervision
+from elastic.clock import ManualClock
+from elastic.events import Event
+
+TELL = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+@dataclass
+class Node:
+    """What the node's thread has decided."""
+
+    decision: bool | None = None
+    is_allowed: bool = False
+    is_replacing: bool = False
+
+    def allow_replacement(self, is_allowed: bool) -> None:
+        self.is_allowed = is_allowed
+
+    def is_to_be_replaced(self, pid: int) -> bool | None:
+        return self.decision
+
+
+@dataclass
+class Events:
+    said: list[Event] = field(default_factory=list)
+
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        self.said.append(event)
+
+
+class Agent:
+    """As much of torch's agent as is used, with one worker that has ended with 1."""
+
+    def __init__(self, folder: Path, restarts: int = 3) -> None:
+        self.error_file = folder / "error.json"
+        self.error_file.write_text("the dead one's")
+        command = [sys.executable, "-c", "raise SystemExit(1)"]
+        process = subprocess.Popen(command, start_new_session=True)
+        process.wait()
+        self.handler: Any = SimpleNamespace(proc=process)
+        self._remaining_restarts = restarts
+        self._worker_group = SimpleNamespace(workers=[SimpleNamespace(id=process.pid)])
+
+    @property
+    def supervision(self) -> Supervision:
+        worker = SupervisedWorker(
+            local_rank=0,
+            process=self.handler.proc,
+            environment={"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            stdout=None,
+            stderr=None,
+            error_file=str(self.error_file),
+            handler=self.handler,
+        )
+        return Supervision((worker,), self._remaining_restarts, self)
+
+    def _capture_process_failures(self) -> int | None:
+        code: int | None = self.handler.proc.poll()
+        return code
+
+    def look(self) -> int | None:
+        return self._capture_process_failures()
+
+    def close(self) -> int | None:
+        code: int | None = self.handler.proc.poll()
+        return code
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(tmp_path)
+
+
+def test_torch_sees_no_failure_where_the_worker_is_replaced(agent: Agent) -> None:
+    node, events = Node(), Events()
+    replacement = Replacement(node, events, nullcontext)
+    replacement.look(agent.supervision)
+    assert node.is_allowed
+    dead = agent.handler.proc.pid
+    assert agent.look() is None, "the node's thread has not decided yet"
+    assert agent.close() == 1, "who ends all workers sees that it is dead"
+    node.decision = True
+    assert agent.look() is None
+    assert agent._worker_group.workers[0].id == agent.handler.proc.pid != dead
+    assert agent._remaining_restarts == 2
+    assert not agent.error_file.exists()
+    assert [type(e).__name__ for e in events.said] == ["WorkerReplaced"]
+    assert agent.handler.proc.wait() == 1
+
+
+def test_torch_sees_the_failure_otherwise_and_of_all_that_it_ends_then(agent: Agent) -> None:
+    node = Node(decision=False)
+    replacement = Replacement(node, Events(), nullcontext)
+    replacement.look(agent.supervision)
+    assert agent.look() == 1
+    assert not node.is_allowed, "whom torch ends now is no dead worker"
+    node.decision = True
+    assert agent.look() == agent.look() == 1
+    assert agent._remaining_restarts == 3
+
+
+def test_what_dies_together_counts_as_one_restart(agent: Agent) -> None:
+    node = Node(decision=True)
+    replacement = Replacement(node, Events(), nullcontext)
+    for is_replacing, left in ((False, 2), (True, 2), (False, 1)):
+        node.is_replacing = is_replacing
+        replacement.look(agent.supervision)
+        agent.handler.proc.wait()
+        assert agent.look() is None
+        assert agent._remaining_restarts == left
+    node.is_replacing, node.decision = True, False
+    replacement.look(agent.supervision)
+    agent.handler.proc.wait()
+    assert agent.look() == 1
+    assert agent._remaining_restarts == 2, "torch counts the restart of all by itself"
+
+
+def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
+    clock = ManualClock()
+    Replacement(Node(), Events(), nullcontext, clock).look(agent.supervision)
+    assert agent.look() is None
+    clock.advance(DECIDED_WITHIN_S)
+    assert agent.look() == 1
+
+
+def test_restarts_are_counted(tmp_path: Path) -> None:
+    node = Node()
+    Replacement(node, Events(), nullcontext).look(Agent(tmp_path, restarts=0).supervision)
+    assert not node.is_allowed
+
+
+def test_without_processes_of_its_own_torch_restarts_all() -> None:
+    node = Node(is_allowed=True)
+    Replacement(node, Events(), nullcontext).look(torch_private.supervision())
+    assert not node.is_allowed
+
+
+def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
+    node = Node(decision=True)
+    agent.handler.proc.args = [sys.executable, "-c", TELL]
+    replacement = Replacement(node, Events(), nullcontext)
+    supervision = agent.supervision
+    with (tmp_path / "out").open("wb") as out:
+        worker = SupervisedWorker(**{**vars(supervision.workers[0]), "stdout": out})
+        replacement.look(Supervision((worker,), 3, agent))
+        assert agent.look() is None
+    assert agent.handler.proc.wait() == 0
+    told = (tmp_path / "out").read_text()
+    assert f'"MASTER_PORT": "{CALL_JOIN}"' in told and '"ELASTIC_GENERATION": "0"' in told

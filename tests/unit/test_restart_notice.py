@@ -1,0 +1,42 @@
+"""What is said at the start of a job whose workers are restarted when the world changes."""
+
+from __future__ import annotations
+
+from elastic.agent.restart_notice import JOINED_WITHIN_S, RestartNotice
+from elastic.clock import ManualClock
+
+
+def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:
+    clock, said = ManualClock(), list[str]()
+    notice = RestartNotice("in-process", clock=clock, say=said.append)
+    notice.workers_start(is_first_node=True)
+    notice.look(have_joined=False)
+    assert not said, "they may still import"
+    clock.advance(JOINED_WITHIN_S)
+    notice.look(have_joined=False)
+    (sentence,) = said
+    assert "no worker has called elastic.join()" in sentence
+    assert "it changes with the world" in sentence
+    notice.workers_start(is_first_node=True)
+    clock.advance(JOINED_WITHIN_S)
+    notice.look(have_joined=False)
+    assert len(said) == 1
+
+
+def test_scripts_that_join_and_other_nodes_say_nothing() -> None:
+    for is_first_node, have_joined in ((True, True), (False, False)):
+        clock, said = ManualClock(), list[str]()
+        notice = RestartNotice("in-process", clock=clock, say=said.append)
+        notice.workers_start(is_first_node=is_first_node)
+        clock.advance(JOINED_WITHIN_S)
+        notice.look(have_joined=have_joined)
+        assert not said
+
+
+def test_restart_mode_is_known_at_once() -> None:
+    said = list[str]()
+    notice = RestartNotice("restart", clock=ManualClock(), say=said.append)
+    notice.workers_start(is_first_node=True)
+    notice.workers_start(is_first_node=True)
+    (sentence,) = said
+    assert sentence.startswith("mode=restart: ")

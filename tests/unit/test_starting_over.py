@@ -1,0 +1,138 @@
+"""A restarted script that reads none of its checkpoints before it writes the next one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from elastic.agent.file_reads import FileReads
+from elastic.agent.starting_over import StartingOver, places, written_since
+
+WITHIN_S = 30.0
+STATE = {"weights": torch.zeros(1000)}
+
+
+def save(path: Path, value: float = 0.0) -> None:
+    torch.save({"weights": torch.full((1000,), value)}, path)
+
+
+def test_reads_are_seen_and_writes_are_none(tmp_path: Path) -> None:
+    names = ("torch.pt", "mapped.pt", "x.safetensors", "lazy.bin", "overwritten.pt", "replaced.pt")
+    paths = {name: tmp_path / name for name in names}
+    for name, path in paths.items():
+        if name.endswith(".safetensors"):
+            save_file(STATE, path)
+        else:
+            save(path)
+    reads = FileReads([*paths.values()])
+    save(paths["overwritten.pt"])
+    torch.load(paths["overwritten.pt"])  # what it has just written
+    save(tmp_path / "new")
+    (tmp_path / "new").replace(paths["replaced.pt"])
+    assert reads.seen() == set()
+    torch.load(paths["torch.pt"])
+    torch.load(paths["mapped.pt"], mmap=True)
+    load_file(paths["x.safetensors"])
+    with paths["lazy.bin"].open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    read = {paths[n] for n in ("torch.pt", "mapped.pt", "x.safetensors", "lazy.bin")}
+    assert reads.seen() == read
+    mapped.close()
+    reads.close()
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="missing"):
+        FileReads([tmp_path / "missing.pt"])
+
+
+def test_only_checkpoints_of_this_job_count(tmp_path: Path) -> None:
+    save(tmp_path / "old.pt")
+    os.utime(tmp_path / "old.pt", (0, 0))
+    deep = tmp_path / "out" / "run-1" / "checkpoint-5"
+    deep.mkdir(parents=True)
+    save(deep / "model.pt")
+    (tmp_path / "log.txt").write_text("x" * 1000)
+    (tmp_path / "empty.pt").touch()
+    hidden = tmp_path / ".cache"
+    hidden.mkdir()
+    save(hidden / "model.pt")
+    assert [w.path for w in written_since([tmp_path], 1.0)] == [deep / "model.pt"]
+
+
+def test_places_are_the_working_directory_and_what_arguments_name(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "inside", there):
+        folder.mkdir(parents=True)
+    arguments = ["train.py", f"--out_dir={there}/new", "inside", "--steps=5"]
+    assert set(places(arguments, here)) == {here, there}
+
+
+@pytest.fixture
+def warned() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watch(tmp_path: Path, warned: list[str]) -> Iterator[StartingOver]:
+    began = StartingOver(lambda: [tmp_path], lambda: True, warn=warned.append)
+    yield began
+    began.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def is_done(watch: StartingOver) -> bool:
+    return watch._thread is not None and not watch._thread.is_alive()
+
+
+def is_watching(path: Path) -> bool:
+    """Whether this process watches the file: the kernel lists the inode of each watch."""
+    wanted = f"ino:{path.stat().st_ino:x} "
+    return any(
+        wanted in info.read_text() for info in Path("/proc/self/fdinfo").iterdir() if info.exists()
+    )
+
+
+@pytest.mark.parametrize("again", ["ckpt.pt", "step-20.pt"])
+def test_written_again_without_a_read_is_told(
+    tmp_path: Path, watch: StartingOver, warned: list[str], again: str
+) -> None:
+    save(tmp_path / "ckpt.pt")
+    watch.workers_start_again()
+    wait_for(lambda: is_watching(tmp_path / "ckpt.pt"))
+    save(tmp_path / again, 1.0)
+    wait_for(lambda: is_done(watch))
+    (said,) = warned
+    assert f"written {tmp_path / again} " in said
+    assert ("again without having read it" in said) == (again == "ckpt.pt")
+    watch.workers_start_again()
+    assert watch._thread is None, "once is enough"
+
+
+def test_a_read_ends_it(tmp_path: Path, watch: StartingOver, warned: list[str]) -> None:
+    save(tmp_path / "ckpt.pt")
+    watch.workers_start_again()
+    wait_for(lambda: is_watching(tmp_path / "ckpt.pt"))
+    torch.load(tmp_path / "ckpt.pt")
+    save(tmp_path / "ckpt.pt", 1.0)
+    wait_for(lambda: is_done(watch))
+    assert warned == []
+
+
+def test_nothing_saved_nothing_watched(watch: StartingOver, warned: list[str]) -> None:
+    watch.workers_start_again()
+    wait_for(lambda: is_done(watch))
+    assert warned == []
