@@ -1,7 +1,7 @@
 """Counters in `run.state`
 
 JSON values that travel with the model: saved, restored, and put back with a step that is
-redone.
+redone. All ranks write them alike: what only rank 0 writes is lost with it.
 Group: Averages and state
 """
 

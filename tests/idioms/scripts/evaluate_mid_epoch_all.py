@@ -1,0 +1,49 @@
+"""Evaluation in mid-epoch, on all ranks
+
+Group: Evaluation and logging
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+val_loader = run.shard(DataLoader(dataset, batch_size=16))
+
+
+@torch.inference_mode()
+def validate():
+    model.eval()
+    error, seen = 0.0, 0
+    for inputs, targets in val_loader:
+        error += F.mse_loss(model(inputs), targets, reduction="sum").item()
+        seen += len(inputs)
+    model.train()
+    return run.mean(seen, error=error / max(seen, 1))["error"]
+
+
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            if i % 4 == 3:
+                run.state[f"{epoch}-{i}"] = validate()
+
+
+run.retry(train)
+errors = {key: torch.tensor(value) for key, value in run.state.items()}
+result = {**model.state_dict(), **errors}
