@@ -72,10 +72,10 @@ class Example:
 TUTORIAL = Example(
     name="ddp_tutorial",
     most_changed_lines=16,
-    arguments=("2", "1", "--batch_size", "12"),
+    arguments=("2", "1", "--batch_size", "20"),
     model="run._session.job.modules['model'].module.state_dict()",
     saved="checkpoints",
-    kill_at_step=70,
+    kill_at_step=60,
     needs_torchrun=True,
 )
 NANOGPT = Example(
@@ -86,7 +86,18 @@ NANOGPT = Example(
     saved="out/elastic",
     kill_at_step=17,
 )
-BOTH = pytest.mark.parametrize("example", [TUTORIAL, NANOGPT], ids=lambda example: example.name)
+IMAGENET = Example(
+    name="imagenet",
+    most_changed_lines=30,
+    arguments=(),
+    model="{**model.state_dict(), 'best': torch.tensor(run.state['best_acc1'])}",
+    saved="checkpoints",
+    kill_at_step=17,
+    needs_torchrun=True,
+)
+ALL = pytest.mark.parametrize(
+    "example", [TUTORIAL, NANOGPT, IMAGENET], ids=lambda example: example.name
+)
 
 
 @dataclass
@@ -153,24 +164,24 @@ def assert_same(example: Example, outcome: Outcome, runs: Runs) -> None:
             assert is_close, f"{name} of {worker.name}\n{outcome.describe()}"
 
 
-@BOTH
+@ALL
 def test_the_ordinary_script_runs_alone(runs: Runs, example: Example) -> None:
     before = f"os.environ.update({ONE_PROCESS!r})\n" if example.needs_torchrun else ""
     runs.run(example, "before", size=1, before=before).assert_success(workers=1)
 
 
-@BOTH
+@ALL
 def test_the_ordinary_script_runs_in_a_world_of_two(runs: Runs, example: Example) -> None:
     runs.run(example, "before", size=2).assert_success(workers=2)
 
 
-@BOTH
+@ALL
 def test_the_port_trains_the_same_in_a_world_of_three(runs: Runs, example: Example) -> None:
     assert_same(example, runs.kept(example, SIZE), runs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@BOTH
+@ALL
 def test_a_death_at_a_random_line_of_the_port_changes_nothing(
     runs: Runs, example: Example, seed: int
 ) -> None:
@@ -185,7 +196,7 @@ def test_a_death_at_a_random_line_of_the_port_changes_nothing(
     assert_same(example, outcome, runs)
 
 
-@BOTH
+@ALL
 def test_a_killed_job_goes_on_from_its_checkpoint_with_another_number_of_workers(
     runs: Runs, example: Example, tmp_path: Path
 ) -> None:
@@ -199,7 +210,7 @@ def test_a_killed_job_goes_on_from_its_checkpoint_with_another_number_of_workers
     assert_same(example, outcome, runs)
 
 
-@BOTH
+@ALL
 def test_a_job_that_is_complete_trains_no_more(
     runs: Runs, example: Example, tmp_path: Path
 ) -> None:
@@ -209,7 +220,7 @@ def test_a_job_that_is_complete_trains_no_more(
         assert_same(example, outcome, runs)
 
 
-@BOTH
+@ALL
 def test_a_port_is_small(example: Example) -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "migration_diffs.py"))
     changed = page["changed_lines"](example.script("before"), example.script("after"))
