@@ -1,6 +1,7 @@
-"""Who reads an iterator that we have made: ``enumerate`` or ``itertools.cycle``.
+"""Who reads an iterator that we have made: ``enumerate``, ``itertools.islice`` or ``cycle``.
 
-``enumerate`` counts from 0 wherever a pass begins, and ``cycle`` never asks for a second pass.
+``enumerate`` and ``islice`` count from 0 wherever a pass begins, and ``cycle`` never asks for a
+second pass.
 Neither tells the iterator, but Python's garbage collector knows who refers to it.
 """
 
@@ -28,6 +29,7 @@ class Consumer:
 
     counts_from: int | None = None  # of enumerate
     is_cycle: bool = False
+    is_slice: bool = False
 
     def refuse_cycle(self) -> None:
         """Raise TrainingError for ``itertools.cycle``: it keeps every batch and gives them again.
@@ -43,6 +45,13 @@ class Consumer:
 
     def warn_of_count(self, index: int) -> None:
         """Warn, once per process, when a count from 0 or 1 begins at step ``index``."""
+        if self.is_slice and index and "slice" not in _warned:
+            _warned.add("slice")
+            get_logger().warning(
+                "this pass goes on at step %d of its epoch, and itertools.islice(loader, n) counts "
+                "from there: use run.loader(…, max_steps=n), whose epochs end at the same step",
+                index,
+            )
         start = self.counts_from
         if start not in (0, 1) or start >= index or "count" in _warned:
             return
@@ -65,7 +74,7 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     frames = _frames_of_progress_bars(sys._getframe(1).f_back)
     found = gc.get_objects() if everywhere else gc.get_objects(0) + gc.get_objects(1)
     counts_from: int | None = None
-    is_cycle = False
+    is_cycle = is_slice = False
     for holder in found:
         if type(holder) is enumerate:
             read, count = cast(tuple[object, int], holder.__reduce__()[1])
@@ -73,7 +82,9 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
                 counts_from = count
         elif type(holder) is itertools.cycle:
             is_cycle = is_cycle or any(read is iterator for read in gc.get_referents(holder))
-    return Consumer(counts_from, is_cycle)
+        elif type(holder) is itertools.islice:
+            is_slice = is_slice or any(read is iterator for read in gc.get_referents(holder))
+    return Consumer(counts_from, is_cycle, is_slice)
 
 
 def _reads(reader: object, iterator: object, frames: list[Any]) -> bool:

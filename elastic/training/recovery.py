@@ -49,6 +49,9 @@ class Recovery:
         self._replaced: Rollback | None = None  # of objects that the script has made anew
         self._is_fresh = False  # nothing of the script has run since the last snapshot
         self._is_entering = False  # no step has begun in the present world
+        self._is_torn = False  # weights that are not the initial ones, and of no step
+        self.retries = 0  # calls of run.retry that this rank has completed
+        self._retries_of_others = 0  # the most that a rank of this world had when it began
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
         self._masked: tuple[str, ...] = ()  # optimizers to mask in a step that is done again
@@ -65,6 +68,12 @@ class Recovery:
                 self._rollback.final_buffers = replaced.final_buffers
                 self._replaced = None
         return self._rollback
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether other ranks have completed the call of run.retry that this one is in: it has
+        nothing to train in it, and nobody to save or wait with."""
+        return self.retries < self._retries_of_others
 
     # -- while training -----------------------------------------------------------------------
 
@@ -139,7 +148,7 @@ class Recovery:
         is_updated = bool(stepped) and stepped != self._masked
         done = self.rollback.put_back(is_torn=is_torn, is_updated=is_updated)
         if done.is_torn:
-            self.tag = None
+            self.tag, self._is_torn = None, True
             return
         if not done.has_updates:
             stepped, number = self._masked, self._masked_at  # those were in the weights before
@@ -157,9 +166,11 @@ class Recovery:
         were committed before.
         """
         began_s = SYSTEM_CLOCK.monotonic()
-        agreement = agree(Standing(world.nonce, self.tag, self.begun))
+        mine = Standing(world.nonce, self.tag, self.begun, self._is_torn, self.retries)
+        agreement = agree(mine)
+        self._retries_of_others = agreement.retries
         if agreement.is_fresh:
-            world = self._start_fresh(world, committed_step)
+            world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
         else:
             world = self._go_on(world, agreement)
         all_gather_json(True)  # nobody goes on before everybody has everything
@@ -167,7 +178,7 @@ class Recovery:
         tag = agreement.tag if agreement.tag is not None else Tag(0, job.progress.step)
         self.tag = dataclasses.replace(tag, generation=world.generation)
         self._masked, self._masked_at = tag.stepped, tag.step + tag.iteration
-        self._is_fresh, self._is_entering = False, True
+        self._is_fresh, self._is_entering, self._is_torn = False, True, False
         self._journal.emit(
             WorldJoined(
                 generation=world.generation,
@@ -181,8 +192,8 @@ class Recovery:
         )
         return world
 
-    def _start_fresh(self, world: World, committed_step: int | None) -> World:
-        generation = restore(world, self._job, self._saver, self._journal)
+    def _start_fresh(self, world: World, committed_step: int | None, *, may_begin: bool) -> World:
+        generation = restore(world, self._job, self._saver, self._journal, may_begin=may_begin)
         step = self._job.progress.step
         if committed_step and step == 0:
             raise CheckpointRequired(
@@ -251,11 +262,12 @@ class Recovery:
                 return
             tree = unpack(received[0], lambda path, name: received[1][name])
             self._job.check(tree, f"the state of rank {source}")
-            self.tag = None  # if taking over fails half way, the weights belong to no step
+            # If taking over fails half way, the weights belong to no step.
+            self.tag, self._is_torn = None, True
             self._job.apply(tree)
-            self.tag = tag
+            self.tag, self._is_torn = tag, False
 
-        together(world, take_over)
+        together(world, take_over, is_loss=True)
         took_s = round(SYSTEM_CLOCK.monotonic() - began_s, 4)
         if is_receiver and received is not None:
             size = sum(t.numel() * t.element_size() for t in received[1].values())

@@ -14,7 +14,7 @@ import torch
 from checkpoints import CheckpointError, CheckpointInfo, Loaded
 from checkpoints.tree import Node, pack, unpack
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ElasticError, TrainingError
+from elastic.errors import CheckpointRequired, ElasticError, TrainingError, WorldLost
 from elastic.events import StateRestored
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpoint_folder import Source
@@ -26,10 +26,13 @@ from elastic.worker.world import World
 T = TypeVar("T")
 
 
-def restore(world: World, job: JobState, saver: Saver, journal: EventSink) -> int:
+def restore(
+    world: World, job: JobState, saver: Saver, journal: EventSink, *, may_begin: bool = True
+) -> int:
     """Bring every rank to one state. Returns the generation that the job goes on with.
 
-    That is the world's, or a later one if the checkpoint folder has seen that before.
+    That is the world's, or a later one if the checkpoint folder has seen that before. Without a
+    checkpoint rank 0's state is the initial one, if it ``may_begin``; else CheckpointRequired.
     """
     began_s = SYSTEM_CLOCK.monotonic()
     together(world, lambda: saver.check_writable(world))
@@ -37,6 +40,12 @@ def restore(world: World, job: JobState, saver: Saver, journal: EventSink) -> in
     source = Source(**broadcast_json(vars(found) if found is not None else None))
     origin = None
     if source.name is None:
+        if not may_begin:
+            raise CheckpointRequired(
+                "a fault has interrupted a change of the weights on all ranks that had them, and "
+                "there is no checkpoint to go on from",
+                hint="give elastic.join(checkpoints=…) a folder that all nodes share",
+            )
         _share_initial(world, job)
     else:
         origin = _load(world, job, saver, source.name)
@@ -100,8 +109,11 @@ def _small_tensors(
     return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}
 
 
-def together(world: World, act: Callable[[], T]) -> T:
-    """Act on every rank; if it fails on one, raise on all: there its error, here who failed."""
+def together(world: World, act: Callable[[], T], *, is_loss: bool = False) -> T:
+    """Act on every rank; if it fails on one, raise on all: there its error, here who failed.
+
+    ``is_loss``: the others go on without a rank that fails (they raise WorldLost).
+    """
     error: Exception | None = None
     try:
         result = act()
@@ -113,5 +125,6 @@ def together(world: World, act: Callable[[], T]) -> T:
         raise error
     if failures:
         rank, text = failures[0]
-        raise TrainingError(f"rank {rank} could not restore the state: {text}")
+        said = f"rank {rank} could not restore the state: {text}"
+        raise WorldLost(said) if is_loss else TrainingError(said)
     return result

@@ -62,6 +62,7 @@ class Session:
         self.ledger = ledger
         self.journal = journal
         self._world: World | None = None
+        self._passes = 0  # of this attempt, over loaders whose epochs nobody counts
         self._is_restored = False
         self._is_registered_in_attempt = False  # something, by the function that retry calls
         self._outside: JobState | None = None  # what was registered before it
@@ -235,6 +236,7 @@ class Session:
         """The training function is about to run."""
         self.commits.callbacks.begin_attempt(is_again=is_again)
         self.listeners.begin_attempt(is_again=is_again)
+        self._passes = 0
         if not is_again:
             self._outside = self.job.registered()
         elif self._is_registered_in_attempt:
@@ -285,8 +287,10 @@ class Session:
         """The training function has returned. Nobody is done before everybody is: a rank that
         fails in the last step still finds peers that have its state."""
         self.finish()
-        if self._in_process and self.has_world and self.world.size > 1:
-            all_sum([1.0])
+        if self._in_process:
+            if self.has_world and self.world.size > 1 and not self.recovery.is_catching_up:
+                all_sum([1.0])
+            self.recovery.retries += 1
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether an exception says that the world is over, and another one can go on."""
@@ -318,6 +322,14 @@ class Session:
         if self.owns_epochs:
             loader.begin_epoch(self.job.progress.epoch)
             return
+        self._passes += 1
+        if self._passes == 2 and self.in_retry and not self.job.user:
+            get_logger().warning(
+                "this is the second pass over the loader, without run.epochs: after a fault "
+                "run.retry calls its function again, where `for epoch in range(n)` begins at 0 "
+                "and trains too much. Use `for epoch in run.epochs(n)`, or keep the count in "
+                "run.state"
+            )
         if loader.position.step == len(loader):
             loader.begin_epoch(loader.position.epoch + 1)
         self.job.progress.epoch = loader.position.epoch
@@ -467,7 +479,8 @@ class Session:
         if not self._is_restored or self.step is not None:
             return
         self.commits.finish()
-        self.saver.save(self.job)
+        if not self.recovery.is_catching_up:
+            self.saver.save(self.job)
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """The process ends; ``error`` is what ended it, for its agent."""

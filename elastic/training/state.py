@@ -185,7 +185,10 @@ def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) ->
     theirs = [len(group["params"]) for group in saved.get("param_groups", [])]
     if mine == theirs:
         return []
-    return [f"{name}: parameter groups of sizes {theirs}, here {mine}"]
+    return [
+        f"{name}: parameter groups of sizes {theirs}, here {mine}; groups added in mid-training "
+        "cannot be restored: make all of them before run.retry, with lr=0 until they are used"
+    ]
 
 
 def _shared_groups(

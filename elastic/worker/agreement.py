@@ -32,6 +32,8 @@ class Standing:
     nonce: str  # of the world it believes to be in
     tag: Tag | None  # None: a newcomer, or weights that belong to no step
     begun: bool = False  # whether it is inside a step
+    is_torn: bool = False  # it has trained, and its weights belong to no step any more
+    retries: int = 0  # calls of run.retry that it has completed
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Agreement:
     source: int | None  # the rank that has the state; None: nobody has any
     tag: Tag | None
     receivers: tuple[int, ...]  # ranks that need the source's weights
+    is_torn: bool = False  # some rank has weights that are not the initial ones, of no step
+    retries: int = 0  # calls of run.retry that some rank has completed
 
     @property
     def is_fresh(self) -> bool:
@@ -64,11 +68,13 @@ def choose(standings: list[Standing]) -> Agreement:
             hint="this should be impossible: report it with the journals of all nodes",
         )
     known = [(rank, s) for rank, s in enumerate(standings) if s.tag is not None]
+    is_torn = any(s.is_torn for s in standings)
+    retries = max(s.retries for s in standings)
     if not known:
-        return Agreement(None, None, ())
+        return Agreement(None, None, (), is_torn, retries)
     source, best = max(known, key=lambda item: (*_order(item[1]), -item[0]))
     others = tuple(rank for rank, s in enumerate(standings) if s.tag != best.tag)
-    return Agreement(source, best.tag, others)
+    return Agreement(source, best.tag, others, is_torn, retries)
 
 
 def _order(standing: Standing) -> tuple[int, int, int, int, int, bool]:
@@ -83,7 +89,7 @@ def _tell(standing: Standing) -> dict[str, Any]:
     told = None
     if tag is not None:
         told = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
-    return {"nonce": standing.nonce, "tag": told, "begun": standing.begun}
+    return {**vars(standing), "tag": told}
 
 
 def _parse(told: dict[str, Any]) -> Standing:
@@ -94,4 +100,6 @@ def _parse(told: dict[str, Any]) -> Standing:
         parsed = Tag(
             int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
         )
-    return Standing(str(told["nonce"]), parsed, bool(told["begun"]))
+    return Standing(
+        str(told["nonce"]), parsed, bool(told["begun"]), bool(told["is_torn"]), int(told["retries"])
+    )

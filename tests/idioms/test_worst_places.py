@@ -269,6 +269,75 @@ def train():
 }
 
 
+WARNED = {
+    "range instead of run.epochs": (
+        """
+def train():
+    for epoch in range(3):
+        for inputs, targets in loader:
+            STEP
+""",
+        "this is the second pass over the loader, without run.epochs",
+    ),
+    "islice": (
+        """
+import itertools
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(itertools.islice(loader, 6)):
+            STEP
+            die(epoch * 6 + i, 3)
+""",
+        "use run.loader(…, max_steps=n)",
+    ),
+    "enumerate from 0": (
+        """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader):
+            STEP
+            die(epoch * 8 + i, 3)
+""",
+        "use enumerate(loader, start=loader.index)",
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", WARNED)
+def test_loops_that_count_by_themselves_are_warned_of(
+    runs: IdiomRuns, tmp_path: Path, loop: str
+) -> None:
+    body, message = WARNED[loop]
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + TRAINED + dedent(body).replace("STEP", STEP) + TAIL)
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
+    assert not outcome.problem, outcome.describe()
+    assert message in outcome.describe()
+
+
+def test_weights_that_nobody_has_are_not_taken_for_initial_ones(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """All ranks are interrupted in the first change that the script makes by itself."""
+    script = tmp_path / "script.py"
+    body = """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            if i == 5 and epoch == 0:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(0.9)
+                die(5, 5)
+            STEP
+"""
+    script.write_text(HEAD + TRAINED + body.replace("STEP", STEP) + TAIL)
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
+    assert not outcome.survivors, outcome.describe()
+    assert "CheckpointRequired" in outcome.describe()
+    assert {w.exit_code for w in outcome.workers} <= {65, None}
+
+
 def test_state_that_only_one_rank_sets_is_warned_of(runs: IdiomRuns, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     body = """
