@@ -66,6 +66,7 @@ class Run:
         Set them on all ranks alike. Where ranks differ, those of the lowest one count when the
         world changes; a warning says so.
         """
+        self._session.restore_if_complete()
         return self._session.job.user
 
     @property

@@ -204,6 +204,13 @@ class Session:
             generation = restore(world, self.job, self.saver, self.journal)
             self.begin_world(dataclasses.replace(world, generation=generation))
 
+    def restore_if_complete(self) -> None:
+        """Within retry, once model, optimizer and loader are registered: what the function asks
+        before its first loop is the restored state."""
+        job = self.job
+        if self.in_retry and job.modules and job.tracked and job.loaders:
+            self.enter_loop()
+
     def begin_world(self, world: World) -> None:
         """State is restored and the same on all ranks: training goes on in ``world``."""
         self._world = world

@@ -376,6 +376,29 @@ def train():
         assert outcome.survivors[0].result["passes"].item() == expected
 
 
+def test_state_is_restored_for_a_function_that_makes_everything(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """Its replacement does not begin to count at 0."""
+    script = tmp_path / "script.py"
+    made = TRAINED.replace("\n", "\n    ")
+    body = f"""
+def train():
+    global model
+    network = nn.Linear(4, 1)
+    {made}
+    while run.state.get("epoch", 0) < 2:
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            die(run.state.get("epoch", 0) * 8 + i, 11)
+        run.state["epoch"] = run.state.get("epoch", 0) + 1
+"""
+    script.write_text(HEAD + body.replace("STEP", STEP) + TAIL)
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
+    outcome.assert_success(workers=3)
+    assert {w.steps for w in outcome.survivors} == {16}
+
+
 @pytest.mark.parametrize("loop", REFUSED)
 def test_what_goes_wrong_silently_elsewhere_is_refused(
     runs: IdiomRuns, tmp_path: Path, loop: str

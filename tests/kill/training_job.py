@@ -37,7 +37,7 @@ class Workload:
 
     samples: int = 1000
     batch: int = 24
-    epochs: int = 20
+    epochs: int = 40
     step_s: float = 0.15  # before hurry()
     save_every: int = 10
     loader_workers: int = 0
