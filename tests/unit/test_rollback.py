@@ -14,6 +14,7 @@ from run_kit import dataset, job, network, process
 from torch import nn
 
 from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
 from elastic.training.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.rollback import Rollback
 from elastic.training.state import JobState
@@ -164,7 +165,7 @@ def test_without_memory_for_copies_an_interrupted_step_is_torn(
     script.update()
     clip(script)
     with caplog.at_level(logging.WARNING, "elastic"):
-        logging.getLogger("elastic").propagate = True
+        monkeypatch.setattr(get_logger(), "propagate", True)
         script.commit()
     assert "no memory for a copy of the weights" in caplog.text
     script.update()
@@ -230,11 +231,11 @@ def test_callbacks_registered_by_the_function_that_retry_calls_are_not_doubled()
 
 
 def test_a_commit_with_unused_gradients_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with process(tmp_path) as run:
         script = job(run)
-        logging.getLogger("elastic").propagate = True
+        monkeypatch.setattr(get_logger(), "propagate", True)
         with caplog.at_level(logging.WARNING, "elastic"):
             for _ in range(2):
                 run.begin()

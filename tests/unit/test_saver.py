@@ -17,11 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
-from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage
+from checkpoints import Ending, EverySeconds, EverySteps, LatestN, LocalStorage, Outcome
 from checkpoints.faulty import Died, FaultyStorage
 from checkpoints.memory import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
+from elastic.telemetry.log import get_logger
 from elastic.training import last_save, writer
 from elastic.training.last_save import LastSave
 from elastic.training.run import Run, start
@@ -441,3 +442,21 @@ def test_a_disk_that_hangs_at_the_end_costs_the_budget_and_no_more() -> None:
     rank.saver.close(0.0)
     assert "closed" in rank.heard.skipped[-1]
     gate.set()
+
+
+def test_a_second_save_in_a_row_that_fails_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(Checkpoints(tmp_path / "ckpt"), Heard())
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    ends = [Ending.FAILED, Ending.COMMITTED, Ending.FAILED, Ending.FAILED, Ending.FAILED]
+    with caplog.at_level(logging.WARNING, "elastic"):
+        for step, ending in enumerate(ends, start=1):
+            outcome = Outcome(step=step, name=f"step {step}", ending=ending, reason="disk is full")
+            saver._report(outcome)
+    said = [r.getMessage() for r in caplog.records if "were not saved" in r.getMessage()]
+    assert said == [
+        "the last 2 checkpoints were not saved (step 4: disk is full); training goes on, but a "
+        "restart would go back to step 2"
+    ]
+    saver.close(0.0)
