@@ -96,6 +96,7 @@ class Recovery:
 
     def expect_weights(self) -> None:
         """A world begins with the present weights: nothing but training may change them."""
+        self._is_entering = True
         self.rollback.expect_weights()
 
     def register_anew(self) -> None:

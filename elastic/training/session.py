@@ -203,6 +203,8 @@ class Session:
         if not self._is_restored:
             generation = restore(world, self.job, self.saver, self.journal)
             self.begin_world(dataclasses.replace(world, generation=generation))
+            if self.job.progress.step:
+                self.recovery.expect_weights()
 
     def restore_if_complete(self) -> None:
         """Within retry, once model, optimizer and loader are registered: what the function asks

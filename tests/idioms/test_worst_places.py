@@ -399,6 +399,27 @@ def train():
     assert {w.steps for w in outcome.survivors} == {16}
 
 
+def test_weights_loaded_over_restored_ones_are_refused_after_a_restart(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    head = HEAD.replace("elastic.join()", f"elastic.join(checkpoints={str(tmp_path / 'saved')!r})")
+    body = """
+import sys
+before = copy.deepcopy(network.state_dict())
+def train():
+    network.load_state_dict(before)
+    for epoch in run.epochs(1 + (run.state.get("starts", 0) > 0)):
+        for inputs, targets in loader:
+            STEP
+        run.state["starts"] = 1
+"""
+    script.write_text(head + TRAINED + body.replace("STEP", STEP) + TAIL)
+    runs.world.run(script, tmp_path / "first", size=1).assert_success(workers=1)
+    outcome = runs.world.run(script, tmp_path / "second", size=1)
+    assert "weights were changed after they had been restored for step 8" in outcome.describe()
+
+
 @pytest.mark.parametrize("loop", REFUSED)
 def test_what_goes_wrong_silently_elsewhere_is_refused(
     runs: IdiomRuns, tmp_path: Path, loop: str
