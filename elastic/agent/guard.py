@@ -144,8 +144,9 @@ def _is_stray(pid: int, family: set[int]) -> bool:
         group = os.getpgid(pid)
     except (ProcessLookupError, PermissionError):
         return False
-    is_orphan = _parent(pid) not in (0, os.getpid(), *family)
-    return _is_dead(group) or (group == os.getpgrp() and is_orphan)
+    if group == os.getpgrp():  # whose leader may be a shell that has ended long ago
+        return _parent(pid) not in (0, os.getpid(), *family)
+    return _is_dead(group)
 
 
 def _parent(pid: int) -> int:

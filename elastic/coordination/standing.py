@@ -33,6 +33,7 @@ class Standing:
     finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
     peers: frozenset[str]  # whom the finished ones ran with, as far as they still say it
     troubles: tuple[Trouble, ...]  # of running members, and not answered yet
+    alive: frozenset[str]  # ids of all nodes that are there, members or not
 
     @property
     def in_process(self) -> bool:
@@ -110,7 +111,9 @@ class Standing:
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
-        return all(broken.isdisjoint(group.node_ids) for group in groups)
+        # Whoever was to leave with a pending plan, and is gone, was the last to step in the group.
+        left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
+        return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
 
     def _taken_up(self, groups: list[World]) -> bool:
         """Everybody has entered this world: nobody is building it, with the last one given up."""
@@ -155,6 +158,7 @@ def stand(view: View, world: World) -> Standing:
         finished=tuple(finished),
         peers=_peers_of_finished(view),
         troubles=_troubles(view, world, running),
+        alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
     )
 
 

@@ -446,3 +446,14 @@ InProcessHistories.TestCase.settings = settings(
     max_examples=300, stateful_step_count=40, deadline=None
 )
 TestInProcessHistories = InProcessHistories.TestCase
+
+
+def test_a_plan_whose_leaver_is_gone_is_replaced_at_once() -> None:
+    """Found by the histories: the last boundary of the old group has passed with it."""
+    state = InProcessHistories()
+    state.a_job_runs(members=2, newcomers=2)
+    state.a_node_is_told_to_leave(number=0)
+    state.the_leader_decides()
+    state.a_newcomers_workers_die(number=0)
+    state.at_most_one_world_makes_progress()
+    state.teardown()
