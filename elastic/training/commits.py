@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.training.accumulation import Accumulation
 from elastic.training.callbacks import StepCallbacks
@@ -41,7 +42,6 @@ class Commits:
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
         """An iteration has ended: its data is used, and its gradients may be."""
         session = self._session
-        self._compare_replicas(step)
         waiting = self._waiting(step)
         if waiting and loader is None:
             self._warn_of_accumulation(waiting)
@@ -93,6 +93,7 @@ class Commits:
         if self._session.can_roll_back:
             place = (last.number, last.epoch, last.index)
             self._session.recovery.committed(place, len(self.callbacks))
+        self._compare_replicas(last)  # not before: the step counts, whatever becomes of its peers
         self._call_back(last, len(self.callbacks))
         if self._session.is_in_process:
             self._session.changes.committed()
@@ -161,5 +162,10 @@ class Commits:
         if (unwrapped := self._session.guard.unwrapped) and not self._has_compared_replicas:
             self._has_compared_replicas = True
             weights |= unwrapped
-        if weights:
+        if not weights:
+            return
+        try:
             compare(weights, self._session.world.rank, step.number)
+        except TrainingError:
+            self._session.saver.due = None  # nothing of these weights is to be saved
+            raise
