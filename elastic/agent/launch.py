@@ -293,7 +293,7 @@ class Launch:
 
 def _after_fork_in_child() -> None:
     global _environment
-    _environment = threading.RLock()  # whoever held it is not here
+    _environment = threading.RLock()  # its holder is not here
     for launch in _running:
         launch.after_fork()
     _running.clear()

@@ -149,7 +149,7 @@ class Changes:
             self._laps[name] = self._laps.get(name, 0.0) + took_s
 
     def interrupt(self) -> None:
-        """What the step in hand has changed is put back; says in ``recovery.tag`` where the
+        """What the current step has changed is put back; says in ``recovery.tag`` where the
         weights stand."""
         session = self._session
         step, guard = session.step, session.guard

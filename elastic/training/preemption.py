@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.13).
 BEFORE_RESTART_S = min(LEAVING_S, 24.0)
 # So long the main thread may take to a boundary, or to notice that peers are gone; then it is
-# interrupted. Without the dead rank the step in hand cannot be completed anyway.
+# interrupted. Without the dead rank the current step cannot be completed anyway.
 BOUNDARY_S = 4.0
-_LIMIT_S = 2.0  # beyond the budget: the interrupted main thread may hold a lock for ever
+_LIMIT_S = 2.0  # beyond the budget: the interrupted main thread may never release a lock
 _SLICE_S = 0.02
 _ASK_AGAIN_S = 0.1
 

@@ -99,7 +99,7 @@ class WeightCopies:
     def put_back(
         self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Give everything its values back, in place: whoever holds these tensors goes on to."""
+        """Give everything its values back, in place, so that references to these tensors stay valid."""
         known = {entry.place for entry in self._entries}
         for entry in _entries(optimizers):
             if entry.place not in known:

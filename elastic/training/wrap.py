@@ -254,7 +254,7 @@ def _check_kind(module: nn.Module) -> None:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    # Importing these takes a second; whoever has sharded a module has imported them.
+    # Importing these takes a second; a script that has sharded a module has imported them.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     tensor = sys.modules.get("torch.distributed.tensor")
     if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
