@@ -111,7 +111,7 @@ class Standing:
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
-        # A node that was to leave with a pending plan, and is gone, ended the steps of the old group.
+        # A node that was to leave with a pending plan, and is gone, ended the old group's steps.
         left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
         return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
 

@@ -99,7 +99,7 @@ class WeightCopies:
     def put_back(
         self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Give everything its values back, in place, so that references to these tensors stay valid."""
+        """Give everything its values back, in place: references to these tensors stay valid."""
         known = {entry.place for entry in self._entries}
         for entry in _entries(optimizers):
             if entry.place not in known:
