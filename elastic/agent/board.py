@@ -44,6 +44,7 @@ class Board:
         self.done: Done | None = None
         self.pace: Pace | None = None  # last reported by this node's workers
         self.stopping = False  # torchrun has been told to start the workers anew
+        self.starts = 0  # of all workers, by torchrun; a death may be heard of after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
         self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
         self.workers_joined = False  # one of them has called elastic.join()

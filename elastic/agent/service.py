@@ -218,8 +218,13 @@ class NodeService:
 
     def warm_up(self) -> None:
         """The main thread starts workers that are in no world yet."""
-        self._board.stopping = False
+        self._begin_start()
         self._change(lambda node: replace(node, state=NodeState.STARTING, running=None))
+
+    def _begin_start(self) -> None:
+        """torchrun starts the workers next: before the node's state says so."""
+        self._board.starts += 1
+        self._board.stopping = False
 
     def _is_spare(self, world: World | None) -> bool:
         """A healthy world without room for us: a spare waits for as long as it takes."""
@@ -244,7 +249,7 @@ class NodeService:
 
     def enter(self, world: World, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
-        self._board.stopping = False
+        self._begin_start()
         self._journal.emit(
             WorldEntered(
                 generation=world.generation,

@@ -66,6 +66,7 @@ class Workers:
         self._ready: set[int] = set()  # pids
         self._left: set[int] = set()
         self._entered: dict[int, int] = {}  # pid to generation
+        self._starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
         self._pushed: World | None = None  # the newest world they were told
         self._trouble: Trouble | None = None  # to be written, or written
         self._trouble_written = False
@@ -89,6 +90,7 @@ class Workers:
         """A message from the link."""
         match message:
             case Hello():
+                self._starts[worker.pid] = self._at.board.starts
                 self._at.board.workers_joined = True
                 self._welcome(worker)
             case Ready():
@@ -196,11 +198,12 @@ class Workers:
         for known in (self._ready, self._left):
             known.discard(worker.pid)
         self._entered.pop(worker.pid, None)
+        start = self._starts.pop(worker.pid, self._at.board.starts)
         if self._has_parted or self._node.state is NodeState.LEAVING:
             self._note_left()
             return
-        if self._at.board.stopping:
-            return  # torchrun ends them, to start them in another world
+        if self._at.board.stopping or start != self._at.board.starts:
+            return  # torchrun ends them, or has ended them, to start them in another world
         bye = death.said_bye
         is_unknown = death.exit_code is None and death.signal is None
         if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
