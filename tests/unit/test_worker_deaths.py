@@ -1,0 +1,62 @@
+"""What a node makes of the deaths of its workers, whenever it hears of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from membership_nodes import node
+
+from elastic.agent.board import Board
+from elastic.agent.context import NodeContext
+from elastic.agent.workers import Workers
+from elastic.clock import ManualClock
+from elastic.coordination.records import Keys, NodeState
+from elastic.events import Event
+from elastic.link.protocol import Hello, Ready
+from elastic.link.server import Worker, WorkerDeath
+
+
+class Silent:
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        pass
+
+
+class Context:
+    """Of a node without a thread: its messages are handled where the test says so."""
+
+    def __init__(self) -> None:
+        record = replace(node("n1", NodeState.READY, in_process=True), nproc=1)
+        self.board = Board(record, Keys.of("/elastic", "job"), 0.0)
+        self.clock, self.journal = ManualClock(), Silent()
+
+    def post(self, message: object) -> None:
+        pass
+
+
+def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> None:
+    """torchrun has ended the worker and is starting another; the node's thread was busy."""
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    old = Worker(pid=1 << 22, local_rank=0, token=1)
+    workers.on_said(old, Hello(version=1, pid=old.pid, local_rank=0, library="0.1.0"))
+    workers.on_said(old, Ready())
+    workers._ready.add(old.pid)
+
+    context.board.starts += 1  # as NodeService.warm_up does, on the main thread
+    context.board.change_node(lambda n: replace(n, state=NodeState.STARTING, running=None))
+    workers.on_ended(old, WorkerDeath(old.pid, 143, None, None))
+    assert context.board.node.state is NodeState.STARTING
+    assert context.board.node.failure is None
+
+
+def test_a_death_in_the_present_start_is_the_nodes() -> None:
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    worker = Worker(pid=1 << 22, local_rank=0, token=1)
+    workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
+    workers.on_said(worker, Ready())
+    workers._ready.add(worker.pid)
+    workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, None))
+    assert context.board.node.state is NodeState.ARRIVED
+    assert context.board.node.failure_exit_code == 1
