@@ -8,7 +8,7 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/ for Python), 
 ProcessGroupNCCL2 those of v2.15.
 
 The host stands for the device: an operation on a tensor is what a kernel on the current stream
-would be, and runs behind the collectives that the stream was made to wait for (:class:`_Kernels`).
+would be, and runs behind the collectives that the stream was made to wait for (:class:`Kernels`).
 What reads memory without an operation (``tolist``, ``numpy``) is a host that reads without having
 synchronised: it sees the poison that outputs hold until their collective has run.
 
@@ -59,6 +59,9 @@ class Control:
 
 control = Control()
 
+# Begins a collective on the gloo group; gives its work, and what puts its result into the outputs.
+Exchange = Callable[[Any], tuple[dist.Work, Callable[[], None]]]
+
 
 class Stream:
     """The device's current stream: what it was made to wait for."""
@@ -84,15 +87,15 @@ def synchronize(device: torch.device = _CPU) -> None:
     stream.run_up()
 
 
-class _Kernels(TorchDispatchMode):
-    """Operations of the thread that trains run in the order of the stream."""
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, operations of this thread run in the order of the stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream.run_up()
         return func(*args, **(kwargs or {}))
 
 
-class _Future(torch.futures.Future[Any]):
+class _Future(torch.futures.Future):  # type: ignore[type-arg]
     """Complete from the start, with outputs that are not there yet.
 
     ProcessGroupNCCL.cpp, ``initWork`` and ``collective``: the future is marked completed when the
@@ -121,7 +124,7 @@ class StreamWork(dist.Work):
     def __init__(
         self,
         outputs: list[torch.Tensor],
-        exchange: Callable[[dist.ProcessGroupGloo], tuple[dist.Work, Callable[[], None]]],
+        exchange: Exchange,
         garbage: Callable[[], None] = lambda: None,
         *,
         is_barrier: bool = False,
@@ -174,9 +177,7 @@ class StreamWork(dist.Work):
 class StreamGroup(dist.ProcessGroup):
     """A communicator: one thread runs its collectives, one after the other, behind the host."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         # With a device_id the communicator is made in here (``eagerConnectSingleDevice``): the
         # call blocks until all peers have come, and there is no group yet that could be aborted.
@@ -207,7 +208,7 @@ class StreamGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         control.calls.append("start coalescing")
 
-    def _end_coalescing(self, device: torch.device) -> None:
+    def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]
         control.calls.append("end coalescing")
 
     def abort(self) -> None:
@@ -221,11 +222,12 @@ class StreamGroup(dist.ProcessGroup):
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         (tensor,) = tensors
         staged = tensor.detach().clone()
         options = dist.AllreduceOptions()
-        options.reduceOp = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
         own = staged.clone()
         return self._queue(
             [tensor],
@@ -234,7 +236,7 @@ class StreamGroup(dist.ProcessGroup):
             lambda: _land(tensor, own),
         )
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         (tensor,) = tensors
         staged = tensor.detach().clone()
         options = dist.BroadcastOptions()
@@ -248,7 +250,7 @@ class StreamGroup(dist.ProcessGroup):
             ),
         )
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         (gathered,), (mine,) = outputs, inputs
@@ -278,7 +280,7 @@ class StreamGroup(dist.ProcessGroup):
     def _queue(
         self,
         outputs: Sequence[torch.Tensor],
-        exchange: Callable[[dist.ProcessGroupGloo], tuple[dist.Work, Callable[[], None]]],
+        exchange: Exchange,
         garbage: Callable[[], None] = lambda: None,
         *,
         is_barrier: bool = False,
@@ -368,13 +370,14 @@ def _poison(output: torch.Tensor) -> None:
 
 @functools.cache  # once per process
 def register() -> str:
-    """Make the backend known; its name. Operations of this thread run on the stream from now on."""
+    """Make the backend known; its name."""
     dist.Backend.register_backend(NAME, StreamGroup, devices=["cpu"])
     semantics.register(NAME, semantics.Semantics(is_on_stream=True, synchronize=synchronize))
-    _Kernels().__enter__()  # type: ignore[no-untyped-call]
     return NAME
 
 
 def use_by_default() -> None:
-    """Scripts that do not choose a backend train on this one."""
+    """Scripts that do not choose a backend train on this one. What this thread does with tensors
+    runs on the stream from now on."""
     process_group.DEFAULT_BACKENDS["cpu"] = register()
+    Kernels().__enter__()  # type: ignore[no-untyped-call]
