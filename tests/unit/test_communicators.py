@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
 from elastic.testing import nccl_semantics
@@ -47,7 +47,12 @@ def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
     known: list[bool] = []
     backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     abort = backend.abort
-    monkeypatch.setattr(backend, "abort", lambda: (known.append(pending.may_be_garbage), abort()))
+
+    def aborting() -> None:
+        known.append(pending.may_be_garbage)
+        abort()
+
+    monkeypatch.setattr(backend, "abort", aborting)
     group.abort()
     group.destroy()
     assert known[0] is True
@@ -175,6 +180,15 @@ def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFi
         leave_errors_to_us(environ, is_in_process=True)
         assert environ == {ASYNC: "0"}
     assert not caplog.text
+
+
+def test_torchruns_own_default_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    """It sets 1 for every worker."""
+    caplog.set_level("INFO", logger="elastic")
+    environ = {ASYNC: "1"}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ == {ASYNC: "0"}
+    assert "is 0 for recovery in process; it was 1" in caplog.text
 
 
 def test_where_worlds_change_by_a_restart_the_users_mode_counts() -> None:

@@ -88,7 +88,7 @@ def test_results_land_later_and_outputs_are_poisoned_until_then(groups: Any) -> 
 
 def test_wait_orders_the_stream_and_not_the_host(groups: Any) -> None:
     control.latency_s = 0.2
-    with nccl_semantics.Kernels():
+    with nccl_semantics.Kernels():  # type: ignore[no-untyped-call]
         tensor, work = reduce(groups[0], 1.0)
         reduce(groups[1], 2.0)
         assert work.wait()
