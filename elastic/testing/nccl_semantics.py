@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.worker import process_group, semantics
@@ -372,6 +373,9 @@ def _poison(output: torch.Tensor) -> None:
 def register() -> str:
     """Make the backend known; its name."""
     dist.Backend.register_backend(NAME, StreamGroup, devices=["cpu"])
+    # torch 2.15 attaches a flight recorder to groups whose backend has none, and cannot attach one
+    # to a group in Python (distributed_c10d.py, _maybe_attach_flight_recorder).
+    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
     semantics.register(NAME, semantics.Semantics(is_on_stream=True, synchronize=synchronize))
     return NAME
 
