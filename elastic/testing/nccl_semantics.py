@@ -23,10 +23,12 @@ import functools
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -136,7 +138,6 @@ class StreamWork(dist.Work):
         self.landed = threading.Event()
         self._outputs = outputs
         self._is_barrier = is_barrier
-        self._is_in_torch = False
 
     def is_completed(self) -> bool:
         """ProcessGroupNCCL.cpp, ``WorkNCCL::isCompleted``: whether the kernel has returned. Of an
@@ -152,12 +153,8 @@ class StreamWork(dist.Work):
         barriers and where a timeout is given. Works of NCCL are plain ``Work``: whoever replaces
         that class's ``wait`` is called."""
         replaced = dist.Work.wait
-        if replaced is not _in_torch and not self._is_in_torch:
-            self._is_in_torch = True
-            try:
-                return replaced(self) if timeout == _NO_TIMEOUT else replaced(self, timeout)
-            finally:
-                self._is_in_torch = False
+        if replaced is not _in_torch and not _is_called_from_below(sys._getframe(1)):
+            return replaced(self, timeout)
         stream.wait_for(self.landed)
         if self._is_barrier:
             self.landed.wait()
@@ -355,6 +352,13 @@ class _Backend(_Backend2):
         control.calls.append("group end")
 
 
+def _is_called_from_below(frame: FrameType) -> bool:
+    """Whether C++ calls, for the reducer or for who has called torch's own ``wait``. C++ has no
+    frames: the next one is that of who has called it."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith(("elastic.worker.", "torch.nn.", "torch.autograd."))
+
+
 def _land(output: torch.Tensor, result: torch.Tensor) -> None:
     """As a kernel writes: autograd and version counters know nothing of it."""
     output.data.copy_(result)
@@ -375,7 +379,8 @@ def register() -> str:
     dist.Backend.register_backend(NAME, StreamGroup, devices=["cpu"])
     # torch 2.15 attaches a flight recorder to groups whose backend has none, and cannot attach one
     # to a group in Python (distributed_c10d.py, _maybe_attach_flight_recorder).
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+    recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorders.add(NAME)
     semantics.register(NAME, semantics.Semantics(is_on_stream=True, synchronize=synchronize))
     return NAME
 

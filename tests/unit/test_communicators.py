@@ -108,9 +108,9 @@ def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
     assert "generation 1 on rank 0 of 1 has not returned for 0.2 s" in reasons[0]
 
 
-def world_message() -> WorldMessage:
+def world_message(generation: int = 2, switch_at_step: int | None = None) -> WorldMessage:
     return WorldMessage(
-        generation=2,
+        generation=generation,
         nonce="m",
         rank=0,
         size=1,
@@ -121,13 +121,41 @@ def world_message() -> WorldMessage:
         store_host="127.0.0.1",
         store_port=1,
         lineage=(),
-        switch_at_step=None,
+        switch_at_step=switch_at_step,
         committed_step=None,
         member=True,
         state="active",
         cause="lost",
         reason="",
     )
+
+
+@pytest.mark.parametrize(
+    ("switch_at_step", "has_entered", "expected"),
+    [
+        (7, False, 1),  # takes the place of the one that is being formed: a member has died
+        (9, False, 0),  # a later boundary: the present world trains until then
+        (7, True, 0),  # this rank is at that boundary, and leaves by itself
+        (None, True, 1),
+    ],
+)
+def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
+    switch_at_step: int | None, has_entered: bool, expected: int
+) -> None:
+    """On a stream no collective of it ends with an error, and nobody would leave it."""
+    aborts: list[None] = []
+    worlds = Worlds(
+        abort=lambda: aborts.append(None),
+        position=lambda: None,  # type: ignore[arg-type, return-value]
+        step_in_hand=lambda: None,
+    )
+    worlds._on_message(world_message(2, 7))
+    assert worlds.next().generation == 2
+    if has_entered:
+        worlds.entered(7)
+    worlds._on_message(world_message(3, switch_at_step))
+    assert len(aborts) == expected
+    assert worlds.is_superseded() is bool(expected)
 
 
 def test_a_build_that_was_given_up_and_goes_on_ends_the_process(
