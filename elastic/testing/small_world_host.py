@@ -82,6 +82,7 @@ class SmallJob:
         self._size = int(order["size"])
         self._death = Death(**order["death"]) if order["death"] is not None else None
         self._is_replaced = bool(order["is_replaced"])
+        self._is_on_stream = bool(order["on_stream"])
         self._until_s = time.monotonic() + float(order["limit_s"])
         self._said: queue.Queue[tuple[int, Message | WorkerDeath]] = queue.Queue()  # by pid
         self._ports = PortReserve()
@@ -134,6 +135,7 @@ class SmallJob:
                 environment,
                 death=death,
                 counts=self._death is None,
+                on_stream=self._is_on_stream,
             )
         self._processes.append(_Process(name, pid, server))
         server.start()

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
+from elastic.testing import nccl_semantics
 from elastic.testing.small_world import CALLS, LINES, Death
 from elastic.training import run as training
 
@@ -37,11 +38,14 @@ def become_worker(
     *,
     death: Death | None,
     counts: bool,
+    on_stream: bool,
 ) -> NoReturn:
     """Run the script as its own process would, write what it leaves behind, and end."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
+        if on_stream:
+            nccl_semantics.use_by_default()
         code = _run(script, folder, name, death, counts)
     except BaseException:  # noqa: BLE001  printed, and the process ends with 1
         traceback.print_exc()

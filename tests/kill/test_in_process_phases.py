@@ -56,8 +56,10 @@ def order(job: TrainingJob, point: str, node: str | None = None, step: int | Non
     return staged.rename(path)
 
 
-def obeyed(job: TrainingJob, *orders: Path) -> None:
-    job.wait_for(lambda: not any(o.exists() for o in orders) or None, 60.0, f"death by {orders}")
+def obeyed(job: TrainingJob, *orders: Path, timeout_s: float = 60.0) -> None:
+    job.wait_for(
+        lambda: not any(o.exists() for o in orders) or None, timeout_s, f"death by {orders}"
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def is_planned(world: World | None) -> bool:
     return world is not None and world.switch_at_step is not None
 
 
-def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
+def all_back(
+    job: TrainingJob, before: Before, dead: int = 1, *, timeout_s: float = 60.0
+) -> None:
     """Three nodes train in a new world; all but ``dead`` workers are the same as before."""
 
     def together() -> bool:
@@ -91,7 +95,7 @@ def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
         now = pids(job.running)
         return sum(now.get(name) != pid for name, pid in before.pids.items()) == dead
 
-    job.wait_for(together, 60.0, f"{dead} of {before.pids} replaced, the others untouched")
+    job.wait_for(together, timeout_s, f"{dead} of {before.pids} replaced, the others untouched")
 
 
 @pytest.mark.parametrize("point", IN_A_STEP)
