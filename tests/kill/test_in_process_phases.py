@@ -17,10 +17,11 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Cause, World
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=60, step_s=0.16)
@@ -57,7 +58,9 @@ def order(job: TrainingJob, point: str, node: str | None = None, step: int | Non
 
 
 def obeyed(job: TrainingJob, *orders: Path) -> None:
-    job.wait_for(lambda: not any(o.exists() for o in orders) or None, 60.0, f"death by {orders}")
+    job.wait_for(
+        lambda: not any(o.exists() for o in orders) or None, PATIENCE_S, f"death by {orders}"
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
         now = pids(job.running)
         return sum(now.get(name) != pid for name, pid in before.pids.items()) == dead
 
-    job.wait_for(together, 60.0, f"{dead} of {before.pids} replaced, the others untouched")
+    job.wait_for(together, PATIENCE_S, f"{dead} of {before.pids} replaced, the others untouched")
 
 
 @pytest.mark.parametrize("point", IN_A_STEP)
@@ -149,7 +152,7 @@ def test_a_broken_connection_while_a_planned_world_is_pending(
     generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
     before = Before(generation, pids(job.running))
     job.start_node()
-    job.wait_for(lambda: is_planned(job.world()), 60.0, "a planned world")
+    job.wait_for(lambda: is_planned(job.world()), PATIENCE_S, "a planned world")
     obeyed(job, order(job, "give-up", job.running[0].name))
     all_back(job, before, dead=0)
 
