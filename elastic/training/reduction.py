@@ -11,12 +11,12 @@ multiply. On other devices buckets come to a communication hook.
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.training.words import Room, Words
 from elastic.worker.pending import pending
+from elastic.worker.torch_private import call_after_backward, current_backward
 
 WAIT_SLICE_S = 20e-6
 _OUTSIDE = -1  # of every backward pass
@@ -118,12 +118,12 @@ class Reduction:
                 tensor = self.with_words(tensor)
         work = group.allreduce([tensor], options)
         pending.begin(work)
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward == _OUTSIDE or self._is_late(backward):  # DDP.join() calls this outside
             self.finish()
         elif backward != self._backward:
             self._backward = backward
-            Variable._execution_engine.queue_callback(self.finish)  # before the reducer's own
+            call_after_backward(self.finish)  # before the reducer's own
         return work
 
     def _is_late(self, backward: int) -> bool:
