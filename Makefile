@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test beside check unit cluster soak bench format clean
+.PHONY: demo test beside check unit cluster compat soak bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -37,6 +37,10 @@ unit: $(STAMP)
 
 cluster: $(STAMP)
 	$(PYTEST) -m "cluster and not soak"
+
+# Environments of their own, in ~/.cache: 25 GB on first use, then about 5 minutes for each.
+compat: $(STAMP)
+	$(BIN)/python scripts/compat.py $(COMPAT_ARGS)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 7200

@@ -30,6 +30,7 @@ from checkpoints.errors import (
 )
 from checkpoints.loading import load
 from checkpoints.storage import Root, reading, writing
+from checkpoints.torch_private import load_dcp
 from checkpoints.tree import check_tree, live_tensors, pack, unpack
 
 Format = Literal["torch", "dcp", "safetensors"]
@@ -124,18 +125,7 @@ def _write_dcp(state: Any, path: Path) -> None:
 
 
 def _read_dcp(path: Path) -> Any:
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    # DCP has no public way to load what one has no state for; its own format_utils do this.
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(path),
-        planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]
-        no_dist=True,
-    )
+    state = load_dcp(path)
     text = state.pop(_TREE, None)
     return state if text is None else _in_tree(text, path, live_tensors(state), by_path=True)
 

@@ -14,6 +14,7 @@ import torch
 from checkpoints.boxes import Box
 from checkpoints.errors import StateError
 from checkpoints.layout import Layout, Split, held, local_shape
+from checkpoints.torch_private import storage_of
 
 # Of each mesh, while it lives: a state has thousands of tensors, placed in a few ways.
 _LAYOUTS: weakref.WeakKeyDictionary[Any, dict[object, Layout]] = weakref.WeakKeyDictionary()
@@ -82,7 +83,7 @@ def identity_of(tensor: Any) -> tuple[object, ...]:
     """
     local = local_of(tensor)
     return (
-        local.untyped_storage()._cdata,
+        storage_of(local),
         local.storage_offset(),
         local.stride(),
         tuple(tensor.shape),

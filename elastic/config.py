@@ -22,7 +22,7 @@ MODES = ("in-process", "restart")
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
 
-# What torch's c10d, etcd and etcd-v2 backends accept (torch 2.11 to 2.13:
+# What torch's c10d, etcd and etcd-v2 backends accept (torch 2.11 to 2.15:
 # rendezvous/{dynamic,etcd,c10d}_rendezvous*.py), and what it means here.
 _STOCK_NAMES = {
     "join_timeout": "join_timeout_s",

@@ -10,6 +10,7 @@ newest checkpoint, and every image still counts once per epoch. Rank 0 prints on
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--step-delay-ms", type=float, default=0, help="slows steps down, to aim at one"
     )
+    parser.add_argument(
+        "--step-delay-file", help="file with such a number, for a delay that changes on the way"
+    )
     return parser.parse_args()
+
+
+def step_delay_s() -> float:
+    delay_ms = args.step_delay_ms
+    if args.step_delay_file:
+        delay_ms = float(Path(args.step_delay_file).read_text())
+    return delay_ms / 1000
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
@@ -100,7 +111,7 @@ def train() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            time.sleep(args.step_delay_ms / 1000)
+            time.sleep(step_delay_s())
         scheduler.step()
         run.state["accuracy"] = accuracy()
 

@@ -50,9 +50,10 @@ def create(
     """Check the options and reach etcd; nothing is written before the first rendezvous.
 
     Raises:
-        ConfigError: an option, endpoint or run id is wrong.
+        ConfigError: an option, endpoint or run id is wrong, or torch lacks what is used of it.
         CoordinationError: etcd cannot be used.
     """
+    torch_private.check()
     is_program = launcher is Launcher.PROGRAM
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)

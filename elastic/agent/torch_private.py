@@ -1,8 +1,8 @@
 """Every private name of torch that this package leans on, and nothing else.
 
-Checked against torch 2.11 to 2.13 (``torch/distributed/elastic``); the contract test
-``tests/contract/test_torch_private.py`` fails where a torch version differs, and at run time
-a clear error names what is missing.
+``torch/distributed/elastic``, that is; workers' names are in :mod:`elastic.worker.torch_private`.
+The contract test ``tests/contract/test_torch_private.py`` fails where a torch version differs, and
+:func:`check`, which the handler calls first, names what is missing.
 
 - the handler registry's dictionary, to take over the literal ``etcd`` (in entrypoint.py, which
   must import nothing heavy);
@@ -37,12 +37,17 @@ from typing import IO, Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.utils import store as store_util
 
+from elastic import torch_versions
 from elastic.agent.function_worker import FunctionInEnvironment
 from elastic.coordination.records import Member
 from elastic.errors import ConfigError
+from elastic.telemetry.log import get_logger
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 SIGNALS_BY_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -72,6 +77,38 @@ class CallingAgent:
     failure: WorkerFailure | None
     runs_function: bool  # the workers are processes of multiprocessing, not of a command
     start_method: str  # of multiprocessing
+
+
+# What the agent has before its first rendezvous, by the class that has it.
+_OF_AGENTS = (
+    "_assign_worker_ranks",
+    "_exit_barrier",
+    "_invoke_run",
+    "_rendezvous",
+    "_shutdown",
+    "_start_workers",
+)
+
+
+def check() -> None:
+    """Raise a ConfigError that lists what the installed torch lacks; warn of one not tried."""
+    missing = [f"LocalElasticAgent.{n}" for n in _OF_AGENTS if not hasattr(LocalElasticAgent, n)]
+    barrier = (
+        getattr(api, "_TERMINAL_STATE_SYNC_ID", None),
+        getattr(store_util, "_NUM_MEMBERS", None),
+    )
+    if "".join(map(str, barrier)) != _EXIT_BARRIER_MEMBERS:
+        missing.append(f"the exit barrier's key {_EXIT_BARRIER_MEMBERS}")
+    if not hasattr(multiprocessing_api, "_terminate_process_handler"):
+        missing.append("multiprocessing.api._terminate_process_handler")
+    if missing:
+        raise _differs(", ".join(missing))
+    if not torch_versions.is_supported(torch.__version__):
+        get_logger().warning(
+            "torch %s was never run with this version of torch-elastic-harness, which knows %s",
+            torch.__version__,
+            torch_versions.SUPPORTED,
+        )
 
 
 class Launcher(Enum):
@@ -220,7 +257,7 @@ def _find_agent() -> tuple[Any, Any]:
             "next_rendezvous() was not called by torchrun's agent",
             hint="launch with torchrun, `elastic run` or torch.distributed.launcher; "
             f"torch {torch.__version__} may also differ from the versions this was built for "
-            "(2.11 to 2.13)",
+            f"({torch_versions.SUPPORTED})",
         )
     return agent, failures
 
@@ -339,7 +376,4 @@ def private_store(members: Sequence[Member]) -> HashStore:
 
 
 def _differs(what: str) -> ConfigError:
-    return ConfigError(
-        f"torch {torch.__version__} lacks what the rendezvous handler needs: {what}",
-        hint="use a torch between 2.11 and 2.13, or a newer torch-elastic-harness",
-    )
+    return torch_versions.lacks(torch.__version__, what, "the rendezvous handler")

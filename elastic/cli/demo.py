@@ -40,9 +40,6 @@ from elastic.testing.ledger import LedgerReader
 SCRIPT = Path(__file__).with_name("scripts") / "digits.py"
 TRAIN_SAMPLES = 1437  # of 1,797: examples/digits.py keeps 360 for the test
 EPOCHS = 20
-# 300 steps, about 20 s of training, in which a newcomer has to start, join and take part:
-# its import of torch beside two busy workers takes 2 to 8 s on two cores.
-STEP_DELAY_MS = 60
 STEPS_BETWEEN_CHECKPOINTS = 10
 POLL_S = 0.1
 TAIL_LINES = 15
@@ -121,6 +118,8 @@ class Demo:
         self._said: set[str] = set()
         self._logs: dict[str, TextIO] = {}
         self._accuracy: float | None = None
+        self._waiting_since_s: float | None = None  # for a node
+        self._delay_ms = -1
 
     def run(self, stop: StopRequest) -> Summary:
         """Play it to the end, to the timeout or to the user's signal."""
@@ -129,6 +128,7 @@ class Demo:
             etcd = stack.enter_context(EmbeddedEtcd(data_dir=self._folder / "etcd"))
             stack.callback(self._close_logs)
             nodes = stack.enter_context(LocalNodes(self._take_line))
+            self._pace(None)
             for name in demo_plan.NODES:
                 self._start(nodes, name, etcd.endpoint)
             late = False
@@ -181,6 +181,7 @@ class Demo:
         act = self._plan.next_act(position) if nodes.running else None
         if act is not None and position is not None:
             self._do(act, position, nodes, endpoint)
+        self._pace(position)
         killed = {demo_plan.VICTIM} if self._plan.killed_at else set()
         codes = {node.name: node.exit_code for node in nodes.nodes}
         self._view.update(rows_of(ledger, codes, killed, newest=self._newest_generation))
@@ -199,6 +200,21 @@ class Demo:
         else:
             self._start(nodes, demo_plan.NEWCOMER, endpoint)
         self._plan = self._plan.after(act, position)
+
+    def _pace(self, position: Position | None) -> None:
+        """Slow the job down while a node is waited for: it must not end before."""
+        if position is not None and not self._plan.waits_for_node(position):
+            self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            self._waiting_since_s = self._clock.monotonic()
+        waited_s = self._clock.monotonic() - (self._waiting_since_s or 0.0)
+        delay_ms = round(1000 * self._plan.step_delay_s(position, waited_s))
+        if delay_ms != self._delay_ms:
+            self._delay_ms = delay_ms
+            path = step_delay_file(self._folder)
+            new = path.with_suffix(".new")
+            new.write_text(str(delay_ms))
+            new.replace(path)  # a worker reads the old or the new one
 
     def _say(self, text: str) -> None:
         self._view.say(text, self._clock.wall())
@@ -226,10 +242,15 @@ def node_command(endpoint: str, folder: Path, mode: str) -> list[str]:
         f"--rdzv-conf=mode={mode}",
         "--local-addr=127.0.0.1",
         "--max-restarts=100",
-        *(str(SCRIPT), f"--epochs={EPOCHS}", f"--step-delay-ms={STEP_DELAY_MS}"),
+        *(str(SCRIPT), f"--epochs={EPOCHS}", f"--step-delay-file={step_delay_file(folder)}"),
         f"--checkpoints={folder / 'checkpoints'}",
         f"--every-steps={STEPS_BETWEEN_CHECKPOINTS}",
     ]
+
+
+def step_delay_file(folder: Path) -> Path:
+    """Where the script reads, in milliseconds, how much to slow each step down."""
+    return folder / "step-delay-ms"
 
 
 def node_environment(name: str, folder: Path) -> dict[str, str]:

@@ -1,4 +1,8 @@
-"""What the demo does when: kill a node in the middle of an epoch, later add one. Pure."""
+"""What the demo does when: kill a node in the middle of an epoch, later add one. Pure.
+
+A node that starts slowly (a cold installation, a busy machine) must not find the job done. So the
+steps slow down while the plan waits for a node, and are never used up before the patience is.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,12 @@ MIN_NODES, MAX_NODES = 2, 3
 
 STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is about the kill
 STEPS_BEFORE_JOIN = 10  # of the world without the victim
+
+STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
+STEP_DELAY_S = 0.06
+PATIENCE_S = 180.0  # for a node to start and take part
+STEPS_AFTER_JOIN = 60  # kept for the world with the newcomer
+STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, newcomer
 
 
 class Act(Enum):
@@ -53,6 +63,24 @@ class Plan:
             recovered = position.generation > self.killed_at.generation
             return Act.JOIN if recovered and position.steps_done >= STEPS_BEFORE_JOIN else None
         return None
+
+    def waits_for_node(self, position: Position | None) -> bool:
+        """Whether nothing more can be done until a node that was started takes part."""
+        if position is None or self.killed_at is None:
+            return position is None or len(position.nodes) < MAX_NODES
+        return self.joined_at is not None and NEWCOMER not in position.nodes
+
+    def step_delay_s(self, position: Position | None, waited_s: float) -> float:
+        """How much to slow a step down, ``waited_s`` seconds after waiting for a node began.
+
+        While waiting, the steps that can be spared last as long as the patience.
+        """
+        left_s = PATIENCE_S - waited_s
+        if position is None or left_s <= 0 or not self.waits_for_node(position):
+            return STEP_DELAY_S
+        kept = STEPS_AFTER_START if self.killed_at is None else STEPS_AFTER_JOIN
+        spare = max(1, STEPS - 1 - position.step - kept)
+        return max(STEP_DELAY_S, left_s / spare)
 
     def after(self, act: Act, position: Position) -> Plan:
         """The plan once ``act`` was done at ``position``."""

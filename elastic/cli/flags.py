@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic.cli.suggest import nearest
+from elastic.cli.torchrun_parser import torchrun_parser
 from elastic.errors import ConfigError
 
 OUR_BACKENDS = ("etcd-v3", "etcd")
@@ -41,16 +42,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """torchrun's parser with our flags and defaults. Imports torch: seconds."""
-    from torch.distributed.run import get_args_parser
-
+    """torchrun's parser with our flags and defaults."""
     parser = _Parser(
         prog="elastic run",
         description="Start a training job, or join one: torchrun with an etcd rendezvous, "
         "failures bounded by a budget and exit codes that tell why it ended.",
         epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
         "one was required, 69 etcd unreachable, 70 failure budget spent, 75 preempted and saved",
-        parents=[get_args_parser()],
+        parents=[torchrun_parser()],
         add_help=False,
     )
     ours = parser.add_argument_group("beyond torchrun")

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from elastic.worker import torch_private
+
 
 def make_ready_to_fork() -> None:
     """Have torch set up what every data worker uses to send batches, here and now.
@@ -29,7 +31,7 @@ def make_ready_to_fork() -> None:
     with suppress(RuntimeError):  # no shared memory: whoever needs it will be told
         # Both ways into shared memory: that of samples, and that of batches.
         torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
-        torch.UntypedStorage._new_shared(1)  # type: ignore[no-untyped-call]
+        torch_private.use_shared_memory()
 
 
 class DataWorkers:
@@ -44,11 +46,7 @@ class DataWorkers:
         self._epoch: int | None = None
         # Loaders that iterate in their own way (ahead, in a thread) may still read from the
         # iterator of a world that is over: theirs end with it, as they are used to.
-        kind = type(loader)
-        own_way = (kind.__iter__, kind._get_iterator) != (
-            DataLoader.__iter__,
-            DataLoader._get_iterator,
-        )
+        own_way = not torch_private.iterates_as_torch_does(type(loader))
         self._are_kept = loader.num_workers > 0 and not loader.persistent_workers and not own_way
         if self._are_kept:
             object.__setattr__(loader, "persistent_workers", True)
@@ -59,7 +57,7 @@ class DataWorkers:
             self.let_go()
         self._epoch = epoch
         # Batches of the old world that no worker has begun to read need not be read.
-        for tasks in getattr(self._loader._iterator, "_index_queues", ()):
+        for tasks in torch_private.unread_tasks(self._loader):
             with suppress(queue.Empty):
                 while True:
                     tasks.get_nowait()
@@ -67,4 +65,4 @@ class DataWorkers:
     def let_go(self) -> None:
         """End the workers with the last iterator, as torch does by default."""
         if self._are_kept:
-            self._loader._iterator = None
+            torch_private.forget_iterator(self._loader)

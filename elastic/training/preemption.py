@@ -30,7 +30,7 @@ from elastic.worker.world import is_launched
 if TYPE_CHECKING:
     from elastic.training.session import Session
 
-# torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.13).
+# torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.15).
 BEFORE_RESTART_S = min(LEAVING_S, 24.0)
 # So long the main thread may take to a boundary, or to notice that peers are gone; then it is
 # interrupted. Without the dead rank the current step cannot be completed anyway.

@@ -11,11 +11,11 @@ multiply. On other devices buckets come to a communication hook.
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from elastic.training.words import Room, Words
 from elastic.worker.pending import pending
+from elastic.worker.torch_private import call_after_backward, current_backward
 
 _OUTSIDE = -1  # of every backward pass
 _NEARLY = 1e-12  # n/N times the size, where it is 1 but for rounding
@@ -116,12 +116,12 @@ class Reduction:
                 tensor = self.with_words(tensor)
         work = group.allreduce([tensor], options)
         pending.begin(work)
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward == _OUTSIDE or self._is_late(backward):  # DDP.join() calls this outside
             self.finish()
         elif backward != self._backward:
             self._backward = backward
-            Variable._execution_engine.queue_callback(self.finish)  # before the reducer's own
+            call_after_backward(self.finish)  # before the reducer's own
         return work
 
     def queue(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> dist.Work:

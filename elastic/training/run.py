@@ -30,6 +30,7 @@ from elastic.training.saving import Checkpoints, KeepGiven, WhenGiven, checkpoin
 from elastic.training.session import Session
 from elastic.training.step import Step
 from elastic.training.wrap import ElasticDDP
+from elastic.worker import torch_private
 from elastic.worker.collectives import all_sum
 from elastic.worker.failure import FailureHook
 from elastic.worker.node_first import node_first
@@ -342,6 +343,7 @@ def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
 
 def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = None) -> Run:
     """What :func:`join` does once, without a hold on the process: the caller closes the run."""
+    torch_private.check()
     device = choose_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

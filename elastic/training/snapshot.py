@@ -7,15 +7,15 @@ fault they are put back, so that a step that is done again finds what it found t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, Protocol
 
 import torch
-from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import GradScaler
 
 from elastic.training.plan import Position
 from elastic.training.state import JobState, Stateful
 from elastic.training.state_copies import are_alike, copied, tensors_in
+from elastic.worker import torch_private
 
 SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied where they must be: rollback.py
 
@@ -149,14 +149,12 @@ class _Scaler:
         self._scaler = scaler
 
     def take(self) -> Any:
-        return {name: copied(getattr(self._scaler, name)) for name in ("_scale", "_growth_tracker")}
+        return {
+            name: copied(value) for name, value in torch_private.scales_of(self._scaler).items()
+        }
 
     def put_back(self, taken: Any) -> None:
-        for name, value in taken.items():
-            present = getattr(self._scaler, name)
-            on = present.device if isinstance(present, torch.Tensor) else self._scaler._device
-            setattr(self._scaler, name, None if value is None else value.detach().clone().to(on))
-        self._scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        torch_private.set_scales(self._scaler, taken)
 
 
 class _Buffers:
@@ -194,7 +192,7 @@ class _Buffers:
         if buffers:
             with torch.no_grad():
                 copies = [self._copies[name] for name in buffers]
-                torch._foreach_copy_(copies, list(buffers.values()))
+                torch_private.copy_each(copies, list(buffers.values()))
         return self._copies
 
     def put_back(self, taken: dict[str, torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from elastic.errors import ConfigError
 from elastic.training.data_workers import make_ready_to_fork
 from elastic.training.draws import Draw, WholeDataset, draw_of
 from elastic.training.sampler import ElasticSampler, size_of
+from elastic.worker.torch_private import forget_iterator
 
 # How to go on with data that cannot be dealt out: its owner deals it.
 _OWN_LOOP = (
@@ -181,7 +182,7 @@ def over_batches(
     if collation is Collation.ITEM and not isinstance(ours.collate_fn, OnlyItem):
         ours.collate_fn = OnlyItem(ours.collate_fn)
     # Persistent workers' iterator holds the old batches, and a copy must not share it.
-    ours._iterator = None
+    forget_iterator(ours)
     # Batches are matched with the plan by their order.
     ours.in_order = True
     # Torch draws the workers' base seed from this one: from its own, not the training's.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from elastic.worker.torch_private import copy_each
+
 
 def copied(value: Any) -> Any:
     """A deep copy of plain containers and tensors; anything else is shared."""
@@ -57,7 +59,7 @@ class TensorCopies:
         if tensors:
             with torch.no_grad():
                 sources = [tensor.detach() for tensor in tensors.values()]
-                torch._foreach_copy_([self._copies[key] for key in tensors], sources)
+                copy_each([self._copies[key] for key in tensors], sources)
 
     def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> None:
         """Give the tensors their values back, in place. What was not there then keeps its value."""
@@ -68,7 +70,7 @@ class TensorCopies:
                     tensors[key].resize_(self._copies[key].shape)
             if known:
                 present = [tensors[key].detach() for key in known]
-                torch._foreach_copy_(present, [self._copies[key] for key in known])
+                copy_each(present, [self._copies[key] for key in known])
 
 
 class WeightCopies:

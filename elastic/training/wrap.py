@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.reduction import Reduction, weighted_sum
+from elastic.worker import torch_private
 from elastic.worker.collectives import broadcast_tensors
 from elastic.worker.compiling import not_compiled, not_compiled_itself
 from elastic.worker.releasable import ReleasableGroup
@@ -93,13 +94,13 @@ class ElasticDDP(DDP):
         if self.device_type == "cpu" and not is_on_stream:
             reduction.enter(group, is_divided=True)
             self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
-            self.reducer._update_process_group(self._releasable)
+            torch_private.give_group(self.reducer, self._releasable)
         else:  # nobody waits on the host, and an abort releases the stream
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
             if is_on_stream:
                 self._releasable = ReleasableGroup(group, reduction.queue, is_on_stream=True)
-                self.reducer._update_process_group(self._releasable)
+                torch_private.give_group(self.reducer, self._releasable)
 
     def leave_world(self) -> None:
         """Back to a plain module, with nothing left of the group.
@@ -110,7 +111,7 @@ class ElasticDDP(DDP):
         the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
         """
         if "reducer" in self.__dict__:
-            self.reducer._remove_autograd_hooks()
+            torch_private.remove_hooks(self.reducer)
         for name in ("reducer", "logger", "process_group"):
             self.__dict__.pop(name, None)
         self.reduction.leave()
@@ -183,7 +184,7 @@ class ElasticDDP(DDP):
             )
         if factor != 1.0:
             gradients = [p.grad for p in self.all_parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, factor)
+            torch_private.multiply_each(gradients, factor)
         self.reduction.begin(weight)
 
     def frozen_indices(self) -> list[int]:
@@ -229,7 +230,7 @@ class ElasticDDP(DDP):
             flat = torch.cat([t.reshape(-1) for t in same])
             broadcast_tensors({"buffers": flat}, authoritative_rank)
             parts = torch.split(flat, [t.numel() for t in same])
-            torch._foreach_copy_(same, [p.view_as(t) for p, t in zip(parts, same, strict=True)])
+            torch_private.copy_each(same, [p.view_as(t) for p, t in zip(parts, same, strict=True)])
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:

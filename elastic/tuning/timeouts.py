@@ -34,7 +34,7 @@ STEPS_TO_BOUNDARY = 3
 # A shorter checkpoint budget is none: an fsync on shared storage takes that long.
 LEAST_CHECKPOINT_S = 1.0
 # Torch gives stopped workers 30 s and their SIGKILL as long again (elastic/multiprocessing/api.py,
-# 2.11 to 2.13); its main thread does nothing else meanwhile, and is not hung.
+# 2.11 to 2.15); its main thread does nothing else meanwhile, and is not hung.
 TORCH_STOPS_WORKERS_S = 60.0
 # An abort of NCCL's communicators takes milliseconds, or hangs. Nobody trains while a worker waits
 # for it, and to start the worker anew costs about as long as this.

@@ -8,8 +8,9 @@ this, but imports Dynamo, which takes seconds that most jobs need not spend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
+
+from elastic.worker.torch_private import keep_dynamo_out
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,12 +28,4 @@ def not_compiled_itself(function: F) -> F:
 
 
 def _skip(function: Callable[..., Any], *, is_recursive: bool) -> None:
-    # As torch._dynamo.eval_frame.skip_code does it (torch 2.13). A torch that has other names for
-    # it still trains; compiled models fail there with Dynamo's own message.
-    with suppress(ImportError, AttributeError):
-        from torch._C._dynamo import eval_frame
-
-        action = eval_frame._FrameAction
-        called = action.SKIP if is_recursive else action.DEFAULT
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, called)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    keep_dynamo_out(function.__code__, is_recursive=is_recursive)

@@ -23,7 +23,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
     Store,
-    distributed_c10d,
 )
 
 from elastic.clock import SYSTEM_CLOCK
@@ -32,6 +31,7 @@ from elastic.link import forks
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
+from elastic.worker import torch_private
 from elastic.worker.abort import BuildWatch, Footprint, still_open
 from elastic.worker.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.worker.collectives import broadcast_json
@@ -156,7 +156,7 @@ class ProcessGroup:
         left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
         # From here on it is not about peers that do not come, but about how long a step may take.
-        distributed_c10d._set_pg_timeout(_TIMEOUT)
+        torch_private.set_group_timeout(_TIMEOUT)
         store.set_timeout(_TIMEOUT)
 
     def _end_building(self) -> None:
@@ -270,7 +270,7 @@ class ProcessGroup:
         is_left_behind = dist.is_initialized() and not self._destroy_group()
         # A build that failed in the middle has counted: the next group would get another name
         # here than with a newcomer, and they would never find each other in the store.
-        distributed_c10d._world.group_count = 0
+        torch_private.forget_group_count()
         self._owned = False
         if self._store is not None:
             self._store.close()
@@ -284,13 +284,13 @@ class ProcessGroup:
         """Says whether it is gone, and not only out of the way."""
         is_drained = pending.drain(_DRAIN_S)
         if not is_drained:
-            keep_for_ever(distributed_c10d._get_default_group())
+            keep_for_ever(torch_private.default_group())
         if self._is_on_stream and self._is_aborted:
             # Not destroy: it waits for what is queued.
             deadline = CallDeadline(
                 timeouts.ABORT_S, self._abort_is_stuck, name="elastic-abort-deadline"
             )
-            distributed_c10d._abort_process_group()
+            torch_private.abort_groups()
             deadline.end()
         else:
             dist.destroy_process_group()

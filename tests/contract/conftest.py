@@ -1,119 +1,14 @@
-"""The three stores that must behave alike: memory, one etcd, three members of which one is down.
-
-Of the three members, one is killed after some tests and brought back after some more, in turn.
-"""
+"""The three stores that must behave alike: memory, one etcd, three members of which one is down."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import pytest
-from etcd_fixtures import wait_until
+from store_kinds import Backend, ClusterBackend, MemoryBackend, SingleBackend
 
-from elastic.coordination.embedded import EmbeddedCluster, EmbeddedEtcd
-from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.coordination.keyvalue import KeyValue, Lease
-from elastic.coordination.memory import MemoryServer, MemoryStore
-
-
-class Backend(Protocol):
-    """A kind of store, and what tests do to it from outside."""
-
-    def open(self) -> KeyValue:
-        """A new client."""
-        ...
-
-    def interrupt(self, client: KeyValue) -> None:
-        """Cut all connections of ``client``; they can be made again when this returns."""
-        ...
-
-    def expire(self, lease: Lease) -> None:
-        """End a lease without its owner's doing."""
-        ...
-
-
-class MemoryBackend:
-    def __init__(self) -> None:
-        self._server = MemoryServer()
-
-    def open(self) -> KeyValue:
-        return MemoryStore(self._server)
-
-    def interrupt(self, client: KeyValue) -> None:
-        self._server.disconnect()
-        self._server.reconnect()
-
-    def expire(self, lease: Lease) -> None:
-        self._server.expire(lease.id)
-
-
-def open_etcd(endpoint: str) -> EtcdStore:
-    return EtcdStore(
-        EtcdConfig(endpoints=parse_endpoints(endpoint), connect_timeout_s=20, request_timeout_s=20)
-    )
-
-
-def revoke(endpoint: str, lease: Lease) -> None:
-    """What an expiry does in etcd, without the wait."""
-    from elastic.coordination.etcd_compat import load_grpc, load_rpc
-
-    def attempt() -> bool:
-        for address in endpoint.split(","):
-            with load_grpc().insecure_channel(address) as channel:
-                try:
-                    request = load_rpc().LeaseRevokeRequest(ID=lease.id)
-                    load_rpc().LeaseStub(channel).LeaseRevoke(request, timeout=5)
-                    return True
-                except load_grpc().RpcError:
-                    continue
-        return False
-
-    wait_until(attempt, "the lease is revoked")
-
-
-class SingleBackend:
-    def __init__(self, etcd: EmbeddedEtcd) -> None:
-        self._etcd = etcd
-
-    def open(self) -> KeyValue:
-        return open_etcd(self._etcd.endpoint)
-
-    def interrupt(self, client: KeyValue) -> None:
-        self._etcd.restart()
-
-    def expire(self, lease: Lease) -> None:
-        revoke(self._etcd.endpoint, lease)
-
-
-class ClusterBackend:
-    def __init__(self, cluster: EmbeddedCluster) -> None:
-        self._cluster = cluster
-        self._tests = 0
-
-    def next_test(self) -> None:
-        """Kill a member before every fourth test, bring it back two tests later."""
-        turn, phase = divmod(self._tests, 4)
-        victim = self._cluster.members[turn % 3]
-        if phase == 1:
-            victim.kill()
-        elif phase == 3:
-            victim.start()
-        self._tests += 1
-
-    def open(self) -> KeyValue:
-        return open_etcd(self._cluster.endpoint)
-
-    def interrupt(self, client: KeyValue) -> None:
-        """Kill the member that the client uses, with all members up again afterwards."""
-        assert isinstance(client, EtcdStore)
-        self._cluster.start()
-        used = wait_until(lambda: client.endpoint, "the client is connected")
-        assert used is not None
-        next(m for m in self._cluster.members if m.port == used.port).restart()
-
-    def expire(self, lease: Lease) -> None:
-        revoke(self._cluster.endpoint, lease)
+from elastic.coordination.embedded import EmbeddedCluster
+from elastic.coordination.keyvalue import KeyValue
 
 
 @pytest.fixture(scope="session")

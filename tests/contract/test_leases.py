@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from conftest import Backend
 from etcd_fixtures import PATIENCE_S, Recorder, wait_until
+from store_kinds import Backend
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.coordination.keyvalue import KeyValue

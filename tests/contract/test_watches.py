@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from conftest import Backend
 from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads
+from store_kinds import Backend
 
 from elastic.coordination.keyvalue import Deleted, KeyValue, Put, Reset, WatchEvent
 

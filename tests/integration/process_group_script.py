@@ -35,7 +35,7 @@ from elastic.worker import transfer
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.process_group import GroupSpec, ProcessGroup
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 Result = dict[str, Any]
 
 

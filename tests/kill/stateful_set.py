@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import yaml
 from training_job import TrainingJob
 
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import kill_at_once
 
@@ -152,7 +153,7 @@ class StatefulSet(TrainingJob):
         with self._lock:
             return list(self._ended)
 
-    def wait_ended_pods(self, count: int, timeout_s: float = 90.0) -> list[Ended]:
+    def wait_ended_pods(self, count: int, timeout_s: float = PATIENCE_S) -> list[Ended]:
         """Until that many containers have ended; returns all."""
         return self.wait_for(
             lambda: ended if len(ended := self.ended) >= count else None,
@@ -160,11 +161,11 @@ class StatefulSet(TrainingJob):
             f"{count} ended containers",
         )
 
-    def wait_pods(self, *names: str, timeout_s: float = 90.0) -> None:
+    def wait_pods(self, *names: str, timeout_s: float = PATIENCE_S) -> None:
         """Until exactly these are there."""
         self.wait_for(lambda: self.pods == names, timeout_s, f"exactly the pods {names}")
 
-    def wait_ready(self, *names: str, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, *names: str, timeout_s: float = PATIENCE_S) -> None:
         """Until all of them answer that they are ready: ``kubectl wait``."""
         self.wait_for(
             lambda: all(self.probe(name, "/readyz").status == 200 for name in names),

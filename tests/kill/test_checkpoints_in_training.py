@@ -16,9 +16,10 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "saving.py"
 WORKLOAD = Workload(step_s=0.08)  # what the fixture `undisturbed` has trained
@@ -74,7 +75,7 @@ def wait_saved(job: TrainingJob, count: int = 1) -> None:
     def enough() -> bool:
         return sum(info.step > done for info in saved(job)) >= count
 
-    job.wait_for(enough, 30.0, f"{count} checkpoints after step {done}")
+    job.wait_for(enough, PATIENCE_S, f"{count} checkpoints after step {done}")
 
 
 def told(job: TrainingJob, order: str, node: str = "") -> Path:
@@ -89,7 +90,7 @@ def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
     nodes = job.running
     for node in nodes:
         node.terminate()
-    codes = {node.wait(40.0) for node in nodes}
+    codes = {node.wait(PATIENCE_S) for node in nodes}
     return job.ledger().last_step + 1, codes
 
 
@@ -105,7 +106,7 @@ def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJo
                 found.setdefault(event["node"], []).append(event["step"])
         return found if len(found) == 3 and min(map(len, found.values())) >= 4 else None
 
-    steps = job.wait_for(steps_by_node, 30.0, "four checkpoints on each of three nodes")
+    steps = job.wait_for(steps_by_node, PATIENCE_S, "four checkpoints on each of three nodes")
     first = [sorted(found)[:4] for found in steps.values()]
     assert first[0] == first[1] == first[2]
     assert all(info.world_size == 3 for info in saved(job) if info.step > done)
@@ -122,7 +123,7 @@ def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
     refusal = told(job, order)
     reasons = job.wait_for(
         lambda: [e["reason"] for e in events(job, "checkpoint-skipped", began_s)],
-        30.0,
+        PATIENCE_S,
         "a save that failed",
     )
     assert any(text in reasons[0] for text in ("No space left", "Read-only file system"))
@@ -139,7 +140,9 @@ def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: Traini
     began_s = time.monotonic()
     hang = told(job, "disk-hang", nodes[1].name)
     job.wait_for(
-        lambda: "busy" in str(events(job, "checkpoint-skipped", began_s)), 40.0, "a skipped save"
+        lambda: "busy" in str(events(job, "checkpoint-skipped", began_s)),
+        PATIENCE_S,
+        "a skipped save",
     )
     before = newest_step(job)
     job.wait_progress(15)  # twice as long as a save would take to come round

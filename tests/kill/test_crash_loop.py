@@ -9,9 +9,10 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 COOL_DOWN_S = 15.0
 WORKLOAD = Workload(samples=500, epochs=1000, step_s=0.05)
@@ -39,7 +40,7 @@ def test_a_newcomer_that_crashes_every_time_disturbs_once(
             journal = read_journal(job.folder / "journal")
             return any(e["event"] == "worker-died" or e.get("exit_code") for e in journal)
 
-        job.wait_for(has_crashed, 60.0, "the first crash")
+        job.wait_for(has_crashed, PATIENCE_S, "the first crash")
         crashed = time.monotonic()
         # Its worker is back and ready again within seconds, and stays out.
         while time.monotonic() - crashed < 0.7 * COOL_DOWN_S:

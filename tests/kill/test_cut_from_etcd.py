@@ -17,7 +17,7 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=25, step_s=0.1)

@@ -15,12 +15,13 @@ from training_job import TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedCluster
 from elastic.coordination.records import Cause, Member
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 
 # Promised are 2 s; the rest is for a machine that is busy with other tests.
 WORKERS_GONE_S = 4.0
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module", params=["in-process", "restart"])
@@ -145,7 +146,7 @@ def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNod
     generation = job.generation()
     victim = bystander(job)
     victim.terminate()
-    assert victim.wait(30.0) == 75
+    assert victim.wait(PATIENCE_S) == 75
     job.wait_training(nodes=2, after_generation=generation)
     world = job.world()
     assert world is not None
@@ -163,6 +164,6 @@ def test_a_node_that_comes_after_the_end_has_nothing_to_do(job: TrainingJob) -> 
     assert not job.running, "the job should have ended in the test before"
     steps = len(job.ledger().steps)
     late = job.start_node("late")
-    assert late.wait(30.0) == 0, late.log_tail()
+    assert late.wait(PATIENCE_S) == 0, late.log_tail()
     assert len(job.ledger().steps) == steps
     job.assert_nothing_left()

@@ -22,7 +22,7 @@ from elastic.testing.faults import (
     Stop,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

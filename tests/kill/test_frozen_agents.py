@@ -11,7 +11,7 @@ from training_job import PLAIN, SESSION, TrainingJob, Workload, train_undisturbe
 
 from elastic.coordination.embedded import EmbeddedEtcd
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 WORKLOAD = Workload(samples=500, epochs=20, step_s=0.4)
 LEASE_S = 2.0

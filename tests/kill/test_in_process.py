@@ -15,10 +15,11 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Cause, WorldState
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=75, step_s=0.1)
@@ -74,7 +75,7 @@ def test_leaving_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) ->
     before = pids([n for n in nodes if n is not leaver])
     generation = job.generation()
     leaver.terminate()
-    assert leaver.wait(30.0) == 75
+    assert leaver.wait(PATIENCE_S) == 75
     job.wait_training(nodes=2, after_generation=generation)
     world = job.world()
     assert world is not None
@@ -154,10 +155,10 @@ def pause_saved(job: TrainingJob, lost: list[LocalNode]) -> int:
             return None
         return next((s.step for s in job.ledger().starts if s.generation == world.generation), None)
 
-    begin = job.wait_for(paused_at, 30.0, "a paused world")
+    begin = job.wait_for(paused_at, PATIENCE_S, "a paused world")
     job.wait_for(
         lambda: list((job.folder / "checkpoints").glob(f"step-{begin:09d}.*")) or None,
-        15.0,
+        PATIENCE_S,
         f"a checkpoint of step {begin}",
     )
     return begin - 1
@@ -198,7 +199,7 @@ def test_sigterm_to_the_whole_node_is_leaving(job: TrainingJob, nodes: list[Loca
     began, generation, leaver = time.monotonic(), job.generation(), nodes[2]
     os.kill(leaver.workers()[0].pid, signal.SIGTERM)
     leaver.terminate()
-    assert leaver.wait(30.0) == 75
+    assert leaver.wait(PATIENCE_S) == 75
     job.wait_training(nodes=2, after_generation=generation)
     assert events(job, "world-fault", began) == []
 

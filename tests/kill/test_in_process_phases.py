@@ -17,10 +17,11 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Cause, World
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=60, step_s=0.16)
@@ -56,7 +57,7 @@ def order(job: TrainingJob, point: str, node: str | None = None, step: int | Non
     return staged.rename(path)
 
 
-def obeyed(job: TrainingJob, *orders: Path, timeout_s: float = 60.0) -> None:
+def obeyed(job: TrainingJob, *orders: Path, timeout_s: float = PATIENCE_S) -> None:
     job.wait_for(
         lambda: not any(o.exists() for o in orders) or None, timeout_s, f"death by {orders}"
     )
@@ -84,7 +85,7 @@ def is_planned(world: World | None) -> bool:
 
 
 def all_back(
-    job: TrainingJob, before: Before, dead: int = 1, *, timeout_s: float = 60.0
+    job: TrainingJob, before: Before, dead: int = 1, *, timeout_s: float = PATIENCE_S
 ) -> None:
     """Three nodes train in a new world; all but ``dead`` workers are the same as before."""
 
@@ -153,7 +154,7 @@ def test_a_broken_connection_while_a_planned_world_is_pending(
     generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
     before = Before(generation, pids(job.running))
     job.start_node()
-    job.wait_for(lambda: is_planned(job.world()), 60.0, "a planned world")
+    job.wait_for(lambda: is_planned(job.world()), PATIENCE_S, "a planned world")
     obeyed(job, order(job, "give-up", job.running[0].name))
     all_back(job, before, dead=0)
 

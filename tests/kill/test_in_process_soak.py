@@ -13,6 +13,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 
 KILLS = int(os.environ.get("ELASTIC_SOAK_KILLS", "200"))
@@ -64,7 +65,7 @@ def all_train(job: TrainingJob) -> int:
         generation, names = job.training_nodes()
         return generation if len(names) == 3 and generation == job.generation() else None
 
-    return job.wait_for(together, 60.0, "three nodes in the newest world")
+    return job.wait_for(together, PATIENCE_S, "three nodes in the newest world")
 
 
 def test_nothing_grows_in_many_kills(job: TrainingJob) -> None:
@@ -80,7 +81,7 @@ def test_nothing_grows_in_many_kills(job: TrainingJob) -> None:
         getattr(victim, how)()
         job.wait_for(
             lambda seen=generation: job.generation() > seen or None,  # type: ignore[misc]
-            20.0,
+            PATIENCE_S,
             f"kill {number}: a world after {how} of {victim}",
         )
         if number == KILLS // 10:

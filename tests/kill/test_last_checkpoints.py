@@ -16,14 +16,14 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.ledger import read_ledger
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "saving.py"
 # Nothing is saved but what the end leaves behind.
 WORKLOAD = Workload(samples=240, epochs=400, step_s=0.05, save_every=100_000)
-WITHIN_S = 60.0
 
 
 def newest_step(folder: Path) -> int:
@@ -31,7 +31,7 @@ def newest_step(folder: Path) -> int:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + WITHIN_S
+    until_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until_s, what
         time.sleep(0.05)
@@ -70,7 +70,7 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
         leaver, *victims = [node for node in nodes if node is not job.node_of_rank(0)]
         generation = job.generation()
         leaver.terminate()
-        assert leaver.wait(WITHIN_S) == 75
+        assert leaver.wait(PATIENCE_S) == 75
         generation = job.wait_training(nodes=3, after_generation=generation)
         (noticed,) = checkpoints.list_checkpoints(tmp_path / "checkpoints")
         assert noticed.world_size == 4, "the policy saves when a node is asked to go"
@@ -79,7 +79,7 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
         job.wait_training(nodes=2, after_generation=generation)
         assert newest_step(tmp_path) == noticed.step
         victims[1].kill_worker()
-        codes = {node.wait(WITHIN_S) for node in nodes if node is not leaver}
+        codes = {node.wait(PATIENCE_S) for node in nodes if node is not leaver}
         assert codes == {70}, job.report()
         assert newest_step(tmp_path) == job.ledger().last_step + 1
 
@@ -88,7 +88,7 @@ def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) ->
     first = alone(tmp_path, "first")
     wait_for(lambda: done(tmp_path) > 5, "steps")
     first.send_signal(signal.SIGTERM)
-    assert first.wait(WITHIN_S) == 128 + signal.SIGTERM
+    assert first.wait(PATIENCE_S) == 128 + signal.SIGTERM
     at = done(tmp_path)
     assert newest_step(tmp_path) == at
     second = alone(tmp_path, "second")
@@ -106,7 +106,7 @@ def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
     try:
         wait_for(lambda: done(tmp_path) > 2, "steps")
         second = alone(tmp_path, "second")
-        _, said = second.communicate(timeout=WITHIN_S)
+        _, said = second.communicate(timeout=PATIENCE_S)
         assert second.returncode == 2
         assert f"another job saves into {tmp_path / 'checkpoints'}" in said
         assert "on node first" in said

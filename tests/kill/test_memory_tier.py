@@ -13,7 +13,7 @@ import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 EVERY = 5
 SCRIPT = SCRIPTS / "wiring.py"

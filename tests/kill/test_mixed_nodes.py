@@ -13,10 +13,11 @@ import pytest
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import is_alive
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 NPROC = {"two": 2, "one": 1}
 WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=8)
@@ -57,7 +58,7 @@ def test_a_newcomer_with_other_limits_is_refused(
 ) -> None:
     generation = job.generation()
     stranger = job.start_node("stranger", min_nodes=smallest, max_nodes=largest)
-    assert stranger.wait(30.0) == 2, stranger.log_tail()
+    assert stranger.wait(PATIENCE_S) == 2, stranger.log_tail()
     said = stranger.log_text()
     assert "nnodes" in said
     assert f"{smallest} to {largest}" in said
@@ -80,7 +81,7 @@ def test_a_newcomer_of_another_version_is_refused(
         "[torchrun.handlers]\netcd-v3 = elastic.agent.entrypoint:handlers\n"
     )
     stranger = job.start_node("stranger", env={"PYTHONPATH": str(tmp_path)})
-    assert stranger.wait(30.0) == 2, stranger.log_tail()
+    assert stranger.wait(PATIENCE_S) == 2, stranger.log_tail()
     assert "99.0" in stranger.log_text()
     job.wait_progress(3)
     assert job.generation() == generation
@@ -102,7 +103,9 @@ def test_a_killed_worker_takes_its_busy_data_workers_along(
 
 def test_a_node_with_busy_data_workers_dies(job: TrainingJob, nodes: list[str]) -> None:
     """Those of the survivors stay for the rest of the epoch."""
-    job.wait_for(lambda: is_early_in_an_epoch(job) or None, 60.0, "an epoch that has just begun")
+    job.wait_for(
+        lambda: is_early_in_an_epoch(job) or None, PATIENCE_S, "an epoch that has just begun"
+    )
     generation, survivor = job.generation(), job.node("two")
     workers = [process.pid for process in survivor.workers().values()]
     before = [sorted(children_of(survivor, pid)) for pid in workers]

@@ -22,8 +22,9 @@ from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights,
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import WorldState
+from elastic.testing.cluster import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 # Slow steps, not many: the job must outlast five minutes of changes on a busy machine, and is over
 # in seconds once it is told to hurry.
@@ -113,7 +114,7 @@ def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: Stateful
     workers.scale(1)
     workers.wait_for(
         lambda: (w := workers.world()) is not None and w.state is WorldState.PAUSED,
-        30.0,
+        PATIENCE_S,
         "a paused world",
     )
     workers.wait_ready(f"{NAME}-0")
@@ -134,7 +135,9 @@ def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulS
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.scale(3)
     newcomer = workers.wait_for(
-        lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(), 60.0, "a worker"
+        lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(),
+        PATIENCE_S,
+        "a worker",
     )
     assert workers.probe(f"{NAME}-2", "/readyz").status == 503
     assert newcomer
@@ -170,7 +173,7 @@ def test_the_finisher_ends_it_all(workers: StatefulSet, tmp_path: Path) -> None:
     with FakeApiServer(tmp_path, scales={(NAMESPACE, NAME): 2}) as api:
         api.on_scale = lambda _, replicas: workers.scale(replicas)
         with finisher(workers, api) as late:
-            assert late.wait(timeout=60) == 0
+            assert late.wait(timeout=PATIENCE_S) == 0
     workers.wait_pods()
     ends = workers.ended[before:]
     assert {(end.exit_code, end.left) for end in ends} == {(0, ())}
@@ -193,11 +196,11 @@ def test_a_job_that_cannot_succeed_is_not_started_for_ever(
         api.on_scale = lambda _, replicas: workers.scale(replicas)
         with finisher(workers, api, "--keep-failed") as waiting:
             assert parked(workers, f"{NAME}-0") == ["failure"]
-            assert waiting.wait(timeout=60) == 1
+            assert waiting.wait(timeout=PATIENCE_S) == 1
         assert workers.pods == (f"{NAME}-0",)
         assert workers.ended == []
         with finisher(workers, api) as late:
-            assert late.wait(timeout=60) == 1
+            assert late.wait(timeout=PATIENCE_S) == 1
         workers.wait_pods()
         (end,) = workers.ended
         assert (end.exit_code, end.left) == (1, ())
@@ -220,7 +223,7 @@ def test_a_step_longer_than_the_grace_does_not_get_the_pod_killed(
         settings=settings,
     ) as workers:
         workers.scale(1)
-        workers.wait_for(lambda: workers.ledger().begins, 60.0, "a step")
+        workers.wait_for(lambda: workers.ledger().begins, PATIENCE_S, "a step")
         workers.scale(0)
         (end,) = workers.wait_ended_pods(1)
         # -9 if it was the kubelet's SIGKILL.
@@ -257,7 +260,7 @@ def parked(workers: StatefulSet, *pods: str) -> list[str]:
         found = [workers.probe(name, "/readyz") for name in pods]
         return found if all(a.body.get("parked") for a in found) else []
 
-    found = workers.wait_for(answers, 90.0, f"{pods} parked")
+    found = workers.wait_for(answers, PATIENCE_S, f"{pods} parked")
     assert {answer.status for answer in found} == {503}
     assert {workers.probe(name, "/livez").status for name in pods} == {200}
     return [answer.body["job"]["outcome"] for answer in found]

@@ -24,7 +24,7 @@ from training_job import PLAIN
 from elastic.coordination.embedded import EmbeddedEtcd, EtcdCertificates
 from elastic.coordination.etcd_compat import load_grpc, load_rpc
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.cluster
 
 CONNECT_TIMEOUT_S = 3.0
 START_S = 25.0  # importing torch on a busy machine

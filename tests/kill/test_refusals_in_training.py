@@ -14,8 +14,9 @@ from training_job import TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.cluster
 
 WORKLOAD = Workload(samples=250, epochs=3, save_every=10)
 
@@ -50,7 +51,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_training(job: TrainingJo
     (job.folder / "file").write_text("in the way")
     folder = str(job.folder / "file" / "checkpoints")
     node = job.start_node(env={"ELASTIC_CHECKPOINTS": folder})
-    assert node.wait(60.0) == 1
+    assert node.wait(PATIENCE_S) == 1
     assert folder in node.log_text()
     assert "cannot be written" in node.log_text()
     assert job.ledger().last_step == -1
@@ -67,7 +68,7 @@ def test_a_full_disk_never_stops_training_and_older_checkpoints_stay(
         disk = str(tmp_path / "checkpoints")
         mount = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
         node = job.start_node(launcher=["unshare", "-rm", "sh", "-c", mount, "sh"])
-        job.wait_for(lambda: journal(tmp_path, "checkpoint-skipped"), 60.0, "a full disk")
+        job.wait_for(lambda: journal(tmp_path, "checkpoint-skipped"), PATIENCE_S, "a full disk")
         saved = [int(str(e["step"])) for e in journal(tmp_path, "checkpoint-saved")]
         assert saved == [WORKLOAD.save_every]
         reason = str(journal(tmp_path, "checkpoint-skipped")[0]["reason"])
@@ -85,7 +86,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over(
     with one_node(shared_etcd, tmp_path) as job:
         job.hurry()
         job.start_node()
-        assert set(job.wait_ended(60.0).values()) == {0}
+        assert set(job.wait_ended().values()) == {0}
     folder = tmp_path / "checkpoints"
     newest, previous = checkpoints.list_checkpoints(folder)[:2]
     tensors = next((folder / newest.name).glob("*.safetensors"))
@@ -95,7 +96,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over(
 
     with one_node(shared_etcd, tmp_path) as again:
         again.start_node()
-        assert set(again.wait_ended(60.0).values()) == {0}, again.report()
+        assert set(again.wait_ended().values()) == {0}, again.report()
         again.ledger().assert_exactly_once(WORKLOAD.samples, WORKLOAD.epochs)
     resumed = [e["source"] for e in journal(tmp_path, "state-restored")]
     assert resumed == ["initial", previous.name]
@@ -105,7 +106,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over(
     wider = replace(WORKLOAD, extra=("--width=32",))
     with one_node(shared_etcd, tmp_path, wider) as other:
         node = other.start_node()
-        assert node.wait(60.0) == 1
+        assert node.wait(PATIENCE_S) == 1
         assert "module.0.weight" in node.log_text() or "0.weight" in node.log_text()
 
 
@@ -121,7 +122,7 @@ def test_data_that_cannot_work_is_said(
 ) -> None:
     with one_node(shared_etcd, tmp_path, workload, nproc=nproc) as job:
         node = job.start_node()
-        assert node.wait(60.0) == 1
+        assert node.wait(PATIENCE_S) == 1
         assert says in node.log_text()
         job.assert_nothing_left()
 
@@ -133,7 +134,7 @@ def test_no_restarts_with_a_range_of_nodes_is_warned_of(
     with one_node(shared_etcd, tmp_path, max_nodes=2, conf=conf) as job:
         job.hurry()
         node = job.start_node()
-        assert node.wait(60.0) == 0
+        assert node.wait(PATIENCE_S) == 0
         warning = next(x for x in node.log_text().splitlines() if "--max-restarts=0" in x)
         assert "1:2" in warning
         assert "elastic run" in warning

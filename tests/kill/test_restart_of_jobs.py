@@ -12,7 +12,7 @@ import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import WorldState
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

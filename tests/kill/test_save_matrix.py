@@ -20,14 +20,14 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.ledger import Ledger, read_ledger
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "wiring.py"
 EVERY = 5
 WORKLOAD = Workload(samples=48, batch=24, epochs=150, step_s=0.05, save_every=EVERY)
-WITHIN_S = 90.0
 WIRINGS = ("retry", "none", "foreign")
 LAUNCHERS = ("etcd-v3", "c10d", "python")
 
@@ -61,7 +61,7 @@ class Launched:
     def terminate(self) -> None:
         node = self.job.running[0]
         node.terminate()
-        node.wait(WITHIN_S)
+        node.wait(PATIENCE_S)
 
     def ended(self) -> bool:
         return not self.job.running
@@ -100,7 +100,7 @@ class Plain:
     def _end_by(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
-        self.process.wait(WITHIN_S)
+        self.process.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def free_port() -> int:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + WITHIN_S
+    until_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until_s, what
         time.sleep(0.05)

@@ -14,9 +14,10 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "wiring.py"
 # Nothing is saved but what a death leaves behind.
@@ -32,7 +33,7 @@ def kill(job: TrainingJob, local_rank: int) -> None:
     """Kill one worker, and wait until the job trains again."""
     generation = job.training_nodes()[0]
     job.running[0].kill_worker(local_rank)
-    job.wait_for(lambda: job.ledger().last_generation > generation, 60.0, "the next world")
+    job.wait_for(lambda: job.ledger().last_generation > generation, PATIENCE_S, "the next world")
     (job.folder / "hold").unlink(missing_ok=True)
     job.wait_training(nodes=1, after_generation=generation)
 
@@ -42,7 +43,7 @@ def hold(job: TrainingJob) -> None:
     for left in job.folder.glob("held-*"):
         left.unlink()
     (job.folder / "hold").touch()
-    job.wait_for(lambda: len(list(job.folder.glob("held-*"))) == 3, 60.0, "all workers held")
+    job.wait_for(lambda: len(list(job.folder.glob("held-*"))) == 3, PATIENCE_S, "all workers held")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,11 @@ def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: 
         # What dies before it is ready is no passing fault: all are started anew, after a save.
         before = pids(job)
         node.kill_worker(2)
-        job.wait_for(lambda: pids(job).get(2, before[2]) != before[2], 60.0, "the replacement")
+        job.wait_for(
+            lambda: pids(job).get(2, before[2]) != before[2], PATIENCE_S, "the replacement"
+        )
         node.kill_worker(2)
-        job.wait_for(lambda: len(restored(job)) > 3, 60.0, "a restart of all")
+        job.wait_for(lambda: len(restored(job)) > 3, PATIENCE_S, "a restart of all")
         job.wait_progress()
         assert set(pids(job).values()).isdisjoint(before.values())
         assert job.ledger().recomputed_steps == 0, job.report()
@@ -142,7 +145,7 @@ def test_memory_comes_first(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
         job.wait_step(5)
         (tmp_path / "disk-full").touch()
         job.running[0].kill_worker(0)
-        job.wait_for(lambda: len(restored(job)) == 6, 60.0, "the next world")
+        job.wait_for(lambda: len(restored(job)) == 6, PATIENCE_S, "the next world")
         (tmp_path / "disk-full").unlink()
         job.wait_training(nodes=1, after_generation=1)
         assert job.ledger().recomputed_steps == 0, job.report()

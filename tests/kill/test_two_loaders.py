@@ -15,9 +15,10 @@ from training_job import (
 )
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "two_loaders.py"
 WORKLOAD = Workload(samples=300, epochs=40, step_s=0.15)
@@ -46,7 +47,7 @@ def test_two_loaders_are_read_as_if_nothing_had_happened(
 
         survivors = job.running
         job.hurry()
-        job.wait_for(lambda: not job.running or None, 90.0, "the end of the job")
+        job.wait_for(lambda: not job.running or None, PATIENCE_S, "the end of the job")
         assert {node.exit_code for node in survivors} == {0}, job.report()
         job.ledger().final_hash()
     alone = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)

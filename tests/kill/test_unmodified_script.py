@@ -10,7 +10,7 @@ from training_job import PLAIN, TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 WORKERS_GONE_S = 4.0  # promised are 2 s; the rest is for a busy machine
 

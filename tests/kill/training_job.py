@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from elastic.testing.cluster import LocalCluster
+from elastic.testing.cluster import PATIENCE_S, LocalCluster
 from elastic.testing.node import LocalNode
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -96,7 +96,7 @@ class TrainingJob(LocalCluster):
         self.wait_training(nodes=count, after_generation=generation if missing > 0 else 0)
         return self.running
 
-    def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = 90.0) -> None:
+    def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = PATIENCE_S) -> None:
         """Hurry to the end and check everything that a job must keep, whatever happened to it:
 
         all running agents end with 0 soon after the last step, nothing is left running, each

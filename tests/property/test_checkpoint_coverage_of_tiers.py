@@ -42,7 +42,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((11,), float(step)), "bias": torch.full((3,), step)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(history=histories())
 def test_the_newest_that_is_covered_is_found_and_loaded(
     history: tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]],

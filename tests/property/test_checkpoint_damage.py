@@ -67,7 +67,8 @@ def _tensors_at(root: Path, file: str, at: int) -> set[str]:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(damage=damages())
 def test_any_damage_is_refused_named_and_fallen_back_from(

@@ -95,7 +95,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(state=_state(scalars | tensors()), world_size=st.integers(1, 4))
 def test_any_state_comes_back_bit_for_bit_at_any_world_size(state: Any, world_size: int) -> None:
     storage = MemoryStorage()

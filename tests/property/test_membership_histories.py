@@ -356,5 +356,5 @@ class Histories(RuleBasedStateMachine):
         assert all(r.running == self.world for r in members)
 
 
-Histories.TestCase.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=500, stateful_step_count=40)
 TestHistories = Histories.TestCase

@@ -442,9 +442,7 @@ class InProcessHistories(RuleBasedStateMachine):
         assert all(m.record.running == self.world for m in inside)
 
 
-InProcessHistories.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None
-)
+InProcessHistories.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 TestInProcessHistories = InProcessHistories.TestCase
 
 

@@ -1,0 +1,339 @@
+"""Run the project with every torch it claims to work with, and write docs/compatibility.md.
+
+    python scripts/compat.py                                # all environments (make compat)
+    python scripts/compat.py torch-2.15.0 dependencies-oldest
+    python scripts/compat.py --check demo torch-2.15.0
+    python scripts/compat.py --page                         # only write the page again
+
+Each environment is a virtual one in a cache folder outside the tree, made on first use: PyPI's
+torch brings 5 GB of CUDA libraries, which do no harm on a CPU. What is tested is the wheel built
+from this tree, installed there. A run replaces the results of the environments it was asked for in
+benchmarks/results/compatibility.json; the page is made of those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "compatibility.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir")
+TOOLS = ("pytest", "pytest-timeout", "hypothesis", "psutil", "cryptography", "fsspec")
+INSTALLED = "installed.json"  # in an environment: the requirements that it has
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something to run in an environment. Tests by their paths; no paths: the demo."""
+
+    name: str
+    says: str
+    paths: tuple[str, ...] = ()
+    limit_s: float = 900.0
+
+
+DEMO = Check("demo", "`elastic demo` of the installed wheel, outside of the repository")
+CONTRACT = Check(
+    "contract",
+    "what torch's internals must be like",
+    (
+        "tests/contract/test_torch_private.py",
+        "tests/contract/test_torch_private_names.py",
+        "tests/contract/test_torchrun_parser.py",
+        "tests/unit/test_imports.py",
+    ),
+)
+GROUPS = Check(
+    "process groups",
+    "groups built, aborted and rebuilt in one process",
+    tuple(
+        f"tests/integration/test_process_group.py::test_{name}"
+        for name in (
+            "rebuilds_leave_nothing_behind[aborted-60]",
+            "a_scripts_own_collectives_end_with_the_group",
+            "a_backward_pass_ends_with_the_group",
+            "gradients_are_those_of_one_process",
+            "a_build_without_all_ranks_ends_and_the_next_one_works",
+        )
+    ),
+)
+IN_PROCESS = Check(
+    "in-process kills",
+    "agents and workers killed, frozen, added; training goes on in the same processes",
+    ("tests/kill/test_in_process.py",),
+    limit_s=1500.0,
+)
+ETCD = Check(
+    "etcd",
+    "keys, leases and watches on one etcd and on three",
+    (
+        "tests/contract/test_keys.py",
+        "tests/contract/test_leases.py",
+        "tests/contract/test_watches.py",
+    ),
+)
+OF_TORCH = (DEMO, CONTRACT, GROUPS, IN_PROCESS)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment and what runs in it."""
+
+    name: str
+    says: str
+    requirements: tuple[str, ...]  # beside the wheel and what it needs
+    checks: tuple[Check, ...]
+    is_constrained: bool = True  # by constraints.txt, for all but the requirements
+
+
+TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+ENVIRONMENTS = (
+    *(
+        Environment(f"torch-{version}", f"torch {version}", (f"torch=={version}",), OF_TORCH)
+        for version in TORCHES
+    ),
+    Environment(
+        "dependencies-oldest",
+        "the oldest grpcio and protobuf",
+        ("torch==2.13.0", "grpcio==1.49.1", "protobuf==3.20.0"),
+        (DEMO, ETCD),
+    ),
+    Environment(
+        "dependencies-newest",
+        "`pip install` of the wheel into an empty environment: the newest of all but torch",
+        ("torch==2.13.0",),
+        (DEMO, ETCD),
+        is_constrained=False,
+    ),
+)
+
+
+def main() -> int:
+    """Run what the command line asks for; 0 if all of it passed."""
+    args = _arguments()
+    if not args.page:
+        cache = args.cache.expanduser()
+        wheel = build_wheel(cache / "wheel")
+        wanted = [e for e in ENVIRONMENTS if not args.environments or e.name in args.environments]
+        for environment in wanted:
+            run_environment(environment, cache, wheel, args.check)
+    results = json.loads(RESULTS.read_text())
+    PAGE.write_text(page(results))
+    wanted_names = args.environments or list(results)
+    return 0 if all(passed(results[name]) for name in wanted_names) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [environment.name for environment in ENVIRONMENTS]
+    parser.add_argument("environments", nargs="*", choices=[*names, []], metavar="ENVIRONMENT")
+    parser.add_argument("--check", action="append", help="only this one, e.g. demo")
+    parser.add_argument("--page", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--cache", type=Path, default=CACHE / "torch-elastic-harness" / "compat")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+# Environments
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this tree, built from a copy of it: builds leave files beside the sources."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ("elastic", "checkpoints", "examples"):
+            shutil.copytree(ROOT / name, Path(scratch, name), symlinks=True)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, scratch)
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir"]
+        subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=scratch, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def make(environment: Environment, folder: Path, wheel: Path) -> Path:
+    """The environment's Python, with its requirements and the wheel as it is now."""
+    python = folder / "bin" / "python"
+    marker = folder / INSTALLED
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    extra = f"torch-elastic-harness[demo] @ {wheel.as_uri()}"
+    wanted = [*environment.requirements, *TOOLS]
+    if not marker.exists() or json.loads(marker.read_text()) != wanted:
+        constraints = _constraints(environment, folder)
+        subprocess.run([python, *PIP, *constraints, *wanted, extra], check=True)
+        marker.write_text(json.dumps(wanted))
+    reinstall = ("--no-deps", "--force-reinstall", str(wheel))
+    subprocess.run([python, *PIP, *reinstall], check=True)
+    return python
+
+
+def _constraints(environment: Environment, folder: Path) -> list[str]:
+    if not environment.is_constrained:
+        return []
+    own = {re.split("[=<>]", requirement)[0] for requirement in environment.requirements}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    kept = [line for line in lines if re.split("[=<>;]", line)[0] not in own]
+    path = folder / "constraints.txt"
+    path.write_text("\n".join(kept))
+    return ["--constraint", str(path)]
+
+
+def versions_in(python: Path) -> dict[str, str]:
+    """What is installed there of the packages that matter."""
+    code = (
+        "import json, platform; from importlib.metadata import version; print(json.dumps("
+        "{'python': platform.python_version(), **{name: version(name) for name in "
+        "('torch', 'grpcio', 'protobuf', 'etcd3', 'numpy', 'safetensors')}}))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+# Checks
+
+
+def run_environment(
+    environment: Environment, cache: Path, wheel: Path, only: list[str] | None
+) -> None:
+    """Run its checks and put the results into the file."""
+    folder = cache / environment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"{environment.name}: {folder}")
+    python = make(environment, folder, wheel)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    before = results.get(environment.name, {}).get("checks", {}) if only else {}
+    checks = {name: old for name, old in before.items() if name not in (only or ())}
+    for check in environment.checks:
+        if only is None or check.name in only:
+            checks[check.name] = run_check(check, python, cache / "logs" / environment.name)
+            say(f"  {check.name}: {checks[check.name]}")
+    results[environment.name] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions_in(python),
+        "system": f"{platform.system()} {platform.machine()}",
+        "checks": checks,
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run_check(check: Check, python: Path, logs: Path) -> dict[str, Any]:
+    """Its result and seconds; the output goes to a file of the check's name."""
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{check.name.replace(' ', '-')}.log"
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "PET_", "PYTHON"))}
+    own["PATH"] = f"{python.parent}{os.pathsep}{own['PATH']}"
+    own["PYTHONSAFEPATH"] = "1"  # the wheel, and not what lies in the working directory
+    missing = [path for path in check.paths if not (ROOT / path.partition("::")[0]).exists()]
+    assert not missing, missing
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *check.paths]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
+        if not check.paths:
+            command = [str(python.parent / "elastic"), "demo", "--json"]
+        try:
+            code = subprocess.run(
+                command,
+                cwd=ROOT if check.paths else scratch,
+                env=own,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=check.limit_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", _last_line(log))
+    counts = {what.replace("passed", "tests"): int(number) for number, what in found}
+    return {
+        "passed": code == 0,
+        "seconds": round(time.monotonic() - begun),
+        **(counts if check.paths else {}),
+    }
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else ""
+
+
+# The page
+
+
+def passed(result: dict[str, Any]) -> bool:
+    """Whether all checks of an environment did."""
+    return bool(result["checks"]) and all(check["passed"] for check in result["checks"].values())
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/compatibility.md."""
+    rows = [_row(environment, results.get(environment.name)) for environment in ENVIRONMENTS]
+    checks = {check.name: check for e in ENVIRONMENTS for check in e.checks}
+    columns = "".join(f" {name} |" for name in checks)
+    return "\n".join(
+        [
+            "# Compatibility",
+            "",
+            "Written by `make compat` (`scripts/compat.py`); do not edit. Every row is an "
+            "environment of its own, with the wheel built from this tree. PyPI's CUDA builds of "
+            "torch run on a CPU.",
+            "",
+            *(
+                f"- **{check.name}**: {check.says}"
+                + (f" (`{'`, `'.join(check.paths)}`)." if check.paths else ".")
+                for check in checks.values()
+            ),
+            "",
+            f"| environment |{columns} versions | run on |",
+            f"|---|{'---|' * len(checks)}---|---|",
+            *rows,
+            "",
+            "The bounds in `pyproject.toml` are what was run. torch 2.15 needs Python 3.11: on "
+            "3.10, `pip install` takes 2.14. grpcio has wheels from 1.49.1 on for Python 3.11, "
+            "1.59 for 3.12, 1.66.2 for 3.13 and 1.75.1 for 3.14.",
+            "",
+        ]
+    )
+
+
+def _row(environment: Environment, result: dict[str, Any] | None) -> str:
+    names = dict.fromkeys(check.name for e in ENVIRONMENTS for check in e.checks)
+    if result is None:
+        return f"| {environment.says} |{' not run |' * len(names)} | |"
+    own = {check.name for check in environment.checks}
+    cells = [_cell(result["checks"].get(name), name in own) for name in names]
+    shown = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    return f"| {environment.says} | {' | '.join(cells)} | {shown} | {result['date']} |"
+
+
+def _cell(check: dict[str, Any] | None, is_own: bool) -> str:
+    if check is None:
+        return "not run" if is_own else ""
+    count = f", {check['tests']} tests" if "tests" in check else ""
+    failed = f", {check['failed']} failed" if "failed" in check else ""
+    return f"{'passed' if check['passed'] else '**FAILED**'}{count}{failed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""torch's private names: used in few places, looked for before training, and what workers do
+with them still works."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from elastic import torch_versions
+from elastic.agent import torch_private as of_agents
+from elastic.agent.entrypoint import create_handler
+from elastic.errors import ConfigError
+from elastic.training.wrap import ElasticDDP
+from elastic.worker import torch_private as of_workers
+
+REPOSITORY = Path(__file__).parents[2]
+# Whose business private names are.
+PLACES = {
+    "elastic/agent/torch_private.py",
+    "elastic/worker/torch_private.py",
+    "checkpoints/torch_private.py",
+    "elastic/worker/communicators.py",  # NCCL's abort
+    "elastic/testing/nccl_semantics.py",  # a backend of torch's kind, for tests
+}
+# By file: names that are not torch's, or are looked for with a default.
+ELSEWHERE = {
+    "elastic/agent/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
+    "elastic/cli/flags.py": {"_actions"},  # argparse
+    "elastic/testing/small_world_worker.py": {"_clear", "_run_exitfuncs"},  # atexit
+}
+OF_PYTHON = {"_exit", "_getframe"}  # os and sys: documented there
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """Every name that this project defines, in whatever class or function."""
+    names: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and root_of(node) in ("self", "cls")
+        ):
+            names.add(node.attr)
+    return names
+
+
+def root_of(node: ast.expr) -> str:
+    """The variable at the beginning of ``a.b().c[0].d``."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """The private names in a module that are another package's."""
+    of_torch: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+            of_torch |= {a.asname or "torch" for a in node.names if a.name.startswith("torch")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            imported = [f"{node.module}.{alias.name}" for alias in node.names]
+            of_torch |= {alias.asname or alias.name for alias in node.names}
+        else:
+            continue
+        for path in imported:
+            yield from (p for p in path.split(".") if path.startswith("torch") and is_private(p))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if root_of(node) in of_torch or node.attr not in own:
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            yield from (w for w in words if isinstance(w, str) and is_private(w) and w not in own)
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    files = [p for top in ("elastic", "checkpoints") for p in (REPOSITORY / top).rglob("*.py")]
+    trees = {str(p.relative_to(REPOSITORY)): ast.parse(p.read_text()) for p in files}
+    own = own_names(list(trees.values()))
+    found = {
+        path: names
+        for path, tree in trees.items()
+        if path not in PLACES
+        and (names := set(foreign_names(tree, own)) - OF_PYTHON - ELSEWHERE.get(path, set()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch._foreach_add_([], 1)",
+        "import torch.distributed as dist\ndist.distributed_c10d._world.pg_map",
+        "from torch.distributed.distributed_c10d import _world",
+        "from torch._C._distributed_c10d import HashStore",
+        "def f(loader): return loader._index_sampler",
+        "def f(loader): return getattr(loader, '_index_sampler', None)",
+    ],
+)
+def test_the_scan_finds_them(code: str) -> None:
+    assert list(foreign_names(ast.parse(code), {"_world", "_own"}))
+    assert not list(foreign_names(ast.parse("def f(x): return x._own"), {"_own"}))
+
+
+def test_every_private_method_of_ddp_that_is_replaced_is_looked_for() -> None:
+    kind = DistributedDataParallel
+    methods = {name for name, method in vars(ElasticDDP).items() if callable(method)}
+    replaced = {name for name in methods if is_private(name) and hasattr(kind, name)}
+    looked_for = {path.rpartition(".")[2] for path in of_workers.NAMES}
+    assert replaced <= looked_for
+    assert {"_distributed_broadcast_coalesced", "_set_static_graph"} <= replaced
+
+
+def test_the_installed_torch_has_all_of_them() -> None:
+    of_workers.check()
+    of_agents.check()
+
+
+def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._foreach_mul_")
+    monkeypatch.delattr("torch.utils.data.DataLoader._get_iterator")
+    with pytest.raises(ConfigError) as caught:
+        of_workers.check()
+    said = str(caught.value)
+    assert "torch._foreach_mul_, torch.utils.data.DataLoader._get_iterator" in said
+    assert torch.__version__ in said and torch_versions.SUPPORTED in said
+    assert "pip install" in caught.value.hint
+
+
+JOINS = """
+import torch
+import elastic
+from torch.distributed import distributed_c10d
+del distributed_c10d._get_default_group
+try:
+    elastic.join()
+except elastic.ConfigError as error:
+    print(error)
+"""
+
+
+def test_join_refuses_a_torch_that_lacks_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "lacks what elastic.join() needs" in done.stdout, done.stderr
+    assert "distributed_c10d._get_default_group" in done.stdout
+
+
+@pytest.mark.parametrize("lacking", ["method", "key"])
+def test_the_handler_refuses_a_torch_that_lacks_one(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == "method":
+        for kind in (LocalElasticAgent, SimpleElasticAgent):
+            if "_shutdown" in vars(kind):
+                monkeypatch.delattr(kind, "_shutdown")
+        named = "LocalElasticAgent._shutdown"
+    else:
+        monkeypatch.setattr("torch.distributed.elastic.utils.store._NUM_MEMBERS", "/members")
+        named = "terminal_state/num_members"
+    # Nobody listens there: it must not come to that.
+    parameters = RendezvousParameters("etcd-v3", "127.0.0.1:1", "run", 1, 1, local_addr=None)
+    with pytest.raises(BaseException, match="lacks what the rendezvous handler needs") as caught:
+        create_handler(parameters)
+    assert named in str(caught.value)
+
+
+def test_a_torch_that_was_never_tried_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, records = logging.Logger("agent"), list[logging.LogRecord]()
+    monkeypatch.setattr(logger, "handle", records.append)
+    monkeypatch.setattr(of_agents, "get_logger", lambda: logger)
+    of_agents.check()
+    assert records == []
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    of_agents.check()
+    assert [record.levelname for record in records] == ["WARNING"]
+    assert "2.99.0" in records[0].getMessage()
+
+
+# What workers do with them.
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A world of one."""
+    of_workers.forget_group_count()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield of_workers.default_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_groups_timeout_is_set_without_a_warning(group: dist.ProcessGroup) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_workers.set_group_timeout(datetime.timedelta(seconds=77))
+    options = group._get_backend(torch.device("cpu")).options
+    assert options._timeout == datetime.timedelta(seconds=77)
+
+
+def test_groups_are_named_as_if_each_were_the_first(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+    dist.destroy_process_group()
+    of_workers.forget_group_count()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert of_workers.default_group().group_name == name
+    of_workers.abort_groups()
+    assert not dist.is_initialized()
+
+
+def test_backward_passes_have_numbers_and_an_end() -> None:
+    seen: list[int] = []
+    ended: list[int] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(of_workers.current_backward())
+        of_workers.call_after_backward(lambda: ended.append(seen[-1]))
+
+    for _ in range(2):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(hook)  # type: ignore[no-untyped-call]
+        (2 * x).backward()  # type: ignore[no-untyped-call]
+    assert of_workers.current_backward() == -1
+    assert -1 not in seen and len(set(seen)) == 2 and ended == seen
+
+
+def test_a_scaler_is_put_back() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step() -> float:
+        scaler.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        return float(scaler.get_scale())
+
+    step()
+    taken = {name: value.clone() for name, value in of_workers.scales_of(scaler).items()}
+    after = step()
+    of_workers.set_scales(scaler, taken)
+    assert step() == after
+
+
+def test_the_iterator_of_persistent_workers_is_found_and_forgotten() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 1))
+    loader = DataLoader(data, num_workers=1, persistent_workers=True)
+    assert of_workers.iterates_as_torch_does(type(loader))
+    assert of_workers.unread_tasks(loader) == ()
+    first = iter(loader)
+    next(first)
+    assert len(of_workers.unread_tasks(loader)) == 1
+    of_workers.forget_iterator(loader)
+    assert of_workers.unread_tasks(loader) == ()
+    assert iter(loader) is not first
+
+
+def test_compiled_models_leave_marked_functions_alone() -> None:
+    code = (
+        "import torch\n"
+        "from elastic.worker.torch_private import keep_dynamo_out\n"
+        "from torch._C._dynamo import eval_frame\n"
+        "called = []\n"
+        "eval_frame.set_code_exec_strategy = lambda *given: called.append(given)\n"
+        "keep_dynamo_out((lambda: 1).__code__, is_recursive=True)\n"
+        "print(len(called))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env={**os.environ},
+    )
+    assert done.stdout.strip() == "1", "this torch has other names for it"

@@ -1,0 +1,103 @@
+"""torchrun's parser read from torch's source: the same as the one that torch itself makes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cli import torchrun_parser as module
+from elastic.cli.torchrun_parser import imported_parser, torchrun_parser
+
+COMMAND = """
+import sys
+from elastic.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print("torch" in sys.modules, code, file=sys.stderr)
+"""
+
+
+def described(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+    """Every argument with all that it is made of; classes and functions by their names."""
+    return [
+        {
+            "kind": type(action).__name__,
+            **{k: getattr(v, "__qualname__", v) for k, v in vars(action).items()},
+            "container": None,
+        }
+        for action in parser._actions
+    ]
+
+
+def test_it_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2:7")
+    expected = described(imported_parser())
+    monkeypatch.delitem(sys.modules, "torch.distributed.run")  # as in a fresh process
+    parser = torchrun_parser()
+    assert "torch.distributed.run" not in sys.modules, "torch was imported after all"
+    assert described(parser) == expected
+    assert parser.parse_args(["--nnodes=3", "x.py", "--nnodes=4"]).nnodes == "3"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("run", "--help"), 0, "--nproc-per-node"),
+        (("run", "--nnodez=3", "x.py"), 2, "unknown flag --nnodez"),
+        (("run", "--embedded-etcd", "--nodes-local=2", "no.py"), 2, "does not exist"),
+        (("demo", "--help"), 0, "--keep"),
+    ],
+)
+def test_help_and_usage_errors_come_without_torch(
+    words: tuple[str, ...], code: int, said: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert said in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == f"False {code}", done.stderr
+
+
+SOURCE = """
+{imports}
+def get_args_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--heavy", choices={choices})
+    return parser
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "choices"),
+    [
+        ("import argparse\nimport torch", "torch.strange()"),
+        ("import argparse\nfrom torch import strange", "strange()"),
+        ("import argparse\nfrom .strange import odd", "odd()"),
+        ("import argparse\nfrom torch.strange import odd", "odd()"),
+        ("import argparse\nclass", "1"),
+        ("import argparse", "undefined()"),
+    ],
+)
+def test_a_parser_made_of_something_heavier_is_imported(
+    imports: str, choices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "torch" / "distributed"
+    folder.mkdir(parents=True)
+    (folder / "run.py").write_text(SOURCE.format(imports=imports, choices=choices))
+    monkeypatch.delitem(sys.modules, "torch.distributed.run", raising=False)
+    monkeypatch.setattr(module._Sources, "_file", lambda self, name: folder / "run.py")
+    given = argparse.ArgumentParser()
+    monkeypatch.setattr(module, "imported_parser", lambda: given)
+    assert torchrun_parser() is given

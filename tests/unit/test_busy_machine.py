@@ -1,0 +1,53 @@
+"""The tests hold on a machine that is busy: nothing fails only because it took long."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import time
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.testing.cluster import PATIENCE_S, LocalCluster
+
+TESTS = Path(__file__).parents[1]
+# Longer than this is no promise that a test checks, but patience, of which there is one.
+LONGEST_PROMISE_S = 14.0
+
+
+def test_slow_examples_fail_nothing() -> None:
+    seen: list[int] = []
+
+    def slowly(number: int) -> int:
+        time.sleep(0.25)  # as on a machine where this takes so long
+        return number
+
+    @settings(max_examples=12, database=None)
+    @given(st.integers().map(slowly))
+    def property_of(number: int) -> None:
+        seen.append(slowly(number))
+
+    property_of()
+    assert len(seen) >= 10
+
+
+def test_a_clusters_waits_have_one_patience() -> None:
+    waits = [m for name, m in vars(LocalCluster).items() if name.startswith("wait_")]
+    given = [inspect.signature(wait).parameters["timeout_s"].default for wait in waits]
+    assert {limit for limit in given if limit is not inspect.Parameter.empty} == {PATIENCE_S}
+
+
+def test_no_wait_of_a_kill_test_has_a_patience_of_its_own() -> None:
+    found = [
+        f"{path.name}:{call.lineno}: {value.value}"
+        for path in sorted((TESTS / "kill").glob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2][:4] == "wait"
+        for value in [*call.args, *(k.value for k in call.keywords if "timeout" in str(k.arg))]
+        if isinstance(value, ast.Constant)
+        and isinstance(value.value, float)  # steps and generations are integers
+        and LONGEST_PROMISE_S < value.value < PATIENCE_S
+    ]
+    assert found == []

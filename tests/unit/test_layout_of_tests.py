@@ -1,0 +1,38 @@
+"""Any folders of tests can be given to pytest together."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+# Not on pytest's path: programs that tests start, and data.
+PROGRAMS = {"scripts", "refused", "data"}
+
+
+def modules() -> list[Path]:
+    """All modules that pytest puts on sys.path, by the folder that holds them."""
+    found = TESTS.rglob("*.py")
+    return [path for path in found if not PROGRAMS & set(path.relative_to(TESTS).parts)]
+
+
+def imported_by(path: Path) -> set[str]:
+    """The first parts of the names of all modules that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_nothing_is_imported_from_a_conftest() -> None:
+    # Every folder has one; the name means whichever was imported last.
+    assert [str(p) for p in modules() if "conftest" in imported_by(p)] == []
+
+
+def test_no_two_modules_have_the_same_name() -> None:
+    names = Counter(path.name for path in modules() if path.name != "conftest.py")
+    assert [name for name, number in names.items() if number > 1] == []
