@@ -190,6 +190,7 @@ def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessa
         nodes=1,
         store_host="",
         store_port=0,
+        store_key="",
         switch_at_step=switch_at_step,
         state="active",
         lineage=(),
