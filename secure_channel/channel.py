@@ -44,15 +44,17 @@ class Channel:
         self._look = look
         self._monotonic = monotonic
         self._reader = FrameReader(MAX_FRAME, received)
-        self._unsent = b""
         self._by_s = 0.0
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.expect(0)
 
-    def authenticate(self, key: SecretKey, identity: str = "", *, expected: str | None) -> str:
-        """As the client: prove the key, and have the server prove it. The server's identity.
+    def authenticate(
+        self, key: SecretKey, identity: str = "", *, expected: str | None, proves: bool = True
+    ) -> str:
+        """As the client: have the server prove the key, and prove it. The server's identity.
 
-        The proof leaves with the first message: so there is one round trip before that.
+        One round trip: the proof is not answered, the first message may follow it. Without
+        ``proves`` it is not sent: for whoever only wants to know who listens.
 
         Raises:
             AuthenticationError: the server does not know the key.
@@ -64,7 +66,9 @@ class Channel:
         challenge = self.receive_frame(MAX_FRAME)
         if challenge is None:
             raise ConnectionResetError("the connection was closed before the server proved itself")
-        self._unsent = frame(handshake.answer(challenge))
+        proof = handshake.answer(challenge)
+        if proves:
+            self.send_frame(proof)
         return handshake.peer
 
     # -- deadlines ----------------------------------------------------------------------------
@@ -97,7 +101,6 @@ class Channel:
     def receive_frame(self, most: int) -> bytes | None:
         """The same, not parsed."""
         self._reader.limit = most
-        self._flush()
         while missing := self._reader.missing:  # exactly: what comes behind may be bulk bytes
             chunk = self._wait(lambda most: self._socket.recv(most), min(missing, _READ_BYTES))
             if not chunk:
@@ -111,12 +114,12 @@ class Channel:
 
     def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
         """As they are."""
-        unsent, self._unsent = self._unsent, b""
-        self._send_all(unsent + bytes(data) if unsent else data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._wait(self._socket.send, rest) :]
 
     def fill(self, into: memoryview) -> None:
         """Receive exactly as many bytes. Raises ``ConnectionError`` if fewer come."""
-        self._flush()
         early = self._reader.take(len(into))
         into[: len(early)] = early
         done = len(early)
@@ -138,17 +141,6 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _flush(self) -> None:
-        """Send the proof, if nothing has yet."""
-        unsent, self._unsent = self._unsent, b""
-        if unsent:
-            self._send_all(unsent)
-
-    def _send_all(self, data: bytes | bytearray | memoryview) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._wait(self._socket.send, rest) :]
 
     def _wait(self, operate: Callable[[Any], Any], argument: Any) -> Any:
         while True:

@@ -166,7 +166,8 @@ class Hub:
     def connect(
         self, host: str, port: int, *, expected: str, within_s: float, data: object = None
     ) -> Connection:
-        """Begin to connect to the server with this identity, at an address (never a name).
+        """Begin to connect to the server with this identity, at an address (never a name), which
+        has to accept ``within_s``.
 
         ``Handler.opened`` or ``Handler.closed`` tells how that ends. Raises OSError.
         """
@@ -356,6 +357,7 @@ class Hub:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.state = State.PROVING
+        self._deadlines[connection] = self._monotonic() + self.limits.handshake_s
         assert isinstance(connection.handshake, ClientHandshake)
         self._queue(connection, connection.handshake.hello)
 

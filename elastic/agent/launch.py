@@ -43,6 +43,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.records import Keys, Node, NodeState
+from elastic.coordination.run_secret import MEMORY, RunSecret
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
@@ -89,18 +90,21 @@ class Launch:
                 origin=self._origin,
             )
             made.callback(self._journal.close)
+            secret = RunSecret.obtain(store, keys)
             services: list[NodeService] = []  # filled below: the memory comes first
             self.memory = host_memory(
                 node,
                 options,
                 self._journal,
                 lambda: services[0].running if services else None,
+                key=lambda: secret.key(MEMORY),
                 on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
             )
             made.callback(self.memory.close)
             self.service = NodeService(
                 store=store,
                 keys=keys,
+                secret=secret,
                 node=self.memory.published(node),
                 options=options,
                 journal=self._journal,
