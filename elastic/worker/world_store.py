@@ -41,6 +41,7 @@ _SLICE_S = 0.1  # between two looks whether to give up; signal handlers run as w
 _LARGEST_FRAME = 1 << 20
 _LARGEST_ANSWER = 8 * _LARGEST_FRAME  # a wait is answered with the values of all its keys
 _CONNECTIONS_PER_RANK = 4
+_BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
 _PENDING = 64  # beyond one of each rank: they all come at once, perhaps from one machine
 
 Json = dict[str, Any]
@@ -78,7 +79,7 @@ class StoreServer(Handler):
         limits = limits_of(size)
         self._hub = Hub(
             "elastic-store",
-            _listen(port, backlog=limits.pending_connections),
+            _listen(port, backlog=max(_BACKLOG, 2 * size)),
             self,
             key=lambda: key,
             identity=nonce,
