@@ -49,9 +49,9 @@ class Neighbours:
 class MemoryHost:
     """Makes ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
 
-    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` and ``key`` are asked again and
-    again, and by :meth:`look`; all hosts of a job have one key, and each an ``identity`` of its own.
-    Without a key nobody else can come.
+    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` and ``key`` are asked again
+    and again, and by :meth:`look`; all hosts of a job have one key, and each has an ``identity`` of
+    its own. Without a key nobody else can come.
     """
 
     def __init__(

@@ -339,9 +339,7 @@ class Hub:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(
-            sock, address, is_outgoing=False, limit=self.limits.frame_bytes
-        )
+        connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
         connection.handshake = ServerHandshake(self._key(), self._identity)
         now_s = self._monotonic()
         self._connections.add(connection)

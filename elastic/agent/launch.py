@@ -13,10 +13,10 @@ import importlib.metadata
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
@@ -47,6 +47,7 @@ from elastic.coordination.run_secret import MEMORY, RunSecret
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+from secure_channel import private_files
 
 _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time
@@ -77,9 +78,10 @@ class Launch:
         self._health: HealthServer | None = None
         node = _describe_node(parameters, options, store)
         self._node_id = node.node_id
-        self._ending = Path(tempfile.gettempdir()) / f"elastic-ending-{node.node_id}"
+        self._ending = Path(private_files.make_folder("elastic-ending-")) / "told"
         self._origin = LogOrigin(node.name)
         with contextlib.ExitStack() as made:
+            made.callback(self._remove_ending)
             add_origin(self._origin)
             made.callback(remove_origin, self._origin)
             self.ports = PortReserve()
@@ -194,6 +196,9 @@ class Launch:
         with contextlib.suppress(OSError):  # without it they end as for a restart
             self._ending.touch()
 
+    def _remove_ending(self) -> None:
+        shutil.rmtree(self._ending.parent, ignore_errors=True)
+
     def after_fork(self) -> None:
         """In a child forked by this process: it is a worker if the thread that starts them made
         it."""
@@ -249,7 +254,7 @@ class Launch:
             last_first.callback(self._forget)
             last_first.callback(self._guard.release)
             last_first.callback(end_strays, self._node_id, self._guard.forked)
-            last_first.callback(self._ending.unlink, missing_ok=True)
+            last_first.callback(self._remove_ending)
             last_first.callback(self.ports.close)
             last_first.callback(self.service.close)
             last_first.callback(self._starting_over.close)

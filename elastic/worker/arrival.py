@@ -113,9 +113,7 @@ def open_store(
 def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreServer | Store:
     if use_torchs:
         return _tcp_store(spec, patience, is_server=True)
-    return StoreServer(
-        spec.store_port, nonce=spec.nonce, size=spec.size, key=spec.store_key
-    )
+    return StoreServer(spec.store_port, nonce=spec.nonce, size=spec.size, key=spec.store_key)
 
 
 def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: bool) -> Store:

@@ -188,7 +188,9 @@ class WorldStore(Store):
         try:
             self._channel.authenticate(key, nonce, expected=nonce)
         except OSError as error:
-            raise DistNetworkError(f"what listens there is not this world's store: {error}") from None
+            raise DistNetworkError(
+                f"what listens there is not this world's store: {error}"
+            ) from None
 
     def close(self) -> None:
         """The connection ends."""

@@ -70,9 +70,8 @@ def test_strangers_are_disconnected_and_nothing_else_happens(
 
 
 def test_who_does_not_know_the_links_key_is_disconnected(agent: Agent) -> None:
-    with connected(agent, proves=False) as stranger:
-        with pytest.raises(AuthenticationError):
-            prove(stranger, SecretKey.generate())
+    with connected(agent, proves=False) as stranger, pytest.raises(AuthenticationError):
+        prove(stranger, SecretKey.generate())
     with connected(agent, proves=False) as stranger:
         handshake = ClientHandshake(SecretKey.generate())
         stranger.sendall(frame(handshake.hello) + frame(bytes(32)) + frame(encode(HELLO)))
@@ -191,7 +190,9 @@ def test_another_user_is_refused(agent: Agent) -> None:
 
 
 def test_half_a_frame_is_no_message(agent: Agent) -> None:
-    hello = frame(encode(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=0, library="0")))
+    hello = frame(
+        encode(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=0, library="0"))
+    )
     with connected(agent) as half:
         for byte in hello[:-1]:
             half.sendall(bytes([byte]))

@@ -107,8 +107,7 @@ def test_without_room_or_wish_there_is_none(
 
 def test_the_successor_is_the_next_in_rank_order_that_has_a_memory() -> None:
     a, b, c = (
-        replace(node_of(name), memory_port=port)
-        for name, port in (("n1", 1), ("n2", 2), ("n3", 3))
+        replace(node_of(name), memory_port=port) for name, port in (("n1", 1), ("n2", 2), ("n3", 3))
     )
     assert [p.port for p in neighbours(world(a, b, c), b.node_id).peers] == [3, 1]
     last = neighbours(world(a, b, c), c.node_id)

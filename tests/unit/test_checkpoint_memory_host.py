@@ -177,7 +177,9 @@ def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
         looked.release()
         return gone
 
-    copier = Copier(own, peer, key=lambda: KEY, on_outcome=outcomes.append, monotonic=lambda: now_s[0])
+    copier = Copier(
+        own, peer, key=lambda: KEY, on_outcome=outcomes.append, monotonic=lambda: now_s[0]
+    )
     wait_until(lambda: len(outcomes) == 1)
     for _ in range(4):
         looked.acquire()

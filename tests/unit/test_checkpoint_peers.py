@@ -281,7 +281,9 @@ def test_a_nonsensical_request_is_answered_with_an_error(
 
 
 def _wire(node: Node) -> Channel:
-    wire = Channel(socket.create_connection(("127.0.0.1", node.server.port), timeout=10), timeout_s=10)
+    wire = Channel(
+        socket.create_connection(("127.0.0.1", node.server.port), timeout=10), timeout_s=10
+    )
     wire.authenticate(KEY, expected="a")
     return wire
 

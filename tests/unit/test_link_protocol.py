@@ -102,7 +102,8 @@ def test_a_field_of_another_kind_is_a_link_error_or_fits(name: str, value: Any) 
         b'{"type": "Beat", "generation": 1, "step": 1, "phase": "", "step_time_s": 1e999}',
         b'{"type": "Ready", "type": "Ready"}',
         b'{"type": "Left", "step": Infinity}',
-        b'{"type": "Beat", "generation": 1, "step": 1, "step_time_s": 1, "phase": "%s"}' % (b"x" * 4096),
+        b'{"type": "Beat", "generation": 1, "step": 1, "step_time_s": 1, "phase": "%s"}'
+        % (b"x" * 4096),
     ],
     ids=lambda line: line[:30].decode(),
 )
