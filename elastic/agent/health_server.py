@@ -23,6 +23,7 @@ from elastic.errors import ConfigError
 from elastic.telemetry.log import get_logger
 
 MAX_CONNECTIONS = 32
+_BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
 MAX_REQUEST = 8192  # bytes, headers included
 CONNECTION_S = 2.0
 _TURN_S = 0.2
@@ -214,7 +215,7 @@ def _bind(port: int, family: socket.AddressFamily) -> socket.socket:
     both = family == socket.AF_INET6
     try:
         return socket.create_server(
-            ("", port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
+            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
         if both and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):

@@ -102,7 +102,7 @@ class LinkServer:
         private_files.write(key_path(self.path), key.text.encode())
         self._hub = Hub(
             "elastic-link",
-            listen_on_path(self.path, backlog=64),
+            listen_on_path(self.path, backlog=512),
             _LinkHandler(self),
             key=lambda: key,
             identity=node_id,
