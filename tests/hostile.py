@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raw_peer import prove
+
 from secure_channel.frames import frame
 from secure_channel.handshake import MAGIC, ClientHandshake
 from secure_channel.keys import SecretKey

@@ -1,4 +1,4 @@
-"""The five listeners of a node, each with what a good client does and what has to stay as it was."""
+"""The five listeners of a node, each with what a good client does, and what they cost."""
 
 from __future__ import annotations
 

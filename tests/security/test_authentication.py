@@ -13,9 +13,14 @@ from listeners import AUTHENTICATED, KEY, Listener, listening
 from raw_peer import is_hung_up_on, prove, receive_frame
 
 from elastic.errors import LinkError
+from elastic.link.client import LinkClient
+from elastic.link.greeting import key_path
+from elastic.link.protocol import Beat
+from secure_channel import private_files
 from secure_channel.errors import AuthenticationError
 from secure_channel.frames import frame
 from secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from secure_channel.hub import listen_on_path
 from secure_channel.keys import SecretKey
 
 TCP = ("liveness", "store", "memory")
@@ -153,25 +158,19 @@ def test_a_client_tells_an_impostor_nothing(tcp_listener: Listener, answers: str
     """On a port that was an agent's: not one request, nor a proof that could be used elsewhere."""
     assert tcp_listener.real_client is not None
     impostor = Impostor(answers)
-    with pytest.raises(Exception, match="does not prove|does not speak"):
+    with pytest.raises(Exception, match=r"does not prove|does not speak"):
         tcp_listener.real_client(impostor.port)
     impostor.close()
     assert len(impostor.told) <= 8 + 32 + 128, "more than a hello"
 
 
 def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> None:
-    from elastic.link.client import LinkClient
-    from elastic.link.greeting import key_path
-    from elastic.link.protocol import Beat
-    from secure_channel import private_files
-    from secure_channel.hub import listen_on_path
-
     path = tmp_path / "link"
     private_files.write(key_path(str(path)), SecretKey.generate().text.encode())
     told = bytearray()
 
     def impostor() -> None:
-        connection, _ = listener.accept()
+        connection, _ = agents_place.accept()
         with connection, contextlib.suppress(ConnectionError):
             hello = receive_frame(connection)
             answer = ServerHandshake(SecretKey.generate(), "").challenge(hello)
@@ -179,7 +178,7 @@ def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> N
             while chunk := connection.recv(1000):
                 told.extend(chunk)
 
-    with listen_on_path(path, backlog=1) as listener:
+    with listen_on_path(path, backlog=1) as agents_place:
         thread = threading.Thread(target=impostor, name="impostor")
         thread.start()
         with pytest.raises(LinkError, match="is not this worker's agent"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from secure_channel import private_files
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ``/tmp`` in which another user was first."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A ``/tmp`` in which another user may have been first; short, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield folder
 
 
 ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "job", "ELASTIC_NODE_ID": "n"}
