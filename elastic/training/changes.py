@@ -16,6 +16,7 @@ from elastic.training.step import Step
 from elastic.worker.faults import causes
 from elastic.worker.process_group import GroupSpec
 from elastic.worker.worlds import Worlds, world_of, write_environment
+from secure_channel.keys import SecretKey
 
 if TYPE_CHECKING:
     from elastic.training.session import Session
@@ -201,6 +202,7 @@ class Changes:
             size=message.size,
             store_host=message.store_host,
             store_port=message.store_port,
+            store_key=SecretKey.parse(message.store_key),
         )
         with self._lap("build_s"):
             session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
