@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     options = read_options(_conf(args.conf), os.environ)
     keys = Keys.of(options.prefix, _required(args.run_id, "--run-id", "PET_RDZV_ID"))
     endpoint = _required(args.endpoint, "--endpoint", "PET_RDZV_ENDPOINT")
-    # All of it before the wait, which may last for weeks: the rights, too, by doing nothing with them.
+    # All of it before the wait, which may last for weeks; the rights, too, by a dry run.
     server = ApiServer.of_pod(os.environ, args.credentials)
     namespace = args.namespace or server.own_namespace()
     signal.signal(signal.SIGTERM, _on_sigterm)
