@@ -238,7 +238,7 @@ class Session:
             self.group.abort()
         for module in self.job.modules.values():
             module.leave_world()
-        self.group.destroy()
+        self.group.destroy(is_for_next=True)
 
     # -- attempts -----------------------------------------------------------------------------
 
