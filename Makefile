@@ -33,7 +33,7 @@ beside: $(STAMP)
 	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST=$(BIN)/pytest
 
 unit: $(STAMP)
-	$(PYTEST) -m "not soak and not cluster"
+	$(PYTEST) -m "not soak and not cluster and not gpu"
 
 cluster: $(STAMP)
 	$(PYTEST) -m "cluster and not soak"
