@@ -83,9 +83,7 @@ def is_planned(world: World | None) -> bool:
     return world is not None and world.switch_at_step is not None
 
 
-def all_back(
-    job: TrainingJob, before: Before, dead: int = 1, *, timeout_s: float = 60.0
-) -> None:
+def all_back(job: TrainingJob, before: Before, dead: int = 1, *, timeout_s: float = 60.0) -> None:
     """Three nodes train in a new world; all but ``dead`` workers are the same as before."""
 
     def together() -> bool:
