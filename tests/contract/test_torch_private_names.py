@@ -43,6 +43,8 @@ ELSEWHERE = {
     "elastic/agent/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/flags.py": {"_actions"},  # argparse
     "elastic/testing/small_world_worker.py": {"_clear", "_run_exitfuncs"},  # atexit
+    # A backend for tests that behaves like NCCL's.
+    "elastic/testing/nccl_semantics.py": {"_FR_SELF_RECORDING_BACKENDS", "_python_dispatch"},
     # NCCL's abort, until it is in communicators.py.
     "elastic/worker/process_group.py": {
         "_abort_process_group",
