@@ -19,7 +19,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for room in unit property contract integration idioms kill deploy; do \
+	for room in unit property contract integration idioms kill deploy security; do \
 	  MYPYPATH=tests/$$room:tests:tests/unit $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
 	done
 	MYPYPATH=benchmarks:benchmarks/scripts $(BIN)/mypy --explicit-package-bases benchmarks

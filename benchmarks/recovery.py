@@ -76,6 +76,7 @@ from restart import measure_c10d, say
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout
+from secure_channel.keys import SecretKey
 
 EVENTS_A_JOB = 36  # what a job has written down is read again and again: no job grows old
 
@@ -174,6 +175,7 @@ def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
             size=size,
             store_host="127.0.0.1",
             store_port=port,
+            store_key=SecretKey(bytes(32)),
         )
         group.build(spec, superseded=lambda: False, timeout_s=30.0)
         model.enter_world()

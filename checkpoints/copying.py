@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from checkpoints.naming import CheckpointName, parse_part_file, part_file, writer_file
 from checkpoints.node_memory import NodeMemory
 from checkpoints.peers import PeerAddress, PeerStorage
+from secure_channel.keys import SecretKey
 
 _LOOK_AGAIN_S = 0.1
 _FIRST_PAUSE_S = 1.0
@@ -47,6 +48,7 @@ class Copier:
         own: NodeMemory,
         peer: Callable[[], PeerAddress | None],
         *,
+        key: Callable[[], SecretKey],
         on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
         timeout_s: float = 5.0,
@@ -54,6 +56,7 @@ class Copier:
     ) -> None:
         self._own = own
         self._peer = peer
+        self._key = key
         self._on_outcome = on_outcome
         self._on_error = on_error
         self._timeout_s = timeout_s
@@ -100,7 +103,9 @@ class Copier:
             self._client.close()
         self._address, self._failures, self._not_before_s = address, 0, 0.0
         self._client = (
-            PeerStorage(address, timeout_s=self._timeout_s, monotonic=self._monotonic)
+            PeerStorage(
+                address, key=self._key, timeout_s=self._timeout_s, monotonic=self._monotonic
+            )
             if address is not None
             else None
         )

@@ -1,10 +1,13 @@
 """Owns the memory of a node for as long as it lives: the folder, its server, its copies.
 
 For a process that outlives the workers, such as an agent. The workers are told the folder and
-nothing else; what they need to know of other nodes stands in a file there, which changes with the
-world (:func:`memory_roots`)::
+nothing else; what they need to know of other nodes, and the key that opens their memories, stands
+in a file there for this user alone, which changes with the world (:func:`memory_roots`)::
 
-    host = MemoryHost(folder, host="10.0.0.7", neighbours=lambda: Neighbours(others, next_one))
+    host = MemoryHost(
+        folder, host="10.0.0.7", key=job_key, identity="node-7",
+        neighbours=lambda: Neighbours(others, next_one),
+    )
     …
     host.close()
 """
@@ -14,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import tempfile
 import threading
@@ -28,6 +30,9 @@ from checkpoints.node_memory import COPIES, OWN, NodeMemory
 from checkpoints.peer_server import PeerServer
 from checkpoints.peers import PeerAddress, PeerStorage
 from checkpoints.storage import Root
+from secure_channel import private_files
+from secure_channel.keys import SecretKey
+from secure_channel.reports import Report
 
 NODE_FILE = "node.json"
 KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one
@@ -44,8 +49,9 @@ class Neighbours:
 class MemoryHost:
     """Makes ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
 
-    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` is asked again and again,
-    and by :meth:`look`.
+    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` and ``key`` are asked again
+    and again, and by :meth:`look`; all hosts of a job have one key, and each has an ``identity`` of
+    its own. Without a key nobody else can come.
     """
 
     def __init__(
@@ -53,15 +59,21 @@ class MemoryHost:
         folder: str | os.PathLike[str],
         *,
         host: str = "",
+        key: Callable[[], SecretKey] | None = None,
+        identity: str = "",
         limit_bytes: int | None = None,
         neighbours: Callable[[], Neighbours] = Neighbours,
+        report: Report = lambda line: None,
         on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._folder = Path(folder)
         self._limit_bytes = limit_bytes
         self._neighbours = neighbours
+        alone = SecretKey.generate()
+        self._key = key if key is not None else lambda: alone
         self._known = Neighbours()
+        self._known_key = self._key()
         self._lock = threading.Lock()
         self._folder.mkdir(mode=0o700)
         with contextlib.ExitStack() as undo:
@@ -71,13 +83,21 @@ class MemoryHost:
             )
             for memory in (own, copies):
                 memory.make_folder("")
-            self._write(self._known)
-            self.token = secrets.token_hex(32)
+            self._write()
             self._server = PeerServer(
-                own, copies, token=self.token, host=host, keep=KEEP, on_error=on_error
+                own,
+                copies,
+                key=self._key,
+                identity=identity,
+                host=host,
+                keep=KEEP,
+                report=report,
+                on_error=on_error,
             )
             undo.callback(self._server.close)
-            self._copier = Copier(own, self.look, on_outcome=on_outcome, on_error=on_error)
+            self._copier = Copier(
+                own, self.look, key=self._key, on_outcome=on_outcome, on_error=on_error
+            )
             undo.pop_all()
 
     @property
@@ -91,10 +111,10 @@ class MemoryHost:
     def look(self) -> PeerAddress | None:
         """Ask for the neighbours and let the workers know them; who gets the copies."""
         with self._lock:
-            found = self._neighbours()
-            if found != self._known:
-                self._write(found)
-                self._known = found
+            found, key = self._neighbours(), self._key()
+            if (found, key) != (self._known, self._known_key):
+                self._known, self._known_key = found, key
+                self._write()
             return found.successor
 
     def close(self) -> None:
@@ -103,10 +123,11 @@ class MemoryHost:
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self, found: Neighbours) -> None:
-        peers = [asdict(peer) for peer in found.peers]
-        text = json.dumps({"limit_bytes": self._limit_bytes, "peers": peers})
-        descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds tokens
+    def _write(self) -> None:
+        peers = [asdict(peer) for peer in self._known.peers]
+        told = {"limit_bytes": self._limit_bytes, "key": self._known_key.text, "peers": peers}
+        text = json.dumps(told)
+        descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds the key
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         os.replace(name, self._folder / NODE_FILE)
@@ -114,7 +135,7 @@ class MemoryHost:
 
 def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
     """Where this node's ranks write. Raises ``OSError`` if nobody hosts that folder."""
-    return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder)[0])
+    return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder).limit_bytes)
 
 
 def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
@@ -122,19 +143,28 @@ def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> l
 
     Raises ``OSError`` if nobody hosts that folder.
     """
-    peers = _read(folder)[1]
+    told = _read(folder)
     return [
         NodeMemory(Path(folder) / OWN),
         NodeMemory(Path(folder) / COPIES),
-        *(PeerStorage(address, timeout_s=timeout_s) for address in peers),
+        *(PeerStorage(peer, key=lambda: told.key, timeout_s=timeout_s) for peer in told.peers),
     ]
 
 
-def _read(folder: str | os.PathLike[str]) -> tuple[int | None, list[PeerAddress]]:
-    text = (Path(folder) / NODE_FILE).read_text()
+@dataclass(frozen=True)
+class _Told:
+    """What the host's file says."""
+
+    limit_bytes: int | None
+    key: SecretKey
+    peers: tuple[PeerAddress, ...]
+
+
+def _read(folder: str | os.PathLike[str]) -> _Told:
+    text = private_files.read(Path(folder) / NODE_FILE).decode()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         data = json.loads(text)
         names = [field.name for field in fields(PeerAddress)]
-        peers = [PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"]]
-        return data["limit_bytes"], peers
+        peers = (PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"])
+        return _Told(data["limit_bytes"], SecretKey.parse(data["key"]), tuple(peers))
     raise OSError(f"{folder}/{NODE_FILE} is not what an agent writes")

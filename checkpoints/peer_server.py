@@ -1,7 +1,10 @@
 """Serves the parts in this node's memory to the other nodes of the job, and takes copies of theirs.
 
-Owned by a process that outlives the workers. Paths are only ever names of
-:mod:`checkpoints.naming`; whatever else is asked for is refused.
+Owned by a process that outlives the workers. Who connects has to prove the job's key first, and has
+the server prove it (:mod:`secure_channel`); then it gets a thread of its own. Requests and answers
+are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, with raw bytes behind them
+where they say so. Paths are only ever names of :mod:`checkpoints.naming`; whatever else is asked
+for is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,22 +28,35 @@ from checkpoints.naming import (
     parse_writer_file,
 )
 from checkpoints.node_memory import NodeMemory
-from checkpoints.peer_wire import BLOCK_BYTES, MAX_REQUEST, Wire, WireError, prove_as_server
 from checkpoints.sealed import MAX_SEALED_BYTES
 from checkpoints.storage import Source
+from secure_channel.channel import Channel
+from secure_channel.errors import ProtocolError
+from secure_channel.hub import Connection, Handler, Hub, listen
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits
+from secure_channel.reports import Report
 
-MAX_CONNECTIONS = 128
-_PROOF_S = 5.0
+MAX_REQUEST = 16 << 10
+MAX_ANSWER = 4 << 20
+BLOCK_BYTES = 1 << 20
+LIMITS = Limits(frame_bytes=MAX_REQUEST, open_connections=128)
 _IDLE_S = 120.0
 _EXCHANGE_S = 10.0
-_AFTER_FAILURE_S = 0.05
 _MAX_COUNT = 1 << 40
+_FIELDS = {
+    "list": {"do", "path"},
+    "stat": {"do", "path"},
+    "read": {"do", "path", "begin", "count"},
+    "put": {"do", "path", "size"},
+}
 
 
-class PeerServer:
-    """One listening thread and one for each connection, joined by :meth:`close`.
+class PeerServer(Handler):
+    """A hub that listens and one thread for each peer, all joined by :meth:`close`.
 
     ``own`` is served; into ``copies`` others put, and what ``keep`` gives up of it is removed.
+    ``identity`` is what peers expect here. ``report`` is told of strangers, now and then;
     ``on_error`` hears of whatever ends a thread that should not have ended.
     """
 
@@ -50,110 +65,105 @@ class PeerServer:
         own: NodeMemory,
         copies: NodeMemory,
         *,
-        token: str,
+        key: Callable[[], SecretKey],
+        identity: str,
         host: str = "",
         keep: Keep = LatestN(3),  # noqa: B008  frozen
+        limits: Limits = LIMITS,
+        report: Report = lambda line: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._own, self._copies = own, copies
-        self._token = token
         self._keep = keep
+        self._limits = limits
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._threads: dict[Wire, threading.Thread] = {}
-        self._ended: set[Wire] = set()
-        self._closing = threading.Event()
-        self._listener = _listener_on(host)
-        self._thread = threading.Thread(
-            target=self._listen, name="checkpoint-peer-server", daemon=True
+        self._threads: dict[Channel, threading.Thread] = {}
+        self._ended: set[Channel] = set()
+        listener = listen(host, backlog=512)
+        self._port = int(listener.getsockname()[1])
+        self._hub = Hub(
+            "checkpoint-peer-server",
+            listener,
+            self,
+            key=key,
+            identity=identity,
+            limits=limits,
+            report=report,
+            on_error=on_error,
         )
-        self._thread.start()
+        self._hub.start()
 
     @property
     def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        return self._port
 
     def close(self) -> None:
         """Cut all connections and join all threads."""
-        self._closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
+        self._hub.close()
         with self._lock:
-            for wire in self._threads.keys() - self._ended:
-                wire.cut()
+            for channel in self._threads.keys() - self._ended:
+                channel.cut()
         for thread in self._threads.values():
             thread.join()
 
     # --- threads
 
-    def _listen(self) -> None:
-        try:
-            while not self._closing.is_set():
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:
-                    self._closing.wait(_AFTER_FAILURE_S)  # a client that has gone, no descriptors
-                    continue
-                self._take(connection)
-        except BaseException as error:  # noqa: BLE001  told to the owner
-            self._on_error(error)
-
-    def _take(self, connection: socket.socket) -> None:
-        wire = Wire(connection, timeout_s=_EXCHANGE_S)
-        thread = threading.Thread(
-            target=self._serve, args=(wire,), name="checkpoint-peer-connection", daemon=True
-        )
+    def opened(self, connection: Connection) -> None:
+        """Handler's: a peer that knows the key; it gets a thread."""
         with self._lock:
             ended, self._ended = self._ended, set()
         for gone in ended:
             self._threads.pop(gone).join()
-        if len(self._threads) >= MAX_CONNECTIONS:
-            wire.close()
-            return
-        self._threads[wire] = thread
+        if len(self._threads) >= self._limits.open_connections:
+            raise ProtocolError(f"there are {len(self._threads)} connections already")
+        sock, received = self._hub.detach(connection)
+        channel = Channel(sock, timeout_s=_EXCHANGE_S, received=received)
+        thread = threading.Thread(
+            target=self._serve, args=(channel,), name="checkpoint-peer-connection", daemon=True
+        )
+        self._threads[channel] = thread
         thread.start()
 
-    def _serve(self, wire: Wire) -> None:
+    def _serve(self, channel: Channel) -> None:
         try:
-            wire.wait(_PROOF_S)
-            prove_as_server(wire, self._token)
-            wire.wait(_IDLE_S)
-            while (request := wire.receive(MAX_REQUEST)) is not None:
-                wire.expect(0)
-                self._answer(wire, request)
-                wire.wait(_IDLE_S)
+            channel.wait(_IDLE_S)
+            while (request := channel.receive(MAX_REQUEST)) is not None:
+                channel.expect(0)
+                self._answer(channel, request)
+                channel.wait(_IDLE_S)
         except OSError:
-            pass  # it went away, is too slow, or is a stranger: its own side tells it
+            pass  # it went away, or is too slow: its own side tells it
         except BaseException as error:  # noqa: BLE001  told to the owner
             self._on_error(error)
         finally:
             with self._lock:
-                self._ended.add(wire)
-                wire.close()
+                self._ended.add(channel)
+                channel.close()
 
     # --- requests
 
-    def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
+    def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         try:
             kind, path = request.get("do"), request.get("path")
             if not isinstance(path, str) or not _is_ours(path):
                 raise OSError(errno.EINVAL, "no such path")
+            if not isinstance(kind, str) or request.keys() != _FIELDS.get(kind):
+                raise OSError(errno.EINVAL, "no such request")
             if kind == "list":
-                wire.send({"names": self._names(path)})
+                channel.send({"names": self._names(path)})
             elif kind == "stat":
-                wire.send(self._stat(path))
+                channel.send(self._stat(path))
             elif kind == "read":
-                self._send(wire, path, request)
+                self._send(channel, path, request)
             elif kind == "put":
-                self._put(wire, path, request)
+                self._put(channel, path, request)
             else:
                 raise OSError(errno.EINVAL, "no such request")
-        except (WireError, TimeoutError, ConnectionError):
+        except (ProtocolError, TimeoutError, ConnectionError):
             raise
         except OSError as error:
-            wire.send({"errno": error.errno or errno.EIO, "error": error.strerror or str(error)})
+            channel.send({"errno": error.errno or errno.EIO, "error": error.strerror or str(error)})
 
     @property
     def _both(self) -> Sequence[NodeMemory]:
@@ -182,25 +192,25 @@ class PeerServer:
             return self._own.open(path)
         return self._copies.open(path)
 
-    def _send(self, wire: Wire, path: str, request: dict[str, Any]) -> None:
+    def _send(self, channel: Channel, path: str, request: dict[str, Any]) -> None:
         begin, count = _number(request, "begin"), _number(request, "count")
         with contextlib.closing(self._open_file(path)) as source:
             count = max(0, min(count, source.size() - begin))
-            wire.expect(count)
-            wire.send({"count": count})
+            channel.expect(count)
+            channel.send({"count": count})
             with _no_way_back():
-                self._stream(wire, source, begin, count)
+                self._stream(channel, source, begin, count)
 
-    def _stream(self, wire: Wire, source: Source, begin: int, count: int) -> None:
+    def _stream(self, channel: Channel, source: Source, begin: int, count: int) -> None:
         block = memoryview(bytearray(min(count, BLOCK_BYTES)))
         while count:
             piece = block[: min(count, BLOCK_BYTES)]
             if source.read_at(begin, piece) != len(piece):
                 raise OSError(errno.EIO, "the file became shorter")
-            wire.send_bytes(piece)
+            channel.send_bytes(piece)
             begin, count = begin + len(piece), count - len(piece)
 
-    def _put(self, wire: Wire, path: str, request: dict[str, Any]) -> None:
+    def _put(self, channel: Channel, path: str, request: dict[str, Any]) -> None:
         """Say that there is room, take the bytes, and show them once their hash is right."""
         size = _number(request, "size")
         folder, _, file = path.partition("/")
@@ -214,44 +224,35 @@ class PeerServer:
         self._copies.make_folder(folder)
         private = f"{folder}/.{file}.{secrets.token_hex(4)}"
         try:
-            self._receive(wire, private, size)
+            self._receive(channel, private, size)
             self._copies.rename(private, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._copies.remove(private)
             raise
         notes = self._copies.part_written(name, self._keep) if is_part else ()
-        wire.send({"notes": list(notes)})
+        channel.send({"notes": list(notes)})
 
-    def _receive(self, wire: Wire, private: str, size: int) -> None:
+    def _receive(self, channel: Channel, private: str, size: int) -> None:
         sink = self._copies.create(private)
         try:
-            wire.expect(size)
-            wire.send({"go": True})
+            channel.expect(size)
+            channel.send({"go": True})
             seen, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
             with _no_way_back():
                 while size:
                     piece = block[: min(size, BLOCK_BYTES)]
-                    wire.fill(piece)
+                    channel.fill(piece)
                     seen.update(piece)
                     sink.write(piece)
                     size -= len(piece)
             trailer = bytearray(16)
-            wire.fill(memoryview(trailer))
+            channel.fill(memoryview(trailer))
             if bytes(trailer) != seen.digest():
                 raise OSError(errno.EBADMSG, "the bytes changed on their way")
             sink.sync()
         finally:
             sink.close()
-
-
-def _listener_on(host: str) -> socket.socket:
-    """On that address; on all, if it is none of this machine's own (behind NAT)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
-    except OSError:
-        return socket.create_server(("", 0), family=family, backlog=MAX_CONNECTIONS)
 
 
 @contextlib.contextmanager

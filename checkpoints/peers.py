@@ -17,8 +17,11 @@ from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from checkpoints.peer_wire import BLOCK_BYTES, MAX_ANSWER, Wire, WireError, prove_as_client
+from checkpoints.peer_server import BLOCK_BYTES, MAX_ANSWER
 from checkpoints.storage import Sink, Source
+from secure_channel.channel import Channel
+from secure_channel.errors import ProtocolError
+from secure_channel.keys import SecretKey
 
 T = TypeVar("T")
 
@@ -27,15 +30,12 @@ _MAX_IDLE = 8
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Where a node's memory is served, and the token that opens it."""
+    """Where a node's memory is served, and who has to be found there."""
 
     node: str  # for people
     host: str
     port: int
-    token: str
-
-    def __repr__(self) -> str:  # a token has no business in logs
-        return f"PeerAddress(node={self.node!r}, host={self.host!r}, port={self.port})"
+    identity: str  # that it proves with the job's key: ports are used again
 
 
 class PeerStorage:
@@ -45,15 +45,17 @@ class PeerStorage:
         self,
         address: PeerAddress,
         *,
+        key: Callable[[], SecretKey],
         timeout_s: float = 5.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
+        self._key = key
         self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._idle: list[Wire] = []
-        self._busy: set[Wire] = set()
+        self._idle: list[Channel] = []
+        self._busy: set[Channel] = set()
         self._closed = False
 
     @property
@@ -64,7 +66,7 @@ class PeerStorage:
     def list(self, path: str) -> list[str]:
         names = self._ask("list", path).get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise WireError(errno.EPROTO, f"{self.place} answers nonsense")
+            raise ProtocolError(errno.EPROTO, f"{self.place} answers nonsense")
         return names
 
     def size(self, path: str) -> int:
@@ -79,57 +81,57 @@ class PeerStorage:
     def read(self, path: str, begin: int, into: memoryview) -> int:
         """Fill ``into``; the number of bytes, less only at the file's end."""
 
-        def exchange(wire: Wire) -> int:
-            wire.expect(len(into))
-            answer = self._exchange(wire, "read", path, begin=begin, count=len(into))
+        def exchange(channel: Channel) -> int:
+            channel.expect(len(into))
+            answer = self._exchange(channel, "read", path, begin=begin, count=len(into))
             count = int(self._number(answer, "count"))
             if count > len(into):
-                raise WireError(errno.EPROTO, f"{self.place} sends more than it was asked for")
-            wire.fill(into[:count])
+                raise ProtocolError(errno.EPROTO, f"{self.place} sends more than it was asked for")
+            channel.fill(into[:count])
             return count
 
-        return self._with_wire(exchange)
+        return self._with_channel(exchange)
 
     def put(self, path: str, source: Source) -> None:
         """Copy a file there; it is seen there once all of it has arrived with the right hash."""
         size = source.size()
 
-        def exchange(wire: Wire) -> None:
-            self._exchange(wire, "put", path, size=size)  # is there room?
-            wire.expect(size)
+        def exchange(channel: Channel) -> None:
+            self._exchange(channel, "put", path, size=size)  # is there room?
+            channel.expect(size)
             seen, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
             for begin in range(0, size, BLOCK_BYTES):
                 piece = block[: min(size - begin, BLOCK_BYTES)]
                 if source.read_at(begin, piece) != len(piece):
                     raise OSError(errno.EIO, "the file became shorter", path)
                 seen.update(piece)
-                wire.send_bytes(piece)
-            wire.send_bytes(seen.digest())
-            self._answer(wire)
+                channel.send_bytes(piece)
+            channel.send_bytes(seen.digest())
+            self._answer(channel)
 
-        self._with_wire(exchange)
+        self._with_channel(exchange)
 
     def close(self) -> None:
         """Cut every connection: whoever waits on one gets an ``OSError``."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for wire in self._busy:
-                wire.cut()
-        for wire in idle:
-            wire.close()
+            for channel in self._busy:
+                channel.cut()
+        for channel in idle:
+            channel.close()
 
     # --- exchanges
 
     def _ask(self, kind: str, path: str) -> dict[str, Any]:
-        return self._with_wire(lambda wire: self._exchange(wire, kind, path))
+        return self._with_channel(lambda channel: self._exchange(channel, kind, path))
 
-    def _exchange(self, wire: Wire, kind: str, path: str, **more: int) -> dict[str, Any]:
-        wire.send({"do": kind, "path": path, **more})
-        return self._answer(wire)
+    def _exchange(self, channel: Channel, kind: str, path: str, **more: int) -> dict[str, Any]:
+        channel.send({"do": kind, "path": path, **more})
+        return self._answer(channel)
 
-    def _answer(self, wire: Wire) -> dict[str, Any]:
-        answer = wire.receive(MAX_ANSWER)
+    def _answer(self, channel: Channel) -> dict[str, Any]:
+        answer = channel.receive(MAX_ANSWER)
         if answer is None:
             raise ConnectionResetError(errno.ECONNRESET, f"{self.place} closed the connection")
         if "error" in answer:
@@ -137,7 +139,7 @@ class PeerStorage:
             raise _Refused(number if type(number) is int else errno.EIO, str(answer["error"])[:500])
         return answer
 
-    def _with_wire(self, exchange: Callable[[Wire], T]) -> T:
+    def _with_channel(self, exchange: Callable[[Channel], T]) -> T:
         """Over a connection that is idle, else over a new one.
 
         The server closes what is idle for long: only a fresh connection's failure counts.
@@ -149,56 +151,56 @@ class PeerStorage:
                 return self._run(idle, exchange)
         return self._run(self._connect(), exchange)
 
-    def _run(self, wire: Wire, exchange: Callable[[Wire], T]) -> T:
-        wire.expect(0)
+    def _run(self, channel: Channel, exchange: Callable[[Channel], T]) -> T:
+        channel.expect(0)
         try:
-            self._take(wire)
-            result = exchange(wire)
+            self._take(channel)
+            result = exchange(channel)
         except _Refused as refused:
-            self._give_back(wire)
+            self._give_back(channel)
             raise OSError(refused.errno, refused.strerror) from None
         except BaseException:
-            self._drop(wire)
+            self._drop(channel)
             raise
-        self._give_back(wire)
+        self._give_back(channel)
         return result
 
-    def _take(self, wire: Wire) -> None:
+    def _take(self, channel: Channel) -> None:
         """From now on :meth:`close` cuts it."""
         with self._lock:
             if self._closed:
                 raise OSError(errno.ESHUTDOWN, f"the connection to {self.place} was closed")
-            self._busy.add(wire)
+            self._busy.add(channel)
 
-    def _drop(self, wire: Wire) -> None:
+    def _drop(self, channel: Channel) -> None:
         with self._lock:
-            self._busy.discard(wire)
-        wire.close()
+            self._busy.discard(channel)
+        channel.close()
 
-    def _give_back(self, wire: Wire) -> None:
+    def _give_back(self, channel: Channel) -> None:
         with self._lock:
-            self._busy.discard(wire)
+            self._busy.discard(channel)
             if len(self._idle) < _MAX_IDLE and not self._closed:
-                self._idle.append(wire)
+                self._idle.append(channel)
                 return
-        wire.close()
+        channel.close()
 
-    def _connect(self) -> Wire:
+    def _connect(self) -> Channel:
         at = self._address
         connection = socket.create_connection((at.host, at.port), timeout=self._timeout_s)
-        wire = Wire(connection, timeout_s=self._timeout_s, monotonic=self._monotonic)
+        channel = Channel(connection, timeout_s=self._timeout_s, monotonic=self._monotonic)
         try:
-            self._take(wire)
-            prove_as_client(wire, at.token)
+            self._take(channel)
+            channel.authenticate(self._key(), expected=at.identity)
         except BaseException:
-            self._drop(wire)
+            self._drop(channel)
             raise
-        return wire
+        return channel
 
     def _number(self, answer: dict[str, Any], key: str) -> float:
         value = answer.get(key)
         if not isinstance(value, (int, float)) or not value >= 0:
-            raise WireError(errno.EPROTO, f"{self.place} answers nonsense")
+            raise ProtocolError(errno.EPROTO, f"{self.place} answers nonsense")
         return value
 
     # --- what only the node itself does to its memory

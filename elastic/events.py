@@ -57,6 +57,13 @@ class WorkerDied(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerStuck(Event):
+    """A worker ends itself: a call that nothing can interrupt has not returned in time."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerTrouble(Event):
     """A worker's collective failed: perhaps a peer has died."""
 

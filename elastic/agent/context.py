@@ -11,6 +11,7 @@ from elastic.config import AgentOptions
 from elastic.coordination.keyvalue import KeyValue
 from elastic.coordination.membership import Policy
 from elastic.coordination.records import Keys
+from elastic.coordination.run_secret import RunSecret
 from elastic.telemetry.journal import EventSink
 
 
@@ -20,6 +21,7 @@ class NodeContext:
 
     store: KeyValue
     keys: Keys
+    secret: RunSecret
     options: AgentOptions
     policy: Policy
     board: Board

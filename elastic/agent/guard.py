@@ -232,13 +232,15 @@ class Guard:
 
 def remove_leftovers(link: str, memory: str, ending: str) -> None:
     """What only the agent served: its folder in memory (node_memory.py), and the workers' link;
-    and the file that it may have told its workers their end with."""
-    for folder, prefix in ((Path(memory), "elastic-memory-"), (Path(link).parent, "elastic-")):
+    and that of the file which it may have told its workers their end with."""
+    folders = (
+        (Path(memory), "elastic-memory-"),
+        (Path(link).parent, "elastic-"),
+        (Path(ending).parent, "elastic-ending-"),
+    )
+    for folder, prefix in folders:
         if folder.name.startswith(prefix):
             shutil.rmtree(folder, ignore_errors=True)
-    if Path(ending).name.startswith("elastic-ending-"):
-        with contextlib.suppress(OSError):
-            os.unlink(ending)
 
 
 def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str) -> None:

@@ -1,8 +1,8 @@
 """``/livez`` and ``/readyz`` over plain HTTP, for probes.
 
-One thread, which no client can hold up: requests are read without blocking, each connection has
-two seconds in all, and when there are too many the oldest goes. ``http.server`` reads the request
-and writes the answer; its own servers read from one client at a time, or give each a thread.
+The standard library's server, which gives each connection a thread. What it lacks is bounds: here
+each connection has two seconds in all and :data:`MAX_REQUEST` bytes, and when there are too many
+the oldest goes. Nobody has to prove anything: what is served here is no secret (docs/security.md).
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import selectors
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from elastic.agent.health import Routes
 from elastic.clock import SYSTEM_CLOCK, Clock
@@ -24,10 +23,11 @@ from elastic.errors import ConfigError
 from elastic.telemetry.log import get_logger
 
 MAX_CONNECTIONS = 32
+_BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
 MAX_REQUEST = 8192  # bytes, headers included
 CONNECTION_S = 2.0
 _TURN_S = 0.2
-_END_OF_HEAD = b"\r\n\r\n"
+_ACCEPT_AGAIN_S = 0.05  # after no descriptor was free
 
 
 class HealthServer:
@@ -45,135 +45,137 @@ class HealthServer:
         on_error: Callable[[BaseException], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._routes = routes
+        self._server = _BoundedServer(_listen(port), routes, clock)
         self._on_error = on_error
-        self._clock = clock
-        self._listener = _listen(port)
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._wakee = socket.socketpair()
-        self._connections: list[_Connection] = []  # oldest first
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-health", daemon=True)
 
     @property
     def port(self) -> int:
         """The one asked for, or the kernel's choice."""
-        return int(self._listener.getsockname()[1])
+        return int(self._server.server_address[1])
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
         """Stop and join. Idempotent."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._waker.close()  # the thread sees the end of the pair
         if self._thread.ident is not None:
+            self._server.shutdown()
             self._thread.join()
-        else:
-            self._release()
-
-    # ── the thread ───────────────────────────────────────────────────────────────────────
+        self._server.server_close()
 
     def _run(self) -> None:
         try:
-            for sock in (self._listener, self._wakee):
-                sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ)
-            while not self._closing.is_set():
-                self._turn()
+            self._server.serve_forever(poll_interval=_TURN_S)
         except BaseException as error:
             get_logger().exception("the health server died")
             self._on_error(error)
             raise
-        finally:
-            self._release()
 
-    def _release(self) -> None:
-        for connection in tuple(self._connections):
-            self._drop(connection)
-        self._selector.close()
-        self._listener.close()
-        self._wakee.close()
 
-    def _turn(self) -> None:
-        for key, _ in self._selector.select(_TURN_S if self._connections else None):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.data in self._connections:  # or dropped earlier in this round
-                self._read(key.data)
-        now = self._clock.monotonic()
-        for connection in [c for c in self._connections if now > c.until_s]:
-            self._drop(connection)
+class _BoundedServer(ThreadingHTTPServer):
+    """The standard library's server, with bounds for connections."""
 
-    def _accept(self) -> None:
+    def __init__(self, listener: socket.socket, routes: Routes, clock: Clock) -> None:
+        super().__init__(("", 0), _Exchange, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_address = listener.getsockname()
+        self.routes = routes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until_s: dict[socket.socket, float] = {}  # of each connection; oldest first
+        self._serving: set[threading.Thread] = set()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
         try:
-            client, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left: the next one tries
-            return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self._drop(self._connections[0])
-        client.setblocking(False)
-        connection = _Connection(client, self._clock.monotonic() + CONNECTION_S)
-        self._connections.append(connection)
-        self._selector.register(client, selectors.EVENT_READ, connection)
+            return super().get_request()
+        except OSError as error:  # gone again, or no descriptors left: not in a circle
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._clock.sleep(_ACCEPT_AGAIN_S)
+            raise
 
-    def _read(self, connection: _Connection) -> None:
-        try:
-            data = connection.client.recv(MAX_REQUEST)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        connection.received += data
-        complete = _END_OF_HEAD in connection.received
-        if data and not complete and len(connection.received) < MAX_REQUEST:
-            return
-        if complete:
-            self._answer(connection)
-        self._drop(connection)
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """As the base, whose threads have no name and, being daemons, no owner that joins them."""
+        thread = threading.Thread(
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name="elastic-health-connection",
+            daemon=True,
+        )
+        with self._lock:
+            while len(self._until_s) >= MAX_CONNECTIONS:
+                self._end(next(iter(self._until_s)))
+            self._until_s[request] = self._clock.monotonic() + CONNECTION_S
+        thread.start()
+        with self._lock:
+            self._serving = {one for one in self._serving if one.is_alive()} | {thread}
 
-    def _answer(self, connection: _Connection) -> None:
-        answer = _Exchange(bytes(connection.received), self._routes).answer
-        try:
-            # A new socket's buffer takes far more than an answer.
-            connection.client.send(answer)
-        except OSError:  # the client has gone
-            return
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._until_s.pop(request, None)
+            super().shutdown_request(request)
 
-    def _drop(self, connection: _Connection) -> None:
-        self._connections.remove(connection)
-        self._selector.unregister(connection.client)
-        connection.client.close()
+    def service_actions(self) -> None:
+        """Called by ``serve_forever`` at least every ``_TURN_S``."""
+        now_s = self._clock.monotonic()
+        with self._lock:
+            for request in [r for r, until_s in self._until_s.items() if now_s > until_s]:
+                self._end(request)
+
+    def server_close(self) -> None:
+        """Free the port, let go of all clients, join their threads."""
+        super().server_close()
+        with self._lock:
+            for request in list(self._until_s):
+                self._end(request)
+        for thread in self._serving:
+            thread.join()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone, or has been let go, is no news."""
+
+    def _end(self, request: socket.socket) -> None:
+        """Its thread sees the end of the stream, and closes it: never under its hands."""
+        del self._until_s[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(eq=False)
-class _Connection:
-    client: socket.socket
-    until_s: float
-    received: bytearray = field(default_factory=bytearray)
+class _FirstBytes(io.RawIOBase):
+    """The first :data:`MAX_REQUEST` bytes of a connection; then it looks as if it had ended."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._left = MAX_REQUEST
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer)[: self._left]
+        count = self._connection.recv_into(into) if into else 0
+        self._left -= count
+        return count
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    """One request that has been received, and its answer: ``http.server`` without a socket."""
+    """One request, and its answer."""
 
+    server: _BoundedServer
     server_version = "elastic"
     sys_version = ""
+    timeout = CONNECTION_S
 
-    def __init__(self, request: bytes, routes: Routes) -> None:
-        # Not the base's, which would read from a socket.
-        self._routes = routes
-        self.rfile = io.BytesIO(request)
-        self.wfile = written = io.BytesIO()
-        self.client_address = ("", 0)
-        self.handle_one_request()
-        self.answer = written.getvalue()
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_FirstBytes(self.connection))
 
     def do_GET(self) -> None:
-        route = self._routes.get(self.path.partition("?")[0])
+        routes = self.server.routes
+        route = routes.get(self.path.partition("?")[0])
         if route is None:
-            self.send_error(HTTPStatus.NOT_FOUND, f"known: {', '.join(self._routes)}")
+            self.send_error(HTTPStatus.NOT_FOUND, f"known: {', '.join(routes)}")
             return
         verdict = route()
         body = verdict.body()
@@ -213,7 +215,7 @@ def _bind(port: int, family: socket.AddressFamily) -> socket.socket:
     both = family == socket.AF_INET6
     try:
         return socket.create_server(
-            ("", port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
+            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
         if both and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):

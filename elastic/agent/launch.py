@@ -13,10 +13,10 @@ import importlib.metadata
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
@@ -43,9 +43,11 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.records import Keys, Node, NodeState
+from elastic.coordination.run_secret import MEMORY, RunSecret
 from elastic.events import HealthServed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+from secure_channel import private_files
 
 _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time
@@ -76,9 +78,10 @@ class Launch:
         self._health: HealthServer | None = None
         node = _describe_node(parameters, options, store)
         self._node_id = node.node_id
-        self._ending = Path(tempfile.gettempdir()) / f"elastic-ending-{node.node_id}"
+        self._ending = Path(private_files.make_folder("elastic-ending-")) / "told"
         self._origin = LogOrigin(node.name)
         with contextlib.ExitStack() as made:
+            made.callback(self._remove_ending)
             add_origin(self._origin)
             made.callback(remove_origin, self._origin)
             self.ports = PortReserve()
@@ -89,18 +92,21 @@ class Launch:
                 origin=self._origin,
             )
             made.callback(self._journal.close)
+            secret = RunSecret.obtain(store, keys)
             services: list[NodeService] = []  # filled below: the memory comes first
             self.memory = host_memory(
                 node,
                 options,
                 self._journal,
                 lambda: services[0].running if services else None,
+                key=lambda: secret.key(MEMORY),
                 on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
             )
             made.callback(self.memory.close)
             self.service = NodeService(
                 store=store,
                 keys=keys,
+                secret=secret,
                 node=self.memory.published(node),
                 options=options,
                 journal=self._journal,
@@ -190,6 +196,9 @@ class Launch:
         with contextlib.suppress(OSError):  # without it they end as for a restart
             self._ending.touch()
 
+    def _remove_ending(self) -> None:
+        shutil.rmtree(self._ending.parent, ignore_errors=True)
+
     def after_fork(self) -> None:
         """In a child forked by this process: it is a worker if the thread that starts them made
         it."""
@@ -245,7 +254,7 @@ class Launch:
             last_first.callback(self._forget)
             last_first.callback(self._guard.release)
             last_first.callback(end_strays, self._node_id, self._guard.forked)
-            last_first.callback(self._ending.unlink, missing_ok=True)
+            last_first.callback(self._remove_ending)
             last_first.callback(self.ports.close)
             last_first.callback(self.service.close)
             last_first.callback(self._starting_over.close)

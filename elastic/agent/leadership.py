@@ -42,6 +42,7 @@ from elastic.coordination.records import (
     WorldState,
     encode,
 )
+from elastic.coordination.run_secret import LIVENESS
 from elastic.coordination.standing import stand
 from elastic.errors import RecordError
 from elastic.events import (
@@ -281,7 +282,8 @@ class Leadership:
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
             timeout_s, clock = self._at.options.probe_s, self._at.clock
-            verdict = probe(host, port, node_id, timeout_s=timeout_s, clock=clock)
+            key = self._at.secret.key(LIVENESS)
+            verdict = probe(host, port, node_id, key=key, timeout_s=timeout_s, clock=clock)
         self._at.post(Probed(node_id, verdict))
 
     def _act(

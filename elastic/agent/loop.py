@@ -45,6 +45,7 @@ from elastic.coordination.keyvalue import (
 )
 from elastic.coordination.membership import Policy
 from elastic.coordination.records import Done, Keys, NodeState, decode, encode
+from elastic.coordination.run_secret import LIVENESS, RunSecret
 from elastic.errors import (
     CoordinationError,
     ElasticError,
@@ -68,6 +69,7 @@ class NodeLoop:
         *,
         store: KeyValue,
         keys: Keys,
+        secret: RunSecret,
         options: AgentOptions,
         policy: Policy,
         board: Board,
@@ -78,6 +80,7 @@ class NodeLoop:
         self._at = NodeContext(
             store=store,
             keys=keys,
+            secret=secret,
             options=options,
             policy=policy,
             board=board,
@@ -94,6 +97,7 @@ class NodeLoop:
             board.fail,
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
+            key=lambda: secret.key(LIVENESS),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
@@ -282,6 +286,8 @@ class NodeLoop:
             if self._workers is not None:
                 self._workers.register_again()
             self._knows_world = False
+            # With a new lease the store may be a new one, too.
+            self._at.secret.restore(self._at.store, self._at.keys)
         node = self._at.board.node
         try:
             self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)

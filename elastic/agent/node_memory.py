@@ -29,6 +29,7 @@ from elastic.events import PartNotCopied
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.memory import shm_shortages
+from secure_channel.keys import SecretKey
 
 PARENT = Path("/dev/shm")
 SHM_SHARE = 0.4
@@ -52,7 +53,7 @@ class AgentMemory:
         """The node's record, with where its memory is served."""
         if self._host is None:
             return node
-        return replace(node, memory_port=self._host.port, memory_token=self._host.token)
+        return replace(node, memory_port=self._host.port)
 
     def look(self) -> None:
         """Let the workers know the other nodes of the world that they are about to run."""
@@ -73,10 +74,12 @@ def host_memory(
     journal: EventSink,
     running: Callable[[], World | None],
     *,
+    key: Callable[[], SecretKey],
     on_error: Callable[[BaseException], object],
     parent: Path = PARENT,
 ) -> AgentMemory:
-    """Make this node's memory. ``running`` is asked for the world that its workers run."""
+    """Make this node's memory. ``running`` is asked for the world that its workers run, ``key`` for
+    what opens the memories of this run."""
     sweep(node.process, parent)
     told = _Told(journal)
     try:
@@ -89,9 +92,12 @@ def host_memory(
         host = MemoryHost(
             parent / _name(node),
             host=node.address,
+            key=key,
+            identity=node.node_id,
             limit_bytes=_limit_bytes(options, shm_bytes),
             neighbours=lambda: neighbours(running(), node.node_id),
             on_outcome=told.outcome,
+            report=get_logger().warning,
             on_error=on_error,
         )
     except OSError as error:
@@ -117,7 +123,7 @@ def _address(member: Member) -> PeerAddress:
         node=member.name,
         host=member.liveness_host,
         port=member.memory_port,
-        token=member.memory_token,
+        identity=member.node_id,
     )
 
 

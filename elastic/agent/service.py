@@ -30,6 +30,7 @@ from elastic.coordination.records import (
     WorldState,
     decode,
 )
+from elastic.coordination.run_secret import RunSecret
 from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.telemetry.journal import EventSink
@@ -49,6 +50,7 @@ class NodeService:
         *,
         store: KeyValue,
         keys: Keys,
+        secret: RunSecret,
         node: Node,
         options: AgentOptions,
         journal: EventSink,
@@ -64,6 +66,7 @@ class NodeService:
         self._loop = NodeLoop(
             store=store,
             keys=keys,
+            secret=secret,
             options=options,
             policy=Policy(
                 min_nodes=node.min_nodes,

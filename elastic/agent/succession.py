@@ -17,6 +17,7 @@ from elastic.coordination.keyvalue import Entry, Lease
 from elastic.coordination.leader import LeaderEntry
 from elastic.coordination.membership import Liveness
 from elastic.coordination.records import Leader, NodeState, decode, encode
+from elastic.coordination.run_secret import LIVENESS
 from elastic.events import LeaderChanged
 
 FOLLOW_AGAIN_S = 0.5
@@ -180,6 +181,7 @@ class Succession:
                 leader.address,
                 leader.liveness_port,
                 leader.node_id,
+                key=self._at.secret.key(LIVENESS),
                 timeout_s=self._at.options.probe_s,
                 clock=self._at.clock,
             )

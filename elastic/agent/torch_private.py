@@ -14,19 +14,21 @@ The contract test ``tests/contract/test_torch_private.py`` fails where a torch v
 - ``torch.distributed.run`` on the call stack: torchrun is told exit codes, a program exceptions;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
   private in-process store, no peer can fail rank assignment or hold up the exit;
-- the environment variable by which torch decides which signals it handles;
+- the environment variable by which torch decides which signals it handles, and its handler of
+  them, which waits while it forks workers;
 - the processes that a ``SubprocessContext`` supervises, and how it looks for failed ones: so that
   one of them can be replaced while the others live.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +39,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.utils import store as store_util
 
@@ -96,6 +99,8 @@ def check() -> None:
     )
     if "".join(map(str, barrier)) != _EXIT_BARRIER_MEMBERS:
         missing.append(f"the exit barrier's key {_EXIT_BARRIER_MEMBERS}")
+    if not hasattr(multiprocessing_api, "_terminate_process_handler"):
+        missing.append("multiprocessing.api._terminate_process_handler")
     if missing:
         raise _differs(", ".join(missing))
     if not torch_versions.is_supported(torch.__version__):
@@ -184,7 +189,7 @@ def attach(
         raise _differs(str(error)) from error
 
     def start_inside(*args: Any, **kwargs: Any) -> Any:
-        with around_start() as environment:
+        with around_start() as environment, signals_deferred():
             if agent._start_method != "forkserver" or not callable(spec.entrypoint):
                 return start_workers(*args, **kwargs)
             # Forked by a process that has the environment of the program's first such launch.
@@ -205,6 +210,33 @@ def attach(
 
     outer = sys.exc_info()[1]  # that the program handles while it launches
     agent._start_workers, agent._shutdown = start_inside, shut_down_and_tell
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Signals that torch's handlers turn into an exception are raised at the end of the block.
+
+    In the block torch may fork workers: an exception that a handler raises in one of CPython's
+    hooks of ``os.fork()`` (``PyOS_AfterFork_Parent``) is printed and lost, and the signal with it.
+    """
+    raise_signal = multiprocessing_api._terminate_process_handler
+    pid, is_deferring = os.getpid(), True
+    deferred: list[int] = []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if is_deferring and os.getpid() == pid:
+            deferred.append(signum)
+        else:
+            raise_signal(signum, frame)
+
+    multiprocessing_api._terminate_process_handler = handle
+    try:
+        yield
+    finally:
+        is_deferring = False
+        multiprocessing_api._terminate_process_handler = raise_signal
+    if deferred:
+        raise_signal(deferred[0], None)
 
 
 def _find_agent() -> tuple[Any, Any]:

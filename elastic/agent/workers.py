@@ -17,6 +17,7 @@ from elastic.agent.messages import ChangeNode
 from elastic.coordination.keyvalue import Lease
 from elastic.coordination.pace import Pace
 from elastic.coordination.records import Node, NodeState, Trouble, World, WorldState, encode
+from elastic.coordination.run_secret import STORE
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
     Beat,
@@ -326,6 +327,7 @@ class Workers:
             nodes=len(world.members),
             store_host=world.store_host,
             store_port=world.store_port,
+            store_key=self._at.secret.key(STORE).text,
             switch_at_step=world.switch_at_step,
             state="paused" if world.state is WorldState.PAUSED else "active",
             lineage=world.lineage,

@@ -60,3 +60,7 @@ class Keys:
     @property
     def done(self) -> str:
         return f"{self.root}done"
+
+    @property
+    def secret(self) -> str:
+        return f"{self.root}secret"

@@ -86,7 +86,6 @@ class Member:
     liveness_port: int
     process: ProcessIdentity
     memory_port: int = 0  # where its memory for checkpoints is served; 0: it has none
-    memory_token: str = field(default="", repr=False)  # that opens it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +175,6 @@ class Node:
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for people and seniority among newcomers
     memory_port: int = 0
-    memory_token: str = field(default="", repr=False)
     version: int = RECORD_VERSION
 
     def as_member(self) -> Member:
@@ -189,7 +187,6 @@ class Node:
             liveness_port=self.liveness_port,
             process=self.process,
             memory_port=self.memory_port,
-            memory_token=self.memory_token,
         )
 
 
@@ -231,8 +228,16 @@ class Done:
     version: int = RECORD_VERSION
 
 
-Record = World | Node | Leader | Trouble | Done
-R = TypeVar("R", World, Node, Leader, Trouble, Done)
+@dataclass(frozen=True, kw_only=True)
+class Secret:
+    """Key ``secret``: what all nodes of this run prove to each other that they know."""
+
+    secret: str = field(repr=False)  # 32 bytes as base64
+    version: int = RECORD_VERSION
+
+
+Record = World | Node | Leader | Trouble | Done | Secret
+R = TypeVar("R", World, Node, Leader, Trouble, Done, Secret)
 
 
 def encode(record: Record) -> bytes:

@@ -20,20 +20,22 @@ import tenacity
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
 from elastic.link import forks
-from elastic.link.greeting import Welcomed, say_hello
+from elastic.link.greeting import Welcomed, key_path, say_hello
 from elastic.link.outbox import Outbox
 from elastic.link.peer import has_ended
 from elastic.link.protocol import (
     FROM_AGENT,
+    MAX_MESSAGE,
     PROTOCOL_VERSION,
     Beat,
     Hello,
-    LineBuffer,
     Message,
     decode,
     encode,
 )
 from elastic.telemetry.log import get_logger
+from secure_channel.errors import ProtocolError
+from secure_channel.frames import FrameReader, frame
 
 CONNECT_WITHIN_S = 10.0
 LAST_WORDS_WITHIN_S = 0.5  # what close() waits for an agent that does not read
@@ -81,7 +83,7 @@ class LinkClient:
         self._outbox = Outbox()
         self._socket: socket.socket | None = None
         self._agent = -1  # pidfd
-        self._received = LineBuffer()
+        self._received = FrameReader(MAX_MESSAGE)
         self._unheard: list[Message] = []
         self._next_beat_s = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -135,7 +137,7 @@ class LinkClient:
         """Tell the agent, in order, from any thread; never waits. Lost if the agent is gone."""
         if os.getpid() != self._pid or self._closing:
             return
-        if not self._outbox.put(encode(message)):
+        if not self._outbox.put(frame(encode(message))):
             get_logger().warning("link: the agent does not read; %s is lost", message)
         if not self._outbox.flush():
             self._wake()
@@ -265,9 +267,19 @@ class LinkClient:
         except OSError:
             chunk = b""
         if chunk:
-            self._tell([decode(line) for line in self._received.feed(chunk)])
+            self._received.feed(chunk)
+            self._tell(self._whole_messages())
         else:
             self._disconnect()
+
+    def _whole_messages(self) -> list[Message]:
+        messages = []
+        try:
+            while (payload := self._received.next()) is not None:
+                messages.append(decode(payload))
+        except ProtocolError as error:
+            raise LinkError(f"the agent sends what is no message: {error}") from error
+        return messages
 
     def _tell(self, messages: list[Message]) -> None:
         for message in messages:
@@ -279,6 +291,7 @@ class LinkClient:
         self._closing = True
         with contextlib.suppress(OSError):  # nobody else tidies up behind a killed agent
             os.unlink(self._path)
+            os.unlink(key_path(self._path))
             os.rmdir(os.path.dirname(self._path))
         self._on_agent_death()
 

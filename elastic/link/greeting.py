@@ -1,4 +1,4 @@
-"""A worker's hello and the agent's welcome: one attempt, which waits for nobody who is dead."""
+"""A worker's side of the handshake with its agent: one attempt, which waits for nobody dead."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from elastic.clock import Clock
 from elastic.errors import LinkError
 from elastic.link.peer import peer_of
 from elastic.link.protocol import (
+    MAX_MESSAGE,
     PROTOCOL_VERSION,
     Hello,
-    LineBuffer,
     Message,
     Welcome,
     decode,
     encode,
 )
+from secure_channel import private_files
+from secure_channel.errors import AuthenticationError, ProtocolError
+from secure_channel.frames import FrameReader, frame
+from secure_channel.handshake import MAX_FRAME, ClientHandshake
+from secure_channel.keys import SecretKey
+
+KEY_FILE = "key"  # beside the socket, in a folder of mode 0700; of mode 0600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,34 +34,71 @@ class Welcomed:
 
     sock: socket.socket  # does not block
     agent: int  # pidfd; -1: the agent is in a pid namespace that cannot be seen from here
-    received: LineBuffer
+    received: FrameReader
     messages: list[Message]  # came right behind the welcome
 
 
 def say_hello(path: str, hello: Hello, *, deadline_s: float, stop: int, clock: Clock) -> Welcomed:
-    """Connect and wait for the welcome, until ``stop`` can be read.
+    """Connect, prove the link's key, have the agent prove it, and wait for the welcome, until
+    ``stop`` can be read.
 
     Raises OSError where another attempt may help, LinkError where it will not.
     """
+    handshake = ClientHandshake(read_key(path), str(hello.pid))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     agent = -1
     try:
         sock.connect(path)
         pid = peer_of(sock).pid
         agent = os.pidfd_open(pid) if pid else -1
-        sock.send(encode(hello))
-        received = LineBuffer()
-        messages: list[Message] = []
-        while not messages:
-            _wait(sock, agent, stop, deadline_s - clock.monotonic())
-            messages += _heard(sock, received, path)
-        _check(messages.pop(0))
+        sock.send(frame(handshake.hello))
+        received = FrameReader(MAX_FRAME)
+        try:
+            while (challenge := received.next()) is None:
+                _wait(sock, agent, stop, deadline_s - clock.monotonic())
+                received.feed(_heard(sock, path))
+            sock.send(frame(handshake.answer(challenge)) + frame(encode(hello)))
+            received.limit = MAX_MESSAGE
+            while (welcome := received.next()) is None:
+                _wait(sock, agent, stop, deadline_s - clock.monotonic())
+                received.feed(_heard(sock, path))
+            _check(decode(welcome))
+            messages = []
+            while (message := received.next()) is not None:
+                messages.append(decode(message))
+        except ProtocolError as error:
+            is_stranger = isinstance(error, AuthenticationError)
+            raise LinkError(
+                f"what listens at {path} is not this worker's agent: {error}",
+                hint="ELASTIC_LINK is set by the agent; is it another one's, or an older one's?"
+                if is_stranger
+                else "use the same torch-elastic-harness in the worker's and the agent's Python",
+            ) from error
         return Welcomed(sock=sock, agent=agent, received=received, messages=messages)
     except BaseException:
         sock.close()
         if agent >= 0:
             os.close(agent)
         raise
+
+
+def key_path(path: str) -> str:
+    """Where the key of the link at ``path`` is."""
+    return os.path.join(os.path.dirname(path), KEY_FILE)
+
+
+def read_key(path: str) -> SecretKey:
+    """The key of the link at ``path``, as its agent wrote it there for this user alone.
+
+    Raises OSError if there is none, LinkError if others could have written or read it.
+    """
+    try:
+        return SecretKey.parse(private_files.read(key_path(path)).decode("ascii"))
+    except (PermissionError, ValueError) as error:
+        raise LinkError(
+            f"the key of the link at {path} cannot be used: {error}",
+            hint="ELASTIC_LINK is set by the agent; workers must run as its user",
+        ) from None
 
 
 def _wait(sock: socket.socket, agent: int, stop: int, timeout_s: float) -> None:
@@ -69,11 +113,11 @@ def _wait(sock: socket.socket, agent: int, stop: int, timeout_s: float) -> None:
         raise ConnectionError("the agent died" if agent in ready else "interrupted")
 
 
-def _heard(sock: socket.socket, received: LineBuffer, path: str) -> list[Message]:
+def _heard(sock: socket.socket, path: str) -> bytes:
     chunk = sock.recv(1 << 16)
     if not chunk:
         raise LinkError(f"the agent at {path} refused this worker", hint="its log says why")
-    return [decode(line) for line in received.feed(chunk)]
+    return chunk
 
 
 def _check(message: Message) -> None:

@@ -1,8 +1,8 @@
-"""Lines on their way to the agent: any thread puts, nobody waits, the order is kept.
+"""Messages on their way to the agent: any thread puts, nobody waits, the order is kept.
 
 Whoever puts also sends, so that what a process says last is out before it ends. What the socket
-does not take is left for the link's thread. Whole lines outlive a connection: the next one begins
-with the first line that the last one did not take.
+does not take is left for the link's thread. Whole frames outlive a connection: the next one begins
+with the first frame that the last one did not take.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import socket
 import threading
 from collections import deque
 
-MAX_LINES = 1024  # unsent; the agent has not read for minutes
+MAX_FRAMES = 1024  # unsent; the agent has not read for minutes
 
 
 class Outbox:
     """One per client; ``put`` and ``flush`` may interrupt each other, in signal handlers too."""
 
     def __init__(self) -> None:
-        self._lines: deque[bytes] = deque()
-        self._taken = 0  # bytes of the first line that this connection has taken
+        self._frames: deque[bytes] = deque()
+        self._taken = 0  # bytes of the first frame that this connection has taken
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
     @property
     def is_empty(self) -> bool:
-        return not self._lines
+        return not self._frames
 
     def attach(self, sock: socket.socket) -> None:
         """Send on this one, which does not block."""
@@ -37,11 +37,11 @@ class Outbox:
         with self._lock:
             self._socket = None
 
-    def put(self, line: bytes) -> bool:
+    def put(self, frame: bytes) -> bool:
         """Whether there was room for it."""
-        if len(self._lines) >= MAX_LINES:
+        if len(self._frames) >= MAX_FRAMES:
             return False
-        self._lines.append(line)
+        self._frames.append(frame)
         return True
 
     def flush(self, wait_s: float = 0.0) -> bool:
@@ -49,7 +49,7 @@ class Outbox:
         if not self._lock.acquire(timeout=wait_s):
             return False  # the one who is at it may just have looked for the last time
         try:
-            while self._lines and self._socket is not None:
+            while self._frames and self._socket is not None:
                 if not self._send_first(self._socket):
                     return False
             return True
@@ -57,12 +57,12 @@ class Outbox:
             self._lock.release()
 
     def _send_first(self, sock: socket.socket) -> bool:
-        line = self._lines[0]
+        frame = self._frames[0]
         try:
-            self._taken += sock.send(line[self._taken :])
+            self._taken += sock.send(frame[self._taken :])
         except OSError:
             return False  # full, or broken: its reader sees the end of that, and connects again
-        if self._taken == len(line):
-            self._lines.popleft()
+        if self._taken == len(frame):
+            self._frames.popleft()
             self._taken = 0
         return True

@@ -1,22 +1,22 @@
-"""What agent and worker say to each other: one JSON object per line, strictly parsed.
+"""What agent and worker say to each other: one JSON object per frame, strictly parsed.
 
-Nothing received is executed. A line that is not exactly one of these messages is a
+Nothing received is executed. A frame that is not exactly one of these messages is a
 :class:`LinkError`, and ends the connection it came on.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import types
 import typing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
+from secure_channel import strict_json
+from secure_channel.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
-MAX_LINE = 256 << 10
+PROTOCOL_VERSION = 2
+MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
 
@@ -105,6 +105,7 @@ class WorldMessage:
     nodes: int
     store_host: str
     store_port: int
+    store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
     switch_at_step: int | None
     state: str  # "active" | "paused"
     lineage: tuple[int, ...]
@@ -144,18 +145,34 @@ Message = (
 )
 FROM_WORKER = (Hello, Beat, Ready, Entered, Trouble, Left, Bye, SigtermAsk)
 FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
+# Bytes of one message. What is not listed holds a few numbers.
+_MOST_BYTES: dict[type[Any], int] = {
+    Trouble: 64 << 10,
+    Bye: 64 << 10,
+    WorldMessage: MAX_MESSAGE,
+}
+_MOST_BYTES_OF_OTHERS = 4 << 10
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 _FIELDS = {name: typing.get_type_hints(kind) for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The message as one line; long texts lose their middle. Raises LinkError if it is too long."""
+    """The message as a frame's payload; long texts lose their middle.
+
+    Raises LinkError if it is too long.
+    """
+    kind = type(message)
     data = {name: _sendable(value) for name, value in asdict(message).items()}
-    data["type"] = type(message).__name__
-    line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
-    if len(line) > MAX_LINE:
-        raise LinkError(f"a {type(message).__name__} of {len(line)} bytes, more than {MAX_LINE}")
-    return line + b"\n"
+    data["type"] = kind.__name__
+    payload = strict_json.encode(data)
+    _check_size(kind, len(payload))
+    return payload
+
+
+def _check_size(kind: type[Any], size_bytes: int) -> None:
+    most = _MOST_BYTES.get(kind, _MOST_BYTES_OF_OTHERS)
+    if size_bytes > most:
+        raise LinkError(f"a {kind.__name__} of {size_bytes} bytes, more than {most}")
 
 
 def _sendable(value: Any) -> Any:
@@ -167,17 +184,18 @@ def _sendable(value: Any) -> Any:
     return value.encode(errors="replace").decode()
 
 
-def decode(line: bytes) -> Message:
-    """Parse one line. Raises LinkError, and nothing else."""
-    if len(line) > MAX_LINE:
-        raise LinkError(f"a line of {len(line)} bytes, more than {MAX_LINE}")
+def decode(payload: bytes) -> Message:
+    """Parse one frame. Raises LinkError, and nothing else."""
+    if len(payload) > MAX_MESSAGE:
+        raise LinkError(f"a message of {len(payload)} bytes, more than {MAX_MESSAGE}")
     try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LinkError(f"not JSON: {line[:80]!r} ({error})") from None
-    kind = data.pop("type", None) if isinstance(data, dict) else None
+        data = strict_json.decode(payload)
+    except ProtocolError as error:
+        raise LinkError(f"{payload[:80]!r}: {error}") from None
+    kind = data.pop("type", None)
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise LinkError(f"not a message: {line[:80]!r}")
+        raise LinkError(f"not a message: {payload[:80]!r}")
+    _check_size(_KINDS[kind], len(payload))
     hints = _FIELDS[kind]
     if data.keys() != hints.keys():
         differing = sorted(map(str, data.keys() ^ hints.keys()))
@@ -197,33 +215,8 @@ def _value(kind: str, name: str, hint: Any, value: Any) -> Any:
         if isinstance(value, list):
             return tuple(_value(kind, name, inner, item) for item in value)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise LinkError(f"{kind}.{name} is {str(value)[:80]!r}")
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:
-        return False
-
-
-class LineBuffer:
-    """What has come on a connection: whole lines go on, the beginning of the next one stays."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """The lines that ``chunk`` ends. Raises LinkError when one is too long to be a message."""
-        self._rest += chunk
-        lines: list[bytes] = []
-        if b"\n" in chunk:
-            *whole, self._rest = self._rest.split(b"\n")
-            lines = [bytes(line) for line in whole]
-        if len(self._rest) > MAX_LINE:
-            raise LinkError(f"a line of more than {MAX_LINE} bytes")
-        return lines

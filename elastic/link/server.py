@@ -2,43 +2,49 @@
 
 A worker's death is told by its pidfd within milliseconds, never by its socket: forked data
 workers inherit that and keep it open. Whoever connects is known by SO_PEERCRED, not by what it
-says.
+says, and has to prove the key that lies beside the socket for this user alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import selectors
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
+from elastic.link.greeting import key_path
 from elastic.link.peer import Peer, calls_itself, has_ended, how_it_ended, peer_of
 from elastic.link.protocol import (
     FROM_WORKER,
+    MAX_MESSAGE,
     PROTOCOL_VERSION,
     Bye,
     Hello,
-    LineBuffer,
     Message,
     Welcome,
     decode,
     encode,
 )
 from elastic.telemetry.log import get_logger
+from secure_channel import private_files
+from secure_channel.errors import ProtocolError
+from secure_channel.hub import Connection, Handler, Hub, listen_on_path
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits
 
-MAX_CONNECTIONS = 256
-MAX_UNSENT_BYTES = 1 << 20
-HELLO_WITHIN_S = 5.0
+LIMITS = Limits(
+    frame_bytes=MAX_MESSAGE,
+    unsent_bytes=1 << 20,
+    open_connections=256,
+    pending_connections=64,
+    pending_per_address=16,
+)
 LONGEST_TEMP_FOLDER = 60  # bytes: a unix socket's path has room for 107
-_READS_AT_THE_END = 64  # a dead worker's children may write for ever
 
 
 @dataclass(frozen=True)
@@ -61,16 +67,6 @@ class WorkerDeath:
 
 
 @dataclass(eq=False)
-class _Connection:
-    sock: socket.socket
-    pid: int
-    since_s: float
-    worker: Worker | None = None
-    received: LineBuffer = field(default_factory=LineBuffer)
-    unsent: bytearray = field(default_factory=bytearray)
-
-
-@dataclass(eq=False)
 class _Process:
     """A worker's process, watched until it ends; connections may come and go."""
 
@@ -82,7 +78,8 @@ class _Process:
 class LinkServer:
     """Made by the agent; owned by whoever calls ``close``.
 
-    All callbacks run on the thread ``elastic-link``.
+    All callbacks run on the thread ``elastic-link``. The link's key is made here, for this agent
+    and its workers alone.
     """
 
     def __init__(
@@ -92,53 +89,49 @@ class LinkServer:
         on_death: Callable[[Worker, WorkerDeath], None],
         on_error: Callable[[BaseException], None],
         node_id: str = "",
+        limits: Limits = LIMITS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._on_message = on_message
         self._on_death = on_death
         self._on_error = on_error
         self._node_id = node_id
-        self._clock = clock
         self._folder = _fresh_folder()
         self.path = os.path.join(self._folder, "link")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen(64)
-        self._is_listening = False
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._wakee = socket.socketpair()
-        for sock in (self._listener, self._waker, self._wakee):
-            sock.setblocking(False)  # so that send() may be called before start()
-        self._lock = threading.Lock()
-        self._to_send: list[tuple[bytes, Worker | None]] = []
-        self._connections: set[_Connection] = set()
+        key = SecretKey.generate()
+        private_files.write(key_path(self.path), key.text.encode())
+        self._hub = Hub(
+            "elastic-link",
+            listen_on_path(self.path, backlog=512),
+            _LinkHandler(self),
+            key=lambda: key,
+            identity=node_id,
+            limits=limits,
+            report=get_logger().warning,
+            on_error=self._died,
+            monotonic=clock.monotonic,
+        )
         self._processes: dict[int, _Process] = {}
         self._present: tuple[Worker, ...] = ()
         self._tokens = itertools.count(1)
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="elastic-link", daemon=True)
 
     def start(self) -> None:
         """Listen."""
-        self._thread.start()
+        self._hub.start()
 
     def close(self) -> None:
         """Stop, join, remove the socket. Idempotent."""
-        self._closing = True
-        self._wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
-        elif not self._thread.ident:
-            self._release()
+        self._hub.close()
+        for process in self._processes.values():
+            os.close(process.pidfd)
+        self._processes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, message: Message, worker: Worker | None = None) -> None:
         """To one worker, or to all that have said hello. From any thread; never blocks."""
-        line = encode(message)
-        if self._closing:
-            return
-        with self._lock:
-            self._to_send.append((line, worker))
-        self._wake()
+        payload = encode(message)
+        if not self._hub.is_closing:
+            self._hub.post(lambda: self._send_all(payload, worker))
 
     def workers(self) -> tuple[Worker, ...]:
         """Those that have said hello and live."""
@@ -146,148 +139,56 @@ class LinkServer:
 
     # -- the thread ---------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
+    def _died(self, error: BaseException) -> None:
+        get_logger().error("the link's thread died", exc_info=error)
+        self._on_error(error)
 
-    def _run(self) -> None:
-        try:
-            self._selector.register(self._wakee, selectors.EVENT_READ)
-            while not self._closing:
-                self._listen()
-                for key, events in self._selector.select(timeout=HELLO_WITHIN_S / 2):
-                    if not self._closing:
-                        self._turn(key, events)
-                self._drop_silent()
-        except BaseException as error:
-            get_logger().exception("the link's thread died")
-            self._on_error(error)
-            raise
-        finally:
-            self._closing = True
-            self._release()
-
-    def _release(self) -> None:
-        for process in self._processes.values():
-            os.close(process.pidfd)
-        for connection in self._connections:
-            connection.sock.close()
-        self._processes.clear()
-        self._connections.clear()
-        for sock in (self._listener, self._waker, self._wakee):
-            sock.close()
-        self._selector.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _turn(self, key: selectors.SelectorKey, events: int) -> None:
-        match key.data:
-            case _Connection() as connection:
-                if connection in self._connections and events & selectors.EVENT_WRITE:
-                    self._flush(connection)
-                if connection in self._connections and events & selectors.EVENT_READ:
-                    self._read(connection)
-            case _Process() as process:
-                if self._processes.get(process.worker.pid) is process:
-                    self._reap(process)
-            case _ if key.fileobj is self._listener:
-                self._accept()
-            case _:
-                self._wakee.recv(4096)
-                self._send_queued()
-
-    # -- what comes ---------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        if not self._is_listening:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._is_listening = True
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:  # no descriptor is free: do not ask in a circle
-            get_logger().warning("link: cannot accept a connection: %s", error)
-            self._selector.unregister(self._listener)
-            self._is_listening = False
-            return
-        peer = peer_of(sock)
-        if why := self._refusal(peer):
-            get_logger().warning("link: refused pid %d of user %d: %s", peer.pid, peer.uid, why)
-            sock.close()
-            return
-        sock.setblocking(False)
-        connection = _Connection(sock, peer.pid, self._clock.monotonic())
-        self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
-
-    def _refusal(self, peer: Peer) -> str:
-        if peer.uid != os.geteuid():
-            return "another user"
-        if not peer.pid:
-            return "in a pid namespace that this agent does not see, so that it cannot watch it"
-        if len(self._connections) >= MAX_CONNECTIONS:
-            return f"there are {MAX_CONNECTIONS} connections already"
-        return ""
-
-    def _read(self, connection: _Connection) -> bool:
-        """Read once; whether there may be more."""
-        try:
-            chunk = connection.sock.recv(1 << 16)
-        except BlockingIOError:
-            return False
-        except OSError:
-            chunk = b""
-        if not chunk:
-            self._drop(connection)
-            return False
-        try:
-            for line in connection.received.feed(chunk):
-                self._handle(connection, decode(line))
-        except LinkError as error:
-            self._drop(connection, str(error))
-        return connection in self._connections
-
-    def _read_rest(self, connection: _Connection) -> None:
-        for _ in range(_READS_AT_THE_END):
-            if not self._read(connection):
-                return
-
-    def _handle(self, connection: _Connection, message: Message) -> None:
+    def handle(self, connection: Connection, payload: bytes) -> None:
+        """A frame of a worker's. Raises LinkError."""
+        message = decode(payload)
         if isinstance(message, Hello):
             self._greet(connection, message)
             return
-        if connection.worker is None:
+        worker = connection.data
+        if not isinstance(worker, Worker):
             raise LinkError(f"{type(message).__name__} before Hello")
         if not isinstance(message, FROM_WORKER):
             raise LinkError(f"{type(message).__name__} is said by agents only")
-        process = self._processes.get(connection.pid)
+        process = self._processes.get(worker.pid)
         if isinstance(message, Bye) and process is not None:
             process.bye = message
-        self._on_message(connection.worker, message)
+        self._on_message(worker, message)
 
-    def _greet(self, connection: _Connection, hello: Hello) -> None:
+    def _greet(self, connection: Connection, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise LinkError(
                 f"the worker speaks version {hello.version} of the link (torch-elastic-harness "
                 f"{hello.library}), this agent {PROTOCOL_VERSION}",
                 hint="use the same torch-elastic-harness in the worker's and the agent's Python",
             )
-        if connection.worker is not None:
+        if connection.data is not None:
             raise LinkError("a second Hello on one connection")
-        if not calls_itself(connection.pid, hello.pid):
-            raise LinkError(f"pid {connection.pid} says that it is pid {hello.pid}")
-        self._refuse_second(connection.pid, hello.local_rank)
-        for other in [c for c in self._connections if c.pid == connection.pid]:
-            if other is not connection:  # it has connected again
-                self._read_rest(other)
-                self._drop(other)
-        connection.worker = Worker(connection.pid, hello.local_rank, next(self._tokens))
-        self._watch(connection.worker)
+        pid = peer_of(connection.socket).pid
+        if not calls_itself(pid, hello.pid):
+            raise LinkError(f"pid {pid} says that it is pid {hello.pid}")
+        self._refuse_second(pid, hello.local_rank)
+        for other in self._connections_of(pid):  # it has connected again
+            self._hub.drain(other)
+            self._hub.drop(other)
+        worker = Worker(pid, hello.local_rank, next(self._tokens))
+        connection.data = worker
+        self._watch(worker)
         self._note_present()
-        self._queue(connection, encode(Welcome(version=PROTOCOL_VERSION, node_id=self._node_id)))
-        self._on_message(connection.worker, hello)
+        welcome = Welcome(version=PROTOCOL_VERSION, node_id=self._node_id)
+        self._hub.send(connection, encode(welcome))
+        self._on_message(worker, hello)
+
+    def _connections_of(self, pid: int) -> list[Connection]:
+        return [
+            connection
+            for connection in self._hub.connections
+            if isinstance(connection.data, Worker) and connection.data.pid == pid
+        ]
 
     def _refuse_second(self, pid: int, local_rank: int) -> None:
         for process in list(self._processes.values()):
@@ -311,18 +212,20 @@ class LinkServer:
             raise LinkError(f"pid {worker.pid} cannot be watched: {error}") from None
         process = _Process(pidfd, worker)
         self._processes[worker.pid] = process
-        self._selector.register(pidfd, selectors.EVENT_READ, process)
+        self._hub.watch(pidfd, lambda: self._reap(process))
 
     # -- what ends, and what is sent ----------------------------------------------------------
 
     def _reap(self, process: _Process) -> None:
-        self._selector.unregister(process.pidfd)
-        exit_code, ended_by = how_it_ended(process.pidfd)
         pid = process.worker.pid
+        if self._processes.get(pid) is not process:
+            return
+        self._hub.unwatch(process.pidfd)
+        exit_code, ended_by = how_it_ended(process.pidfd)
         # What it said last may still be unread.
-        for connection in [c for c in self._connections if c.pid == pid]:
-            self._read_rest(connection)
-            self._drop(connection)
+        for connection in self._connections_of(pid):
+            self._hub.drain(connection)
+            self._hub.drop(connection)
         del self._processes[pid]
         os.close(process.pidfd)
         self._note_present()
@@ -331,48 +234,38 @@ class LinkServer:
     def _note_present(self) -> None:
         self._present = tuple(p.worker for p in self._processes.values())
 
-    def _send_queued(self) -> None:
-        with self._lock:
-            queued, self._to_send = self._to_send, []
-        for line, worker in queued:
-            for connection in list(self._connections):
-                told = connection.worker
-                if told is not None and (worker is None or worker.pid == told.pid):
-                    self._queue(connection, line)
+    def _send_all(self, payload: bytes, to: Worker | None) -> None:
+        for connection in self._hub.connections:
+            worker = connection.data
+            if isinstance(worker, Worker) and (to is None or to.pid == worker.pid):
+                self._hub.send(connection, payload)
 
-    def _queue(self, connection: _Connection, line: bytes) -> None:
-        if len(connection.unsent) + len(line) > MAX_UNSENT_BYTES:
-            self._drop(connection, f"more than {MAX_UNSENT_BYTES} bytes unread by the worker")
-            return
-        connection.unsent += line
-        self._flush(connection)
 
-    def _flush(self, connection: _Connection) -> None:
+class _LinkHandler(Handler):
+    """Between the hub, which knows connections, and the server, which knows workers."""
+
+    def __init__(self, server: LinkServer) -> None:
+        self._server = server
+
+    def admit(self, sock: socket.socket) -> str:
+        peer = peer_of(sock)
+        if why := _refusal(peer):
+            raise ProtocolError(f"pid {peer.pid} of user {peer.uid}: {why}")
+        return f"pid {peer.pid}"
+
+    def received(self, connection: Connection, payload: bytes) -> None:
         try:
-            sent = connection.sock.send(connection.unsent)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self._drop(connection)
-            return
-        del connection.unsent[:sent]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.sock, wanted, connection)
+            self._server.handle(connection, payload)
+        except LinkError as error:
+            raise ProtocolError(str(error)) from error
 
-    def _drop(self, connection: _Connection, why: str = "") -> None:
-        if connection not in self._connections:
-            return
-        if why:
-            get_logger().warning("link: pid %d is disconnected: %s", connection.pid, why)
-        self._connections.discard(connection)
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
 
-    def _drop_silent(self) -> None:
-        now = self._clock.monotonic()
-        for connection in list(self._connections):
-            if connection.worker is None and now - connection.since_s > HELLO_WITHIN_S:
-                self._drop(connection, f"no hello within {HELLO_WITHIN_S:g} s")
+def _refusal(peer: Peer) -> str:
+    if peer.uid != os.geteuid():
+        return "another user"
+    if not peer.pid:
+        return "in a pid namespace that this agent does not see, so that it cannot watch it"
+    return ""
 
 
 def _fresh_folder() -> str:
@@ -380,4 +273,4 @@ def _fresh_folder() -> str:
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
         base = "/tmp"
-    return tempfile.mkdtemp(prefix="elastic-", dir=base)
+    return private_files.make_folder("elastic-", base=base)

@@ -92,9 +92,14 @@ class Outcome:
 
 
 class SmallWorld:
-    """The host process; starting it takes as long as importing torch."""
+    """The host process; starting it takes as long as importing torch.
 
-    def __init__(self) -> None:
+    ``on_stream``: scripts that do not choose a backend train with NCCL's semantics
+    (:mod:`elastic.testing.nccl_semantics`).
+    """
+
+    def __init__(self, *, on_stream: bool = False) -> None:
+        self._on_stream = on_stream
         self._host = subprocess.Popen(
             [sys.executable, "-m", "elastic.testing.small_world_host"],
             stdin=subprocess.PIPE,
@@ -145,6 +150,7 @@ class SmallWorld:
             "death": asdict(death) if death is not None else None,
             "is_replaced": is_replaced,
             "limit_s": limit_s,
+            "on_stream": self._on_stream,
         }
         stdin, stdout = self._host.stdin, self._host.stdout
         assert stdin is not None and stdout is not None

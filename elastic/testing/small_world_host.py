@@ -37,6 +37,7 @@ from elastic.link.protocol import (
 from elastic.link.server import LinkServer, WorkerDeath
 from elastic.testing.small_world import Death
 from elastic.testing.small_world_worker import become_worker
+from secure_channel.keys import SecretKey
 
 # What scripts import sooner or later: torch's optimizers import _dynamo when one is made.
 _WARM = (
@@ -82,9 +83,11 @@ class SmallJob:
         self._size = int(order["size"])
         self._death = Death(**order["death"]) if order["death"] is not None else None
         self._is_replaced = bool(order["is_replaced"])
+        self._is_on_stream = bool(order["on_stream"])
         self._until_s = time.monotonic() + float(order["limit_s"])
         self._said: queue.Queue[tuple[int, Message | WorkerDeath]] = queue.Queue()  # by pid
         self._ports = PortReserve()
+        self._store_key = SecretKey.generate()
         self._processes: list[_Process] = []
         self._members: list[_Process] = []  # of the newest world, by rank
         self._generation = 0
@@ -134,6 +137,7 @@ class SmallJob:
                 environment,
                 death=death,
                 counts=self._death is None,
+                on_stream=self._is_on_stream,
             )
         self._processes.append(_Process(name, pid, server))
         server.start()
@@ -273,6 +277,7 @@ class SmallJob:
             nodes=len(self._members),
             store_host="127.0.0.1",
             store_port=self._store_port,
+            store_key=self._store_key.text,
             switch_at_step=None,
             state="active",
             lineage=tuple(range(1, self._generation)),

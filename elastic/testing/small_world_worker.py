@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
+from elastic.testing import nccl_semantics
 from elastic.testing.small_world import CALLS, LINES, Death
 from elastic.training import run as training
 
@@ -37,11 +38,14 @@ def become_worker(
     *,
     death: Death | None,
     counts: bool,
+    on_stream: bool,
 ) -> NoReturn:
     """Run the script as its own process would, write what it leaves behind, and end."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
+        if on_stream:
+            nccl_semantics.use_by_default()
         code = _run(script, folder, name, death, counts)
     except BaseException:  # noqa: BLE001  printed, and the process ends with 1
         traceback.print_exc()
@@ -86,8 +90,7 @@ def _run(script: Path, folder: Path, name: str, death: Death | None, counts: boo
         left = runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:  # noqa: BLE001  it ends the process, as it would end python
         sys.settrace(None)
-        said = {"error": f"{type(error).__name__}: {error}"}
-        (folder / f"{name}.json").write_text(json.dumps(said))
+        _write_json(folder / f"{name}.json", {"error": f"{type(error).__name__}: {error}"})
         sys.excepthook(*sys.exc_info())
         atexit._run_exitfuncs()
         return 1
@@ -102,11 +105,19 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
         key: torch.as_tensor(value).detach().clone().contiguous()
         for key, value in left.get("result", {}).items()
     }
-    save_file(result, f"{path}.safetensors")
+    save_file(result, f"{path}.part")
+    os.replace(f"{path}.part", f"{path}.safetensors")
     run = training._run
     steps = run._session.job.progress.step if run is not None else 0
     numbers = {"steps": steps, LINES: events.lines, CALLS: events.calls}
-    Path(f"{path}.json").write_text(json.dumps(numbers))
+    _write_json(Path(f"{path}.json"), numbers)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """All of it or nothing: the host may end this process at any moment, another has failed."""
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
 
 
 class _Events:

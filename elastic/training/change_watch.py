@@ -73,5 +73,9 @@ def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight bytes at a time where that is possible: such a sum takes a quarter of the time."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.detach().view(_INTEGERS[plain.element_size()])
+    flat = plain.detach()
+    if flat.is_contiguous() and not flat.storage_offset() and not flat.nbytes % 8:
+        return flat.view(-1).view(torch.int64)
+    return flat.view(_INTEGERS[plain.element_size()])

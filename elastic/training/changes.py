@@ -16,6 +16,7 @@ from elastic.training.step import Step
 from elastic.worker.faults import causes
 from elastic.worker.process_group import GroupSpec
 from elastic.worker.worlds import Worlds, world_of, write_environment
+from secure_channel.keys import SecretKey
 
 if TYPE_CHECKING:
     from elastic.training.session import Session
@@ -121,10 +122,11 @@ class Changes:
             # A peer's death may be heard of between two steps, before anything has failed here.
             session.saver.leave(broken=not is_planned or self._worlds.is_superseded())
             session.end_world(broken=not is_planned)
-        self.enter_next()
-        # Last, since it may wait for data workers: the frames of the attempt hold its loader,
-        # and activations, for as long as the traceback is known.
+        # The frames of the attempt hold activations, for as long as the traceback is known: a GPU
+        # may have no room for them and for a state that is received. While others come to the next
+        # world there is time for it, also to end data workers that a frame holds.
         _clear_frames(error)
+        self.enter_next()
         self.is_recovering = False
         self._last_commit_s = None
         took_s = SYSTEM_CLOCK.monotonic() - began_s
@@ -200,6 +202,7 @@ class Changes:
             size=message.size,
             store_host=message.store_host,
             store_port=message.store_port,
+            store_key=SecretKey.parse(message.store_key),
         )
         with self._lap("build_s"):
             session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
@@ -229,6 +232,13 @@ def is_switch(error: BaseException) -> bool:
 
 def _clear_frames(error: BaseException) -> None:
     """Forget the locals of the interrupted attempt: activations, iterators, data workers."""
-    for failure in causes(error):
+    found: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:  # also what `raise … from None` does not show holds its frames
+        failure = left.pop()
+        if failure is None or any(failure is known for known in found):
+            continue
+        found.append(failure)
+        left += [failure.__cause__, failure.__context__]
         traceback.clear_frames(failure.__traceback__)
         failure.__traceback__ = None

@@ -18,6 +18,7 @@ from elastic.training.loader import ElasticLoader
 from elastic.training.replicas import compare, differing_names, is_compared_after, warn_of_differing
 from elastic.training.rollback import PARTIAL
 from elastic.training.step import Step
+from elastic.worker.pending import pending
 
 if TYPE_CHECKING:
     from elastic.training.session import Session
@@ -112,6 +113,7 @@ class Commits:
         """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
         for callback in self.callbacks.last(left):
             callback(step)
+            pending.settle()  # it may have used what an abort has left of a collective
             left -= 1
             if self._session.can_roll_back:
                 self._session.recovery.called_back(left)

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from elastic.clock import SYSTEM_CLOCK
 from elastic.training.words import Room, Words
 from elastic.worker.pending import pending
 from elastic.worker.torch_private import call_after_backward, current_backward
 
-WAIT_SLICE_S = 20e-6
 _OUTSIDE = -1  # of every backward pass
 _NEARLY = 1e-12  # n/N times the size, where it is 1 but for rounding
 
@@ -126,6 +124,13 @@ class Reduction:
             call_after_backward(self.finish)  # before the reducer's own
         return work
 
+    def queue(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> dist.Work:
+        """Begin to sum up which parameters were used, on a device that runs ahead of the host."""
+        assert self.group is not None
+        work = self.group.allreduce([tensor], options)
+        self.works.append(work)
+        return work
+
     def _is_late(self, backward: int) -> bool:
         """Whether the reducer waits before another callback is called."""
         if self._first_backward is None:
@@ -166,13 +171,11 @@ class Reduction:
 
         NCCL's collectives end long after the host has queued what follows. When a peer dies and
         the group is aborted, what was queued runs: an optimizer would step on half-reduced
-        gradients. So the host waits before it lets one be queued (PROTOCOL section 6).
+        gradients. So the host waits before it lets one be queued, and looks whether the group was
+        aborted: a collective that ends of that says nothing (PROTOCOL section 6).
         """
         for work in self.works:
-            while not work.is_completed():
-                SYSTEM_CLOCK.sleep(WAIT_SLICE_S)
-            if not work.is_success():
-                work.wait()  # raises what went wrong
+            pending.finish_on_stream(work)
         if self.works and self.words is not None:
             self.words.settle()
         self.works.clear()

@@ -355,7 +355,7 @@ def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = No
             "generation": world_from_environment().generation,
         },
     )
-    group = ProcessGroup(device, backend)
+    group = ProcessGroup(device, backend, journal)
     session = Session(
         seed=seed,
         group=group,

@@ -33,7 +33,8 @@ from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.without_retry import say_without_retry
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import all_sum
-from elastic.worker.faults import is_world_fault
+from elastic.worker.faults import is_world_fault, may_come_of_garbage
+from elastic.worker.pending import pending
 from elastic.worker.process_group import ProcessGroup
 from elastic.worker.world import World, largest_world
 from elastic.worker.worlds import Worlds
@@ -295,6 +296,7 @@ class Session:
     def end_attempt(self) -> None:
         """The training function has returned. Nobody is done before everybody is: a rank that
         fails in the last step still finds peers that have its state."""
+        pending.settle()
         self.finish()
         if self._in_process:
             if self.has_world and self.world.size > 1 and not self.recovery.is_catching_up:
@@ -305,7 +307,10 @@ class Session:
         """Whether an exception says that the world is over, and another one can go on."""
         if not self._in_process or self.worlds is None:
             return False
-        return is_world_fault(error) or is_switch(error)
+        if is_world_fault(error) or is_switch(error):
+            return True
+        # Whatever the script makes of results that an abort has left is not its mistake.
+        return pending.may_be_garbage and may_come_of_garbage(error)
 
     def recover(self, error: BaseException) -> None:
         """Go on in the next world, after a fault or a switch."""
@@ -366,6 +371,7 @@ class Session:
                 self.worlds.wait_until_permitted()
             self.between.pass_boundary()
             if self.can_roll_back:
+                pending.settle()  # what the script has done since counts from here on
                 self.recovery.before_step(number)
         step = Step(number, first, rest, self._begin_micro_batch, self.recovery.masked(number))
         for module in self.job.modules.values():
@@ -398,6 +404,8 @@ class Session:
         for module in self.job.modules.values():
             if module.reduction.failure is not None:
                 raise module.reduction.failure  # the script has swallowed it
+            module.reduction.wait()
+        pending.settle()  # what was queued may have ended because the group was aborted
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
@@ -429,7 +437,9 @@ class Session:
         After `break` or `return` the step in hand counts if an optimizer has stepped; after a
         fault of the world it does not. Here they look the same: :meth:`settle` knows.
         """
-        if world is self._world:  # what is left of an interrupted attempt goes away later
+        if self.is_in_process and self.changes.is_recovering:
+            return  # what is left of an interrupted attempt goes away
+        if world is self._world:
             self._left_loader = loader
             if not self._in_process:
                 self.between.left_with = self.step
@@ -485,6 +495,8 @@ class Session:
     def finish(self) -> None:
         """Training is complete so far: save what is not saved yet."""
         self.settle()
+        if self.in_retry:
+            pending.settle()
         if not self._is_restored or self.step is not None:
             return
         self.commits.finish()

@@ -22,6 +22,7 @@ from elastic.worker import torch_private
 from elastic.worker.collectives import broadcast_tensors
 from elastic.worker.compiling import not_compiled, not_compiled_itself
 from elastic.worker.releasable import ReleasableGroup
+from elastic.worker.semantics import semantics_of
 
 # Module.__init__ starts these afresh; they belong to the user.
 _HOOK_TABLES = (
@@ -89,13 +90,17 @@ class ElasticDDP(DDP):
         self.__dict__.update(kept)
         self.training = training
         reduction, group = self.reduction, self.process_group
-        if self.device_type == "cpu":  # on others an abort releases who waits
+        is_on_stream = semantics_of(self.device_type).is_on_stream
+        if self.device_type == "cpu" and not is_on_stream:
             reduction.enter(group, is_divided=True)
-            self._releasable = ReleasableGroup(group, reduction.all_reduce)
+            self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
             torch_private.give_group(self.reducer, self._releasable)
-        else:
+        else:  # nobody waits on the host, and an abort releases the stream
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
+            if is_on_stream:
+                self._releasable = ReleasableGroup(group, reduction.queue, is_on_stream=True)
+                torch_private.give_group(self.reducer, self._releasable)
 
     def leave_world(self) -> None:
         """Back to a plain module, with nothing left of the group.
@@ -215,7 +220,7 @@ class ElasticDDP(DDP):
     ) -> None:
         """DDP gives rank 0's buffers to all before each forward pass, waiting inside gloo, where
         nothing could release it (see elastic/worker/pending.py). On the CPU it waits here."""
-        if not all(t.device.type == "cpu" for t in tensors):
+        if semantics_of("cpu").is_on_stream or not all(t.device.type == "cpu" for t in tensors):
             super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -18,10 +18,12 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.tuning import timeouts
+from elastic.worker.deadline import CallDeadline
 
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
@@ -109,12 +111,17 @@ class BuildWatch:
     """Ends the building of a group that is to be given up, or takes too long.
 
     Again and again, since a build opens further sockets as it goes. Not in the thread that gives
-    it up: that one has other things to do.
+    it up: that one has other things to do. What waits inside NCCL's initialisation uses none of
+    these sockets and cannot be aborted before it is done: if the build has not ended some time
+    after it was given up, ``is_stuck`` is called, which is expected to end the process.
     """
 
-    def __init__(self, footprint: Footprint, timeout_s: float) -> None:
+    def __init__(
+        self, footprint: Footprint, timeout_s: float, is_stuck: Callable[[], object]
+    ) -> None:
         self._footprint = footprint
         self._timeout_s = timeout_s
+        self._is_stuck = is_stuck
         self._given_up = threading.Event()
         self._built = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-build-watch", daemon=True)
@@ -132,8 +139,14 @@ class BuildWatch:
 
     def _run(self) -> None:
         SYSTEM_CLOCK.wait(self._given_up, self._timeout_s + _GRACE_S)
+        if self._built.is_set():
+            return
+        deadline = CallDeadline(
+            timeouts.GIVEN_UP_BUILD_S, self._is_stuck, name="elastic-build-deadline"
+        )
         while not SYSTEM_CLOCK.wait(self._built, _AGAIN_S):
             self._footprint.shut_down()
+        deadline.end()
 
 
 def still_open(sockets: Mapping[int, int]) -> list[int]:

@@ -27,6 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.worker.faults import GroupBuildFailed
 from elastic.worker.world_store import StoreServer, WorldStore, connect
+from secure_channel.keys import SecretKey
 
 _PROBE_S = 0.1  # between two looks for a newer world, while nobody listens
 _FIRST_LOOK_S = 0.001
@@ -46,6 +47,7 @@ class GroupSpec:
     size: int
     store_host: str  # rank 0's
     store_port: int
+    store_key: SecretKey  # that it is opened with
 
 
 class _Patience:
@@ -111,7 +113,7 @@ def open_store(
 def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreServer | Store:
     if use_torchs:
         return _tcp_store(spec, patience, is_server=True)
-    return StoreServer(spec.store_port, nonce=spec.nonce, size=spec.size)
+    return StoreServer(spec.store_port, nonce=spec.nonce, size=spec.size, key=spec.store_key)
 
 
 def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: bool) -> Store:
@@ -128,6 +130,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
                 spec.store_host,
                 spec.store_port,
                 nonce=spec.nonce,
+                key=spec.store_key,
                 timeout_s=max(1.0, patience.left_s),
                 give_up=give_up,
             )

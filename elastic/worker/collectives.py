@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.worker.pending import pending
+from elastic.worker.semantics import semantics_of
 
 
 def control_device() -> torch.device:
@@ -20,6 +21,21 @@ def control_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def complete(work: dist.Work | None, device: torch.device) -> None:
+    """Return when the results of a collective on ``device`` are there for the host to read.
+
+    Raises what went wrong, or GroupAborted.
+    """
+    semantics = semantics_of(device.type)
+    if not semantics.is_on_stream:
+        pending.wait(work)
+        semantics.synchronize(device)
+        return
+    pending.finish_on_stream(work)
+    semantics.synchronize(device)
+    pending.raise_if_aborted()
+
+
 def broadcast_json(value: Any, source: int = 0) -> Any:
     """Give every rank the JSON value that ``source`` holds; others may pass anything."""
     if dist.get_world_size() == 1:
@@ -28,9 +44,9 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     is_source = dist.get_rank() == source
     data = json.dumps(value).encode() if is_source else b""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    pending.wait(dist.broadcast(size, source, async_op=True))
+    complete(dist.broadcast(size, source, async_op=True), device)
     buffer = _bytes_tensor(data, int(size.item()), device)
-    pending.wait(dist.broadcast(buffer, source, async_op=True))
+    complete(dist.broadcast(buffer, source, async_op=True), device)
     return value if is_source else json.loads(bytes(buffer.cpu().tolist()))
 
 
@@ -42,10 +58,11 @@ def all_gather_json(value: Any) -> list[Any]:
     data = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    pending.wait(dist.all_gather(sizes, mine, async_op=True))
+    complete(dist.all_gather(sizes, mine, async_op=True), device)
     longest = max(int(size.item()) for size in sizes)
     buffers = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    pending.wait(dist.all_gather(buffers, _bytes_tensor(data, longest, device), async_op=True))
+    mine = _bytes_tensor(data, longest, device)
+    complete(dist.all_gather(buffers, mine, async_op=True), device)
     return [
         json.loads(bytes(buffer[: int(size.item())].cpu().tolist()))
         for buffer, size in zip(buffers, sizes, strict=True)
@@ -54,9 +71,10 @@ def all_gather_json(value: Any) -> list[Any]:
 
 def all_sum(values: Sequence[float]) -> list[float]:
     """The sum over all ranks of each value, in double precision."""
-    total = torch.tensor(list(values), dtype=torch.float64, device=control_device())
+    device = control_device()
+    total = torch.tensor(list(values), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
-        pending.wait(dist.all_reduce(total, async_op=True))
+        complete(dist.all_reduce(total, async_op=True), device)
     return [float(v) for v in total.tolist()]
 
 
@@ -71,7 +89,7 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], source: int = 0) -> N
             moved = tensor.contiguous()
             if moved.device.type == "cpu":
                 moved = moved.to(device)
-            pending.wait(dist.broadcast(moved, source, async_op=True))
+            complete(dist.broadcast(moved, source, async_op=True), moved.device)
             if moved.data_ptr() != tensor.data_ptr():
                 tensor.copy_(moved)
 

@@ -46,6 +46,16 @@ def is_world_fault(error: BaseException) -> bool:
     return not any(_must_surface(e) for e in chain) and any(_is_fault(e) for e in chain)
 
 
+def may_come_of_garbage(error: BaseException) -> bool:
+    """Whether ``error`` may have been raised because a collective that was aborted has left
+    anything in its output: on a stream nothing else says so (:mod:`elastic.worker.semantics`).
+
+    Not ours, which say what to do, and not what would go on in the next world.
+    """
+    chain = causes(error)
+    return not any(_must_surface(e) or isinstance(e, ElasticError) for e in chain)
+
+
 def causes(error: BaseException) -> list[BaseException]:
     """The exception and everything it came from, each once: cause and context, as printed."""
     found: list[BaseException] = []

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from secure_channel import private_files
+
 
 @contextmanager
 def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]:
@@ -24,7 +26,7 @@ def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]
     """
     path = _lock_path(env)
     token = _token(turn, env)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = private_files.open_lock(path)  # a name that others can foresee
     try:
         while not _may_follow(descriptor, token):
             if _try_first(descriptor):

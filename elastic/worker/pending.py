@@ -8,6 +8,10 @@ nothing can release it: in 150 aborts of a small all-reduce at random moments se
 
 So no thread of ours stays inside gloo. It waits here, for the collective or for the end of the
 group; a group whose collectives do not come back is left behind, not destroyed.
+
+Collectives on a stream (:mod:`elastic.worker.semantics`) come back when their group is aborted, as
+if they had ended well. That it is aborted is noted before that happens, so whoever looks here after
+a collective has ended knows whether its result is one.
 """
 
 from __future__ import annotations
@@ -28,8 +32,11 @@ _DRAIN_SLICE_S = 0.0005
 # A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
 # abort is heard of at the end of one, where gloo does not say it at once.
 _GLOO_SLICE = datetime.timedelta(milliseconds=20)
-_wait_in_gloo = dist.Work.wait  # before elastic/worker/waiting.py replaces it
+_wait_in_torch = dist.Work.wait  # before elastic/worker/waiting.py replaces it
 _TAKEN_DOWN = "the group was taken down"
+# Between two looks at a collective that is queued on a device.
+_STREAM_SLICE_S = 20e-6
+_QUEUED_UNTIL_PRUNED = 64
 
 Done = Callable[[BaseException | None], object]
 
@@ -42,14 +49,18 @@ class Pending:
         self._works: dict[int, tuple[dist.Work, Done | None]] = {}
         self._next = 0
         self._begun: list[dist.Work] = []  # of the thread that trains
+        self._queued: list[dist.Work] = []  # on a stream, by the thread that trains
         self._is_aborted = False
+        self._is_on_stream = False
 
-    def open(self) -> None:
-        """A new group: nothing is under way."""
+    def open(self, *, is_on_stream: bool = False) -> None:
+        """A new group: nothing is under way. ``is_on_stream``: what it does may be queued."""
         with self._lock:
             self._works.clear()
             self._begun.clear()
+            self._queued.clear()
             self._is_aborted = False
+            self._is_on_stream = is_on_stream
 
     def begin(self, work: dist.Work) -> None:
         """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
@@ -76,12 +87,63 @@ class Pending:
             if self._is_aborted and not (has_ended or work.is_completed()):
                 raise GroupAborted(_TAKEN_DOWN)
             try:
-                _wait_in_gloo(work, _GLOO_SLICE)
+                _wait_in_torch(work, _GLOO_SLICE)
                 return
             except RuntimeError:  # of the collective, or the slice is over
                 if has_ended:
                     raise
                 has_ended = work.is_completed()
+
+    # -- collectives on a stream ----------------------------------------------------------------
+
+    def queue(self, work: dist.Work) -> None:
+        """Have the current stream wait for a collective; the host goes on. What is done with its
+        result counts only if :meth:`settle` returns. Raises what went wrong, or GroupAborted."""
+        _wait_in_torch(work)
+        if not self._is_on_stream:
+            return  # it has ended
+        self.raise_if_aborted()
+        if len(self._queued) >= _QUEUED_UNTIL_PRUNED:
+            self._queued = [queued for queued in self._queued if not queued.is_completed()]
+        self._queued.append(work)
+
+    def finish_on_stream(self, work: dist.Work | None) -> None:
+        """Return when the collective has ended well, and the current stream was made to wait for
+        it; raise what went wrong, or GroupAborted.
+
+        ``Work.wait`` raises what went wrong with one that has ended. ``Work.is_success`` would
+        say it without that, but is not implemented on NCCL (ProcessGroupNCCL.cpp,
+        ``WorkNCCL::isSuccess``). An abort is no error there, so it is asked for last: it is noted
+        before the first collective ends of it.
+        """
+        if work is None:  # this rank is not in the group
+            return
+        while not work.is_completed():
+            self.raise_if_aborted()
+            SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        _wait_in_torch(work)
+        self.raise_if_aborted()
+
+    def settle(self) -> None:
+        """Return when everything that was queued has ended well, else raise. Before a step counts:
+        whatever the script has read of results since the last one was a result."""
+        for work in self._queued:
+            self.finish_on_stream(work)
+        self._queued.clear()
+        if self._is_on_stream:
+            self.raise_if_aborted()
+
+    @property
+    def may_be_garbage(self) -> bool:
+        """Whether what the script reads of results may be none: they came of an abort."""
+        return self._is_on_stream and self._is_aborted
+
+    def raise_if_aborted(self) -> None:
+        """Raise GroupAborted if the group was taken down: what has ended since may be no result."""
+        if self._is_aborted:
+            raise GroupAborted(_TAKEN_DOWN)
+
+    # -- collectives whose end is told ----------------------------------------------------------
 
     def start(self, work: dist.Work, done: Done) -> None:
         """Call ``done`` once, with what went wrong or None, on whatever thread finds out."""
@@ -139,6 +201,7 @@ class Pending:
                 return False
             SYSTEM_CLOCK.sleep(_DRAIN_SLICE_S)
         self._begun.clear()  # each holds the group
+        self._queued.clear()
         return True
 
 

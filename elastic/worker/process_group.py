@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -23,20 +23,25 @@ from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
     Store,
-    distributed_c10d,
 )
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
 from elastic.link import forks
+from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.tuning import timeouts
 from elastic.worker import torch_private
 from elastic.worker.abort import BuildWatch, Footprint, still_open
 from elastic.worker.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.worker.collectives import broadcast_json
+from elastic.worker.communicators import CommunicatorAbort
+from elastic.worker.deadline import CallDeadline, end_process
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.greeting import greet
+from elastic.worker.nccl_environment import leave_errors_to_us
 from elastic.worker.pending import keep_for_ever, pending
+from elastic.worker.semantics import has_streams
 from elastic.worker.waiting import make_waits_end_with_the_group
 from elastic.worker.world import World, fresh_nonce, world_from_environment
 
@@ -47,6 +52,8 @@ __all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
 COLLECTIVE_TIMEOUT_S = 1800.0
 _TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 _DRAIN_S = 0.05  # collectives of an aborted group come back within about 2 ms, if at all
+
+DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -67,10 +74,15 @@ def choose_device() -> torch.device:
 class ProcessGroup:
     """Owns torch's default group for one world at a time."""
 
-    def __init__(self, device: torch.device, backend: str | None) -> None:
+    def __init__(
+        self, device: torch.device, backend: str | None, journal: EventSink | None = None
+    ) -> None:
         self.device = device
-        self._backend = backend or ("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        self._backend = backend or DEFAULT_BACKENDS.get(device.type, "gloo")
+        self._is_on_stream = has_streams(device.type, self._backend)
+        self._journal = journal
         self._owned = False
+        self._where = ""  # which group, for people
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
         self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
@@ -79,6 +91,7 @@ class ProcessGroup:
         self._footprint: Footprint | None = None  # of what build() has made, or is making
         self._watch: BuildWatch | None = None  # while building
         self._is_aborted = False
+        self._communicators: CommunicatorAbort | None = None  # being aborted, or aborted
 
     @property
     def is_foreign(self) -> bool:
@@ -123,14 +136,15 @@ class ProcessGroup:
             raise _build_failed(spec, error) from error
 
     def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
-        if self._backend == "gloo":
-            make_waits_end_with_the_group()
-        pending.open()
+        make_waits_end_with_the_group()
+        pending.open(is_on_stream=self._is_on_stream)
+        where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
         with self._lock:
             self._owned = True
             self._is_aborted = False
+            self._where = where
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
-            self._watch = BuildWatch(self._footprint, timeout_s)
+            self._watch = BuildWatch(self._footprint, timeout_s, self._building_is_stuck)
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
         self._store = open_store(
@@ -160,13 +174,13 @@ class ProcessGroup:
     def _clear_away(self, error: BaseException) -> None:
         # The frames hold the half-built group, and the store's port.
         traceback.clear_frames(error.__traceback__)
+        if self._is_on_stream:
+            self.abort()  # destroying a communicator waits for peers, and they may be gone
         self.destroy()
 
     def _initialize(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        if self.device.type == "cuda":
-            # Any other mode ends the process when a peer is gone. torch asks for 0 with abort()
-            # (distributed_c10d.py, _abort_process_group).
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if self._is_on_stream:
+            leave_errors_to_us(os.environ, is_in_process=self._footprint is not None)
         hook = sys.excepthook
         dist.init_process_group(
             self._backend,
@@ -179,30 +193,50 @@ class ProcessGroup:
         self._excepthooks = hook, sys.excepthook
 
     def abort(self) -> None:
-        """Release whoever waits for this group's peers. From any thread; idempotent.
+        """Release whoever waits for this group's peers. From any thread; idempotent; returns soon.
 
-        On NCCL the backend does that; on gloo it does nothing [measured], so the sockets are
-        shut down, and what waits for a collective stops waiting.
+        On gloo the backend's own abort does nothing [measured], so the sockets are shut down, and
+        what waits for a collective stops waiting. NCCL's communicators are aborted, in a thread of
+        their own: what is queued behind their collectives runs then, on half-reduced gradients.
+        That the group is aborted is known before: whoever sees such a collective end, sees that.
         """
         with self._lock:
             self._is_aborted = True
             footprint, watch = self._footprint, self._watch
             if footprint is None:
                 return
+            pending.abort()
             footprint.shut_down()
             if watch is not None:
                 watch.give_up()
-            if self.device.type == "cuda" and dist.is_initialized():
-                _abort_nccl(self.device)
-        pending.abort()
+            # While the group is being initialised there is nothing yet that could be aborted.
+            if self._is_on_stream and dist.is_initialized() and self._communicators is None:
+                self._communicators = CommunicatorAbort(
+                    self.device, timeout_s=timeouts.ABORT_S, expire=self._abort_is_stuck
+                )
+
+    def _abort_is_stuck(self) -> None:
+        end_process(
+            f"aborting the communicators of {self._where} has not returned for "
+            f"{timeouts.ABORT_S:g} s",
+            self._journal,
+        )
+
+    def _building_is_stuck(self) -> None:
+        end_process(
+            f"building the process group ({self._backend}) of {self._where} was given up, and has "
+            f"not returned for {timeouts.GIVEN_UP_BUILD_S:g} s",
+            self._journal,
+        )
 
     # -- what the environment says ------------------------------------------------------------
 
     def form(self) -> World:
         """Build the group that the environment describes and agree on what it leaves open."""
         world = world_from_environment()
-        pending.open()
+        pending.open(is_on_stream=self._is_on_stream)
         if dist.is_initialized():  # the script had built a group of its own
+            warn_of_a_shared_store(os.environ)
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
             nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
             return dataclasses.replace(world, nonce=world.nonce or str(nonce))
@@ -225,6 +259,9 @@ class ProcessGroup:
         """
         with self._lock:
             footprint, self._footprint = self._footprint, None
+            communicators, self._communicators = self._communicators, None
+        if communicators is not None:
+            communicators.join()
         if not self._owned:
             return
         sockets = footprint.sockets() if footprint is not None else {}
@@ -248,9 +285,13 @@ class ProcessGroup:
         is_drained = pending.drain(_DRAIN_S)
         if not is_drained:
             keep_for_ever(torch_private.default_group())
-        if self.device.type == "cuda" and self._is_aborted:
+        if self._is_on_stream and self._is_aborted:
             # Not destroy: it waits for what is queued.
-            distributed_c10d._abort_process_group()
+            deadline = CallDeadline(
+                timeouts.ABORT_S, self._abort_is_stuck, name="elastic-abort-deadline"
+            )
+            torch_private.abort_groups()
+            deadline.end()
         else:
             dist.destroy_process_group()
         return is_drained
@@ -273,24 +314,19 @@ def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:
     )
 
 
-def _abort_nccl(device: torch.device) -> None:
-    """Abort every group's communicator, subgroups included, as one.
-
-    As torch's own _abort_process_group does it, but for the clearing of its tables: the main
-    thread is still inside.
-    """
-    groups = list(distributed_c10d._world.pg_names)
-    backends: list[Any] = [
-        group._get_backend(device)
-        for group in groups
-        if device.type in {known.type for known in group._device_types}
-    ]
-    if not backends:
-        return
-    backends[0]._group_start()
-    for backend in reversed(backends):
-        backend.abort()
-    backends[0]._group_end()
+def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
+    """torchrun's c10d and static rendezvous keep one store for all restarts, without a prefix for
+    each: a restarted worker may read the address of a dead one (pytorch/pytorch#135712; gloo hung
+    in 4 of 9 restarts on a busy machine [measured, torch 2.13])."""
+    is_shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_shared and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        get_logger().warning(
+            "torch.distributed.init_process_group() may hang after a restart: under this "
+            "rendezvous backend torchrun keeps one store for all restarts "
+            "(https://github.com/pytorch/pytorch/issues/135712). Remove the call (elastic.join() "
+            "makes the process group), or use --rdzv-backend=etcd-v3, or, for "
+            "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
 
 
 def _say_what_is_left(sockets: dict[int, int]) -> None:

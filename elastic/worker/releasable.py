@@ -23,13 +23,18 @@ AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
 class ReleasableGroup(dist.ProcessGroup):
     """Passes on what the reducer asks of ``group``; ``all_reduce`` stands for the group's own.
 
-    The reducer waits for sums where nothing can be raised: they must have ended by then.
+    The reducer waits for sums where nothing can be raised: they must have ended by then. On a
+    stream it does not wait; but the plan for its buckets is read by the host at once, and what an
+    aborted broadcast leaves is none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, all_reduce: AllReduce) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, all_reduce: AllReduce, *, is_on_stream: bool
+    ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._all_reduce = all_reduce
+        self._finish = pending.finish_on_stream if is_on_stream else pending.finish_one
 
     @not_compiled
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
@@ -38,17 +43,18 @@ class ReleasableGroup(dist.ProcessGroup):
 
     @not_compiled
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        return _Broadcast(self._group.broadcast(tensors, opts))
+        return _Broadcast(self._group.broadcast(tensors, opts), self._finish)
 
 
 class _Broadcast(dist.Work):
     """Waited for as soon as it is begun; a failure is raised there, or the reducer would take what
     is not a plan for one."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, finish: Callable[[dist.Work], None]) -> None:
         super().__init__()
         self._work = work
+        self._finish = finish
 
     def wait(self, timeout: object = None) -> bool:
-        pending.finish_one(self._work)
+        self._finish(self._work)
         return True

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import xxhash
 
 from elastic.errors import TrainingError
-from elastic.worker.collectives import broadcast_json, control_device
-from elastic.worker.pending import pending
+from elastic.worker.collectives import broadcast_json, complete, control_device
 
 # A state travels in some chunks at least, so that one is on its way while another is hashed and put
 # in place, and in none so long that three of them would need memory that is missed.
@@ -38,11 +37,11 @@ def broadcast_blob(
     data = _blob(node, tensors) if is_source else b""
     device = control_device()
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    pending.wait(dist.broadcast(size, source, async_op=True))
+    complete(dist.broadcast(size, source, async_op=True), device)
     buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     if is_source:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    pending.wait(dist.broadcast(buffer, source, async_op=True))
+    complete(dist.broadcast(buffer, source, async_op=True), device)
     return (node, dict(tensors)) if is_source else _parse_blob(buffer.cpu())
 
 
@@ -170,7 +169,7 @@ class _Moving:
 
     def _take_in(self, sent: _Sent) -> None:
         pieces, moved, work = sent
-        pending.wait(work)
+        complete(work, self._wire)
         if not self._flat:
             return
         chunk = moved.cpu()
@@ -196,9 +195,10 @@ def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
 
 def _check(mine: str, source: int, concerned: bool) -> None:
     """Compare the receivers' hashes with the source's."""
-    sent = torch.tensor([int(mine, 16) & (2**62 - 1)], dtype=torch.int64, device=control_device())
+    device = control_device()
+    sent = torch.tensor([int(mine, 16) & (2**62 - 1)], dtype=torch.int64, device=device)
     got = sent.clone()
-    pending.wait(dist.broadcast(got, source, async_op=True))
+    complete(dist.broadcast(got, source, async_op=True), device)
     if concerned and int(got.item()) != int(sent.item()):
         raise TrainingError(
             f"the state that rank {source} sent arrived damaged (hash {int(sent):x}, "

@@ -1,8 +1,12 @@
-"""Lets an abort end the script's own waits for collectives, too.
+"""Lets an abort end the script's own waits for collectives, too, or makes it known to them.
 
 ``dist.all_reduce(loss)`` waits inside gloo, where nothing can release it for sure (see
 elastic/worker/pending.py). All such calls end in ``Work.wait`` (torch/distributed/
 distributed_c10d.py), so that one is replaced: by a wait that :data:`pending` can end.
+
+On NCCL that wait does not block, and nothing needs to end it: the stream waits. What the script
+does with the result counts if :meth:`elastic.worker.pending.Pending.settle` says so, at the end of
+the step.
 """
 
 from __future__ import annotations
@@ -16,22 +20,25 @@ import torch.distributed as dist
 from elastic.worker.pending import pending
 
 _NO_TIMEOUT = datetime.timedelta(0)
-_in_gloo: Callable[[dist.Work, datetime.timedelta], bool] = dist.Work.wait
+_in_torch: Callable[[dist.Work, datetime.timedelta], bool] = dist.Work.wait
 
 
 def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
     """As torch's: true, or raises what went wrong; GroupAborted once the world is over."""
     if timeout != _NO_TIMEOUT:
-        return _in_gloo(work, timeout)  # it ends by itself
+        return _in_torch(work, timeout)  # it ends by itself
     try:
-        work.get_future()
+        future = work.get_future()
     except RuntimeError:  # sends and receives have none
-        return _in_gloo(work, timeout)
-    pending.wait(work)
+        return _in_torch(work, timeout)
+    if future.done():  # it has ended, or runs on a stream: such futures are done from the start
+        pending.queue(work)
+    else:
+        pending.wait(work)
     return True
 
 
 @functools.cache  # once per process
 def make_waits_end_with_the_group() -> None:
-    """For all collectives on gloo of this process, from now on."""
+    """For all collectives of this process, from now on."""
     dist.Work.wait = _wait  # type: ignore[method-assign, assignment]

@@ -6,23 +6,21 @@ Where such a question is lost or slow, each takes 5 s: in one of 15 to 100 store
 that this was written on [measured with strace, torch 2.13]. Its constructor also cannot be given
 up, and does not know whether it talks to the store of this world or to what is left of another.
 
-Here every wait is in Python and looks, ten times a second, whether it is to be given up; a client
-of another world is turned away by its nonce. The values are a few hundred bytes per rank, while a
-group is built. A frame is its length and JSON; nothing that is received is executed.
+Here every wait is in Python and looks, ten times a second, whether it is to be given up. Server and
+clients prove to each other that they know the run's key and are of the same world
+(:mod:`secure_channel`); that costs the round trip that telling the nonce would cost. The values are
+a few hundred bytes per rank, while a group is built. Nothing that is received is executed, and a
+request that is none costs its connection only.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
+import binascii
 import datetime
-import json
-import selectors
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -31,138 +29,104 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
-from elastic.clock import SYSTEM_CLOCK
 from elastic.telemetry.log import get_logger
+from secure_channel import strict_json
+from secure_channel.channel import Channel
+from secure_channel.errors import ProtocolError
+from secure_channel.hub import Connection, Handler, Hub
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits
 
 _SLICE_S = 0.1  # between two looks whether to give up; signal handlers run as well
-_LENGTH = struct.Struct("!I")
 _LARGEST_FRAME = 1 << 20
+_LARGEST_ANSWER = 8 * _LARGEST_FRAME  # a wait is answered with the values of all its keys
 _CONNECTIONS_PER_RANK = 4
+_BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
+_PENDING = 64  # beyond one of each rank: they all come at once, perhaps from one machine
 
 Json = dict[str, Any]
+# What a request has, beside its number and its name.
+_FIELDS: dict[str, dict[str, type]] = {
+    "set": {"key": str, "value": str},
+    "get": {"key": str},
+    "add": {"key": str, "by": int},
+    "check": {"keys": list},
+    "wait": {"keys": list},
+    "compare": {"key": str, "expected": str, "value": str},
+    "delete": {"key": str},
+    "count": {},
+}
 
 
-@dataclass(eq=False)
-class _Peer:
-    """A connection, as the server sees it."""
+def limits_of(size: int) -> Limits:
+    """What the store of a world with so many ranks spends on its clients."""
+    return Limits(
+        frame_bytes=_LARGEST_FRAME,
+        unsent_bytes=2 * _LARGEST_ANSWER,
+        open_connections=size * _CONNECTIONS_PER_RANK,
+        pending_connections=size + _PENDING,
+        pending_per_address=size + _PENDING,
+    )
 
-    socket: socket.socket
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
-    is_known: bool = False  # has told the nonce
-    awaited: tuple[int, list[str]] | None = None  # the request it waits for, and its keys
 
-
-class StoreServer:
+class StoreServer(Handler):
     """Rank 0's: holds the values. Raises OSError if the port is taken."""
 
-    def __init__(self, port: int, *, nonce: str, size: int) -> None:
+    def __init__(self, port: int, *, nonce: str, size: int, key: SecretKey) -> None:
         self._nonce = nonce
         self._values: dict[str, bytes] = {}
-        self._peers: set[_Peer] = set()
-        self._most_peers = size * _CONNECTIONS_PER_RANK
-        self._listener = _listen(port, backlog=self._most_peers)
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        for watched in (self._listener, self._woken):
-            watched.setblocking(False)
-            self._selector.register(watched, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="elastic-store", daemon=True)
-        self._thread.start()
+        self._awaited: dict[Connection, tuple[int, list[str]]] = {}  # a request, and its keys
+        limits = limits_of(size)
+        self._hub = Hub(
+            "elastic-store",
+            _listen(port, backlog=max(_BACKLOG, 2 * size)),
+            self,
+            key=lambda: key,
+            identity=nonce,
+            limits=limits,
+            report=get_logger().warning,
+            on_error=self._died,
+        )
+        self._hub.start()
 
     def close(self) -> None:
         """End all connections, and free the port."""
-        # A byte, not the end of the stream: a forked data worker holds the other end, too.
-        with contextlib.suppress(OSError):  # closed before
-            self._wake.send(b"x")
-        self._thread.join()
-        self._wake.close()
+        self._hub.close()
 
-    def _run(self) -> None:
-        try:
-            while self._serve():
-                pass
-        except Exception:  # noqa: BLE001  reported; peers see their connections close
-            get_logger().exception("the store of this world has failed")
-        finally:
-            for peer in list(self._peers):
-                self._forget(peer)
-            self._selector.close()
-            self._listener.close()
-            self._woken.close()
+    def _died(self, error: BaseException) -> None:
+        # Peers see their connections close.
+        get_logger().error("the store of this world has failed", exc_info=error)
 
-    def _serve(self) -> bool:
-        for key, events in self._selector.select():
-            if key.fileobj is self._woken:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
-                continue
-            peer = key.data
-            try:
-                if events & selectors.EVENT_WRITE:
-                    self._flush(peer)
-                if events & selectors.EVENT_READ:
-                    self._receive(peer)
-            except (OSError, ValueError, KeyError, TypeError):
-                self._forget(peer)  # gone, or not one of ours
-        return True
+    def opened(self, connection: Connection) -> None:
+        """Handler's: a client that knows the run's key."""
+        if connection.identity != self._nonce:
+            raise ProtocolError("a client of another world")
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # gone before it was accepted
-        if len(self._peers) >= self._most_peers:
-            connection.close()
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Peer(connection)
-        self._peers.add(peer)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-
-    def _forget(self, peer: _Peer) -> None:
-        if peer in self._peers:
-            self._peers.remove(peer)
-            self._selector.unregister(peer.socket)
-            peer.socket.close()
-
-    def _receive(self, peer: _Peer) -> None:
-        try:
-            data = peer.socket.recv(1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionResetError
-        peer.received += data
-        for request in _frames(peer.received):
-            self._answer(peer, request)
-
-    def _answer(self, peer: _Peer, request: Json) -> None:
-        number = int(request["id"])
-        if not peer.is_known:
-            if request["op"] != "hello" or request["nonce"] != self._nonce:
-                raise ValueError("a client of another world")
-            peer.is_known = True
-            self._send(peer, number, True)
-        elif request["op"] == "wait":
-            peer.awaited = number, [str(key) for key in request["keys"]]
-            self._settle(peer)
+    def received(self, connection: Connection, payload: bytes) -> None:
+        """Handler's: a request."""
+        request = _request(payload)
+        number = request["id"]
+        if request["op"] == "wait":
+            self._awaited[connection] = number, request["keys"]
+            self._settle(connection)
         else:
-            self._send(peer, number, self._operate(request))
+            self._send(connection, number, self._operate(request))
+
+    def closed(self, connection: Connection) -> None:
+        """Handler's."""
+        self._awaited.pop(connection, None)
 
     def _operate(self, request: Json) -> Any:
         match request["op"]:
             case "set":
-                self._put(str(request["key"]), _bytes(request["value"]))
+                self._put(request["key"], _bytes(request["value"]))
                 return True
             case "get":
                 value = self._values.get(request["key"])
                 return None if value is None else _text(value)
             case "add":
-                total = int(self._values.get(request["key"], b"0")) + int(request["by"])
-                self._put(str(request["key"]), str(total).encode())
+                total = _number(self._values.get(request["key"], b"0")) + request["by"]
+                self._put(request["key"], str(total).encode())
                 return total
             case "check":
                 return all(key in self._values for key in request["keys"])
@@ -172,41 +136,31 @@ class StoreServer:
                 return self._values.pop(request["key"], None) is not None
             case "count":
                 return len(self._values)
-        raise ValueError(f"unknown request {request['op']!r}")
+        raise ProtocolError(f"unknown request {request['op']!r}")
 
     def _compare_set(self, request: Json) -> str:
         """As TCPStore does it: a missing key is set if the expected value is empty."""
-        key, expected = str(request["key"]), _bytes(request["expected"])
+        key, expected = request["key"], _bytes(request["expected"])
         if self._values.get(key, b"") == expected:
             self._put(key, _bytes(request["value"]))
         return _text(self._values.get(key, expected))
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for peer in list(self._peers):
-            if peer.awaited is not None and key in peer.awaited[1]:
-                self._settle(peer)
+        for connection in list(self._awaited):
+            self._settle(connection, key)
 
-    def _settle(self, peer: _Peer) -> None:
-        assert peer.awaited is not None
-        number, keys = peer.awaited
+    def _settle(self, connection: Connection, news: str | None = None) -> None:
+        """Answer a wait whose keys are there; ``news``: the one that has come."""
+        number, keys = self._awaited.get(connection, (0, []))
+        if not keys or (news is not None and news not in keys):
+            return  # (Or it was dropped while another was answered.)
         if all(key in self._values for key in keys):
-            peer.awaited = None
-            self._send(peer, number, [_text(self._values[key]) for key in keys])
+            del self._awaited[connection]
+            self._send(connection, number, [_text(self._values[key]) for key in keys])
 
-    def _send(self, peer: _Peer, number: int, result: Any) -> None:
-        peer.unsent += _frame({"id": number, "result": result})
-        with contextlib.suppress(OSError):  # it is gone; its next event says so
-            self._flush(peer)
-
-    def _flush(self, peer: _Peer) -> None:
-        while peer.unsent:
-            try:
-                del peer.unsent[: peer.socket.send(peer.unsent)]
-            except BlockingIOError:
-                break
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        self._selector.modify(peer.socket, events, peer)
+    def _send(self, connection: Connection, number: int, result: Any) -> None:
+        self._hub.send(connection, strict_json.encode({"id": number, "result": result}))
 
 
 class WorldStore(Store):
@@ -221,24 +175,26 @@ class WorldStore(Store):
         connection: socket.socket,
         *,
         nonce: str,
+        key: SecretKey,
         timeout_s: float,
         give_up: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._socket = connection
+        self._channel = Channel(connection, timeout_s=timeout_s, slice_s=_SLICE_S, look=give_up)
         self._timeout_s = timeout_s
-        self._give_up = give_up
         self._lock = threading.Lock()
-        self._received = bytearray()
         self._next = 0
         self._seen: dict[str, bytes] = {}  # told with the last wait(): torch asks for it next
-        connection.settimeout(_SLICE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._ask({"op": "hello", "nonce": nonce})
+        try:
+            self._channel.authenticate(key, nonce, expected=nonce)
+        except OSError as error:
+            raise DistNetworkError(
+                f"what listens there is not this world's store: {error}"
+            ) from None
 
     def close(self) -> None:
         """The connection ends."""
-        self._socket.close()
+        self._channel.close()
 
     def set(self, key: str, value: str | bytes) -> None:
         raw = value if isinstance(value, bytes) else value.encode()
@@ -287,34 +243,24 @@ class WorldStore(Store):
 
     def _ask(self, request: Json, *, timeout_s: float | None = None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline_s = SYSTEM_CLOCK.monotonic() + limit_s
         with self._lock:
             self._seen = {}
             self._next += 1
+            self._channel.wait(limit_s)
             try:
-                self._socket.sendall(_frame({"id": self._next, **request}))
-                return self._await_answer(self._next, deadline_s)
+                self._channel.send({"id": self._next, **request})
+                return self._await_answer(self._next)
             except TimeoutError:
                 keys = request.get("keys") or request.get("key")
                 raise DistStoreError(f"wait timeout after {limit_s:.1f} s, keys: {keys}") from None
             except (OSError, ValueError) as error:
                 raise DistNetworkError(f"the store of this world is gone: {error}") from None
 
-    def _await_answer(self, number: int, deadline_s: float) -> Any:
-        while True:
-            for answer in _frames(self._received):
-                if answer["id"] == number:  # others come too late, for what timed out
-                    return answer["result"]
-            try:
-                data = self._socket.recv(1 << 16)
-            except TimeoutError:
-                self._give_up()
-                if SYSTEM_CLOCK.monotonic() > deadline_s:
-                    raise
-                continue
-            if not data:
-                raise ConnectionResetError("connection closed")
-            self._received += data
+    def _await_answer(self, number: int) -> Any:
+        while (answer := self._channel.receive(_LARGEST_ANSWER)) is not None:
+            if answer.get("id") == number:  # others come too late, for what timed out
+                return answer.get("result")
+        raise ConnectionResetError("connection closed")
 
 
 def connect(
@@ -322,13 +268,15 @@ def connect(
     port: int,
     *,
     nonce: str,
+    key: SecretKey,
     timeout_s: float,
     give_up: Callable[[], None],
 ) -> WorldStore:
-    """One try. Raises OSError if nobody listens, DistNetworkError if it is another world's."""
+    """One try. Raises OSError if nobody listens, DistNetworkError if it is another world's, or
+    does not know the run's key."""
     connection = socket.create_connection((host, port), timeout=_SLICE_S)
     try:
-        return WorldStore(connection, nonce=nonce, timeout_s=timeout_s, give_up=give_up)
+        return WorldStore(connection, nonce=nonce, key=key, timeout_s=timeout_s, give_up=give_up)
     except BaseException:
         connection.close()
         raise
@@ -344,25 +292,28 @@ def _listen(port: int, *, backlog: int) -> socket.socket:
     return socket.create_server(("", port), backlog=backlog)
 
 
-def _frame(message: Json) -> bytes:
-    data = json.dumps(message).encode()
-    return _LENGTH.pack(len(data)) + data
+def _request(payload: bytes) -> Json:
+    """A request with exactly the fields that it has. Raises ProtocolError."""
+    request = strict_json.decode(payload)
+    operation = request.get("op")
+    fields = _FIELDS.get(operation) if isinstance(operation, str) else None
+    if fields is None or type(request.get("id")) is not int:
+        raise ProtocolError(f"not a request: {payload[:80]!r}")
+    if request.keys() != {"id", "op", *fields}:
+        raise ProtocolError(f"{operation} has other fields than expected: {payload[:80]!r}")
+    for name, kind in fields.items():
+        if type(request[name]) is not kind:
+            raise ProtocolError(f"{operation}.{name} is no {kind.__name__}: {payload[:80]!r}")
+    if not all(isinstance(key, str) for key in request.get("keys", ())):
+        raise ProtocolError(f"{operation}.keys has what is no str: {payload[:80]!r}")
+    return request
 
 
-def _frames(buffer: bytearray) -> Iterator[Json]:
-    """Take the complete frames out of ``buffer``. Raises ValueError for what is none."""
-    while len(buffer) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(buffer)
-        if length > _LARGEST_FRAME:
-            raise ValueError(f"a frame of {length} bytes")
-        if len(buffer) < _LENGTH.size + length:
-            return
-        data = bytes(buffer[_LENGTH.size : _LENGTH.size + length])
-        del buffer[: _LENGTH.size + length]
-        message = json.loads(data)
-        if not isinstance(message, dict):
-            raise ValueError("a frame that is no object")
-        yield message
+def _number(value: bytes) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ProtocolError("add to what is no number") from None
 
 
 def _text(value: bytes) -> str:
@@ -370,7 +321,10 @@ def _text(value: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ProtocolError("a value that is not base64") from None
 
 
 def _raw(value: str | bytes | Sequence[int]) -> bytes:

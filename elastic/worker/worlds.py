@@ -52,6 +52,7 @@ class Worlds:
         self._changed = threading.Condition()
         self._newest: WorldMessage | None = None
         self._entering = 0  # the generation that the main thread is in, or is building
+        self._forming_at: int | None = None  # the switch to a world that is not entered yet
         self._said_ready = False
         self.has_left = False  # this worker only waits for its end
         self.is_waiting = False  # the main thread, for a world
@@ -105,8 +106,15 @@ class Worlds:
         return (
             newest is not None
             and newest.generation > self._entering
-            and newest.switch_at_step is None
+            and (newest.switch_at_step is None or self._takes_the_place(newest))
         )
+
+    def _takes_the_place(self, newer: WorldMessage) -> bool:
+        """Whether a planned world is to be entered at the boundary at which the present one, which
+        is being formed, was to begin: somebody has died meanwhile, and it never will. gloo's
+        collectives end with an error then; those on a stream wait for ever."""
+        forming_at, at = self._forming_at, newer.switch_at_step
+        return forming_at is not None and at is not None and at <= forming_at
 
     def is_due(self, step: int) -> bool:
         """Whether another world is to be entered before ``step`` begins."""
@@ -152,6 +160,7 @@ class Worlds:
                 newest = self._newest
                 if newest is not None and newest.generation > self._entering:
                     self._entering = newest.generation
+                    self._forming_at = newest.switch_at_step
                     self.is_waiting = False
                     return newest
                 self.is_waiting = True
@@ -182,6 +191,7 @@ class Worlds:
 
     def entered(self, step: int) -> None:
         """This rank is in the present world, with ``step`` steps committed."""
+        self._forming_at = None
         self.send(Entered(generation=self._entering, step=step))
 
     def trouble(self, error: BaseException) -> None:
@@ -236,7 +246,7 @@ class Worlds:
     def _must_abort(self, world: WorldMessage) -> bool:
         if world.generation <= self._entering:
             return False
-        if world.switch_at_step is not None:
+        if world.switch_at_step is not None and not self._takes_the_place(world):
             # Late: the others have left at that step, and this rank waits for them in it.
             step = self._step_in_hand()
             return step is not None and step >= world.switch_at_step

@@ -290,6 +290,47 @@ def test_torch_leaves_sigterm_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[torch_private.SIGNALS_VARIABLE] == "SIGINT"
 
 
+def test_a_signal_that_arrives_while_workers_are_forked_is_not_lost() -> None:
+    """Of a handler that raises in a hook of ``os.fork()``, CPython keeps nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNAL_IN_A_FORK], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["SIGINT", "None", "SIGINT"], done.stderr
+
+
+SIGNAL_IN_A_FORK = """
+import os, signal
+from torch.distributed.elastic.multiprocessing import api
+from elastic.agent.torch_private import signals_deferred
+
+is_wanted = True
+os.register_at_fork(after_in_parent=lambda: is_wanted and os.kill(os.getpid(), signal.SIGINT))
+original = api._terminate_process_handler
+
+def start_workers():
+    signal.signal(signal.SIGINT, api._terminate_process_handler)
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+
+def ended_by(block):
+    try:
+        with block():
+            start_workers()
+    except api.SignalException as error:
+        return error.sigval.name
+
+print(ended_by(signals_deferred), flush=True)
+assert api._terminate_process_handler is original
+is_wanted = False
+print(ended_by(signals_deferred), flush=True)
+try:
+    signal.raise_signal(signal.SIGINT)
+except api.SignalException as error:
+    print(error.sigval.name, flush=True)
+"""
+
+
 def test_torchrun_still_sends_its_default_timeout() -> None:
     from torch.distributed.launcher.api import LaunchConfig
 

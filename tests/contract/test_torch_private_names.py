@@ -37,23 +37,13 @@ PLACES = {
     "elastic/worker/torch_private.py",
     "checkpoints/torch_private.py",
     "elastic/worker/communicators.py",  # NCCL's abort
+    "elastic/testing/nccl_semantics.py",  # a backend of torch's kind, for tests
 }
 # By file: names that are not torch's, or are looked for with a default.
 ELSEWHERE = {
     "elastic/agent/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/flags.py": {"_actions"},  # argparse
     "elastic/testing/small_world_worker.py": {"_clear", "_run_exitfuncs"},  # atexit
-    # A backend for tests that behaves like NCCL's.
-    "elastic/testing/nccl_semantics.py": {"_FR_SELF_RECORDING_BACKENDS", "_python_dispatch"},
-    # NCCL's abort, until it is in communicators.py.
-    "elastic/worker/process_group.py": {
-        "_abort_process_group",
-        "_device_types",
-        "_get_backend",
-        "_group_end",
-        "_group_start",
-        "_world",
-    },
 }
 OF_PYTHON = {"_exit", "_getframe"}  # os and sys: documented there
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from elastic.link.client import LinkClient
 from elastic.link.protocol import Beat, Message
-from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.link.server import LIMITS, LinkServer, Worker, WorkerDeath
+from secure_channel.limits import Limits
 
 DEADLINE_S = 20.0
 
@@ -81,7 +82,7 @@ threading.Event().wait()
 class Agent:
     """A server that remembers what it heard."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.said: queue.Queue[tuple[Worker, Message]] = queue.Queue()
         self.deaths: queue.Queue[WorkerDeath] = queue.Queue()
         self.errors: list[BaseException] = []
@@ -90,6 +91,7 @@ class Agent:
             on_message=self._on_message,
             on_death=lambda worker, death: self.deaths.put(death),
             on_error=self.errors.append,
+            limits=limits,
         )
         self.server.start()
 

@@ -34,6 +34,7 @@ from elastic.training.wrap import ElasticDDP
 from elastic.worker import transfer
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.process_group import GroupSpec, ProcessGroup
+from secure_channel.keys import SecretKey
 
 DEADLINE_S = 180.0
 Result = dict[str, Any]
@@ -57,6 +58,7 @@ class Rank:
             size=self.size if size is None else size,
             store_host="127.0.0.1",
             store_port=self.ports[generation % len(self.ports)],
+            store_key=SecretKey(bytes(32)),
         )
 
     def build(self, spec: GroupSpec, timeout_s: float = DEADLINE_S) -> None:

@@ -23,6 +23,9 @@ from checkpoints.copying import CopyOutcome
 from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.peers import PeerAddress
 from checkpoints.tiers import Tiers
+from secure_channel.keys import SecretKey
+
+KEY = SecretKey.generate()  # what forks of this process share
 
 PER_NODE = 2
 ELEMENTS = 200_000  # of 8 bytes: large enough to be killed in the middle of a write
@@ -139,9 +142,14 @@ class Node:
             tell(f"copied {outcome.name} {outcome.rank}" if not outcome.reason else outcome.reason)
 
         host = MemoryHost(
-            self.folder, host="127.0.0.1", neighbours=lambda: known[0], on_outcome=told
+            self.folder,
+            host="127.0.0.1",
+            key=lambda: KEY,
+            identity=self.folder.name,
+            neighbours=lambda: known[0],
+            on_outcome=told,
         )
-        address = PeerAddress(self.folder.name, "127.0.0.1", host.port, host.token)
+        address = PeerAddress(self.folder.name, "127.0.0.1", host.port, self.folder.name)
         tell(json.dumps(asdict(address)))
         # (Its pipe does not end by itself: forks that came later hold the other end, too.)
         for line in iter(lambda: next(said), "end\n"):

@@ -22,6 +22,7 @@ from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.keyvalue import Lease
 from elastic.coordination.memory import MemoryStore
 from elastic.coordination.records import Keys, Node, NodeState
+from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
@@ -163,6 +164,7 @@ def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
     service = NodeService(
         store=store,
         keys=Keys.of("/elastic", "health"),
+        secret=RunSecret.obtain(store, Keys.of("/elastic", "health")),
         node=waiting_node(),
         options=AgentOptions(hung_after_s=HUNG_AFTER_S),
         journal=Silent(),

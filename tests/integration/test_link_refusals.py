@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from link_kit import DEADLINE_S, Agent, Processes, connect
+from raw_peer import is_hung_up_on, prove
 
 from elastic.errors import LinkError
+from elastic.link.greeting import key_path, read_key
 from elastic.link.protocol import (
-    MAX_LINE,
+    MAX_MESSAGE,
+    PROTOCOL_VERSION,
     Beat,
     Hello,
     Message,
@@ -21,32 +25,85 @@ from elastic.link.protocol import (
     WorldMessage,
     encode,
 )
+from elastic.link.server import LIMITS
+from secure_channel import private_files
+from secure_channel.errors import AuthenticationError
+from secure_channel.frames import frame
+from secure_channel.handshake import ClientHandshake
+from secure_channel.keys import SecretKey
 
 
+def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
+    """A connection of this process's, which says what a test tells it to."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(DEADLINE_S)
+    sock.connect(agent.server.path)
+    if proves:
+        prove(sock, read_key(agent.server.path))
+    return sock
+
+
+@pytest.mark.parametrize("proves", [False, True], ids=["stranger", "knows-the-key"])
 @pytest.mark.parametrize(
     "sent",
     [
-        b"\x00\xff\n",
-        b'{"type": "Ready"}\n',
-        b'{"type": "Hello", "version": 99, "pid": 1, "local_rank": 0, "library": "9"}\n',
-        b"x" * (MAX_LINE + 1),
+        b"\x00\xff\x00\xff\n",
+        frame(b'{"type": "Ready"}'),
+        frame(
+            b'{"type": "Hello", "version": 99, "pid": 1, "local_rank": 0, "library": "9"}',
+        ),
+        frame(b"x" * (MAX_MESSAGE + 1)),
         b"GET / HTTP/1.1\r\n\r\n",
     ],
     ids=["binary", "no-hello", "other-version", "huge", "http"],
 )
-def test_strangers_are_disconnected_and_nothing_else_happens(agent: Agent, sent: bytes) -> None:
+def test_strangers_are_disconnected_and_nothing_else_happens(
+    agent: Agent, sent: bytes, proves: bool
+) -> None:
     client = connect(agent.server.path, beat_every_s=0.01)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(DEADLINE_S)
-        stranger.connect(agent.server.path)
-        try:
+    with connected(agent, proves=proves) as stranger:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             stranger.sendall(sent)
-            answer = stranger.recv(1)
-        except (BrokenPipeError, ConnectionResetError):
-            answer = b""
-        assert answer == b""
+        assert is_hung_up_on(stranger)
     agent.wait_for(Beat)
     client.close()
+
+
+def test_who_does_not_know_the_links_key_is_disconnected(agent: Agent) -> None:
+    with connected(agent, proves=False) as stranger, pytest.raises(AuthenticationError):
+        prove(stranger, SecretKey.generate())
+    with connected(agent, proves=False) as stranger:
+        handshake = ClientHandshake(SecretKey.generate())
+        stranger.sendall(frame(handshake.hello) + frame(bytes(32)) + frame(encode(HELLO)))
+        assert is_hung_up_on(stranger)
+    assert agent.said.empty()
+
+
+def test_an_agent_that_does_not_know_the_links_key_is_refused(agent: Agent) -> None:
+    """What listens there has taken another's place."""
+    Path(key_path(agent.server.path)).unlink()
+    private_files.write(key_path(agent.server.path), SecretKey.generate().text.encode())
+    with pytest.raises(LinkError, match="is not this worker's agent"):
+        connect(agent.server.path)
+    assert agent.said.empty()
+
+
+@pytest.mark.parametrize("how", ["link", "open-to-others", "nonsense"])
+def test_a_key_that_others_may_have_written_is_refused(
+    agent: Agent, how: str, tmp_path: Path
+) -> None:
+    path = Path(key_path(agent.server.path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    match how:
+        case "link":
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        case "open-to-others":
+            path.chmod(0o644)
+        case _:
+            path.write_text("nonsense")
+    with pytest.raises(LinkError):
+        connect(agent.server.path)
 
 
 WORLD = WorldMessage(
@@ -61,6 +118,7 @@ WORLD = WorldMessage(
     nodes=1,
     store_host="127.0.0.1",
     store_port=1,
+    store_key="",
     switch_at_step=None,
     state="active",
     lineage=(),
@@ -68,7 +126,7 @@ WORLD = WorldMessage(
     reason="",
     committed_step=None,
 )
-HELLO = Hello(version=1, pid=os.getpid(), local_rank=1, library="0")
+HELLO = Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=1, library="0")
 
 
 @pytest.mark.parametrize(
@@ -83,53 +141,47 @@ HELLO = Hello(version=1, pid=os.getpid(), local_rank=1, library="0")
 def test_a_worker_that_says_what_it_may_not_is_disconnected(
     agent: Agent, sent: list[Message]
 ) -> None:
-    with socket.socket(socket.AF_UNIX) as worker:
-        worker.settimeout(DEADLINE_S)
-        worker.connect(agent.server.path)
-        worker.sendall(b"".join(encode(message) for message in sent))
+    with connected(agent) as worker:
+        worker.sendall(b"".join(frame(encode(message)) for message in sent))
         while worker.recv(1 << 16):
             pass  # it was welcomed first
     assert not [m for _, m in agent.said.queue if isinstance(m, WorldMessage)]
 
 
-def test_silent_strangers_are_disconnected(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.link.server.HELLO_WITHIN_S", 0.05)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(DEADLINE_S)
-        stranger.connect(agent.server.path)
-        client = connect(agent.server.path, beat_every_s=0.01)  # turns the server's thread
-        assert stranger.recv(1) == b""
-    agent.wait_for(Beat)
-    client.close()
+def test_silent_strangers_are_disconnected() -> None:
+    agent = Agent(limits=replace(LIMITS, handshake_s=0.05))
+    with connected(agent, proves=False) as stranger:
+        assert is_hung_up_on(stranger)
+    connect(agent.server.path).close()
+    agent.close()
 
 
-def test_connections_are_limited(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.link.server.MAX_CONNECTIONS", 3)
+def test_strangers_do_not_keep_a_worker_out() -> None:
+    """The oldest of those that have not proved themselves goes first."""
+    agent = Agent(limits=replace(LIMITS, pending_connections=3))
+    strangers = [connected(agent, proves=False) for _ in range(8)]
     client = connect(agent.server.path)
-    strangers = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-    for stranger in strangers:
-        stranger.settimeout(DEADLINE_S)
-        stranger.connect(agent.server.path)
-    for refused in strangers[2:]:
-        assert refused.recv(1) == b""
     client.send(Ready())
     agent.wait_for(Ready)
+    assert is_hung_up_on(strangers[0])
     for stranger in strangers:
         stranger.close()
     client.close()
+    agent.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_refused(agent: Agent) -> None:
     os.chmod(Path(agent.server.path).parent, 0o755)
     os.chmod(agent.server.path, 0o777)
+    said = frame(ClientHandshake(read_key(agent.server.path)).hello)
     pid = os.fork()
     if pid == 0:  # nothing but system calls: the fork of a process with threads
         os.setuid(65534)
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(agent.server.path)
             try:
-                stranger.sendall(encode(replace(HELLO, pid=os.getpid())))
+                stranger.sendall(said)
                 os._exit(len(stranger.recv(1)))
             except OSError:
                 os._exit(0)
@@ -137,14 +189,15 @@ def test_another_user_is_refused(agent: Agent) -> None:
     assert agent.server.workers() == ()
 
 
-def test_half_a_line_is_no_message(agent: Agent) -> None:
-    hello = encode(Hello(version=1, pid=os.getpid(), local_rank=0, library="0"))
-    with socket.socket(socket.AF_UNIX) as half:
-        half.connect(agent.server.path)
+def test_half_a_frame_is_no_message(agent: Agent) -> None:
+    hello = frame(
+        encode(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=0, library="0"))
+    )
+    with connected(agent) as half:
         for byte in hello[:-1]:
             half.sendall(bytes([byte]))
         assert agent.said.empty()
-        half.sendall(b"\n")
+        half.sendall(hello[-1:])
         agent.wait_for(Hello)
 
 
@@ -172,12 +225,10 @@ def test_a_successor_may_be_faster_than_the_news_of_a_death(
 ) -> None:
     goes_on = threading.Event()
     agent.on_message = lambda message: isinstance(message, Ready) and goes_on.wait(DEADLINE_S)
-    with socket.socket(socket.AF_UNIX) as successor:
-        successor.settimeout(DEADLINE_S)
-        successor.connect(agent.server.path)  # accepted before the worker is
+    with connected(agent) as successor:  # before the worker is
         process = processes.worker(agent.server.path)
         agent.wait_for(Ready)
-        successor.sendall(encode(replace(HELLO, local_rank=0)))
+        successor.sendall(frame(encode(replace(HELLO, local_rank=0))))
         process.kill()
         process.wait()
         goes_on.set()

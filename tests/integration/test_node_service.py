@@ -35,6 +35,7 @@ from elastic.coordination.records import (
     WorldState,
     decode,
 )
+from elastic.coordination.run_secret import RunSecret
 from elastic.errors import (
     CoordinationError,
     JobFailed,
@@ -92,6 +93,7 @@ class TestNode:
         self.service = NodeService(
             store=self.store,
             keys=KEYS,
+            secret=RunSecret.obtain(self.store, KEYS),
             node=Node(
                 node_id=f"id{number}",
                 name=f"n{number}",

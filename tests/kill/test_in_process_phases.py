@@ -57,9 +57,9 @@ def order(job: TrainingJob, point: str, node: str | None = None, step: int | Non
     return staged.rename(path)
 
 
-def obeyed(job: TrainingJob, *orders: Path) -> None:
+def obeyed(job: TrainingJob, *orders: Path, timeout_s: float = PATIENCE_S) -> None:
     job.wait_for(
-        lambda: not any(o.exists() for o in orders) or None, PATIENCE_S, f"death by {orders}"
+        lambda: not any(o.exists() for o in orders) or None, timeout_s, f"death by {orders}"
     )
 
 
@@ -84,7 +84,9 @@ def is_planned(world: World | None) -> bool:
     return world is not None and world.switch_at_step is not None
 
 
-def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
+def all_back(
+    job: TrainingJob, before: Before, dead: int = 1, *, timeout_s: float = PATIENCE_S
+) -> None:
     """Three nodes train in a new world; all but ``dead`` workers are the same as before."""
 
     def together() -> bool:
@@ -94,7 +96,7 @@ def all_back(job: TrainingJob, before: Before, dead: int = 1) -> None:
         now = pids(job.running)
         return sum(now.get(name) != pid for name, pid in before.pids.items()) == dead
 
-    job.wait_for(together, PATIENCE_S, f"{dead} of {before.pids} replaced, the others untouched")
+    job.wait_for(together, timeout_s, f"{dead} of {before.pids} replaced, the others untouched")
 
 
 @pytest.mark.parametrize("point", IN_A_STEP)

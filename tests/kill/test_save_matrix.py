@@ -124,6 +124,8 @@ def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload
         backend=launcher,
         nproc=2,
         max_nodes=1,
+        # A group of the script's own: see https://github.com/pytorch/pytorch/issues/135712
+        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     ) as job:
         yield Launched(job)
 

@@ -14,6 +14,7 @@ from elastic.config import AgentOptions
 from elastic.coordination.records import Cause, Node, World, WorldState
 from elastic.errors import ConfigError
 from elastic.events import Event
+from secure_channel.keys import SecretKey
 
 
 class Journal:
@@ -33,6 +34,7 @@ def host(folder: Path, **options: float) -> AgentMemory:
         AgentOptions(**options),  # type: ignore[arg-type]
         Journal(),
         lambda: None,
+        key=SecretKey.generate,
         on_error=fail,
         parent=folder,
     )
@@ -66,8 +68,7 @@ def test_it_lives_as_long_as_its_agent(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     assert memory.folder == str(folder)
     published = memory.published(mine())
-    assert published.memory_port > 0 and len(published.memory_token) == 64
-    assert published.memory_token not in repr(published)
+    assert published.memory_port > 0
     sweep(current_process(), tmp_path)  # another agent that starts here
     assert folder.exists()
     memory.close()
@@ -106,8 +107,7 @@ def test_without_room_or_wish_there_is_none(
 
 def test_the_successor_is_the_next_in_rank_order_that_has_a_memory() -> None:
     a, b, c = (
-        replace(node_of(name), memory_port=port, memory_token="t")
-        for name, port in (("n1", 1), ("n2", 2), ("n3", 3))
+        replace(node_of(name), memory_port=port) for name, port in (("n1", 1), ("n2", 2), ("n3", 3))
     )
     assert [p.port for p in neighbours(world(a, b, c), b.node_id).peers] == [3, 1]
     last = neighbours(world(a, b, c), c.node_id)

@@ -19,8 +19,10 @@ from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_me
 from checkpoints.node_memory import NodeMemory
 from checkpoints.peers import PeerAddress
 from checkpoints.tiers import Tiers
+from secure_channel.keys import SecretKey
 
 LONG_S = 30.0
+KEY = SecretKey.generate()
 
 
 class Ring:
@@ -34,6 +36,8 @@ class Ring:
             MemoryHost(
                 folder / f"node-{index}",
                 host="127.0.0.1",
+                key=lambda: KEY,
+                identity=f"node-{index}",
                 neighbours=partial(self.neighbours.__getitem__, index),
                 on_outcome=self.outcomes.append,
                 on_error=self.errors.append,
@@ -43,7 +47,7 @@ class Ring:
         self.form(self.hosts)
 
     def form(self, hosts: list[MemoryHost]) -> None:
-        at = [PeerAddress(h.folder.name, "127.0.0.1", h.port, h.token) for h in hosts]
+        at = [PeerAddress(h.folder.name, "127.0.0.1", h.port, h.folder.name) for h in hosts]
         for index, host in enumerate(hosts):
             others = at[index + 1 :] + at[:index]
             self._tell(host, Neighbours(tuple(others), others[0] if others else None))
@@ -173,7 +177,9 @@ def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
         looked.release()
         return gone
 
-    copier = Copier(own, peer, on_outcome=outcomes.append, monotonic=lambda: now_s[0])
+    copier = Copier(
+        own, peer, key=lambda: KEY, on_outcome=outcomes.append, monotonic=lambda: now_s[0]
+    )
     wait_until(lambda: len(outcomes) == 1)
     for _ in range(4):
         looked.acquire()
@@ -200,7 +206,7 @@ def test_an_owner_ends_at_once_while_a_peer_hangs(tmp_path: Path) -> None:
     checkpoints.save(own, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = PeerAddress("hangs", "127.0.0.1", listener.getsockname()[1], "token")
-        copier = Copier(own, lambda: address, timeout_s=3600.0)
+        copier = Copier(own, lambda: address, key=lambda: KEY, timeout_s=3600.0)
         connection, _ = listener.accept()
         closer = threading.Thread(target=copier.close)
         closer.start()

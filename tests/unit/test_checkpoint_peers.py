@@ -15,13 +15,17 @@ from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
 from checkpoints.node_memory import NodeMemory
-from checkpoints.peer_server import PeerServer
-from checkpoints.peer_wire import MAX_REQUEST, Wire, WireError, prove_as_client
+from checkpoints.peer_server import MAX_REQUEST, PeerServer
 from checkpoints.peers import PeerAddress, PeerStorage
 from checkpoints.storage import LocalStorage, Storage
 from checkpoints.tiers import Tiers
+from secure_channel.channel import Channel
+from secure_channel.errors import AuthenticationError, ProtocolError
+from secure_channel.frames import frame
+from secure_channel.handshake import ServerHandshake
+from secure_channel.keys import SecretKey
 
-TOKEN = "the job's"
+KEY = SecretKey.generate()
 FOLDER = ".tmp-step-000000003.g0.aa"
 TENSORS = f"{FOLDER}/00000-of-00002.safetensors"
 PART = f"{FOLDER}/part-00000-of-00002.json"
@@ -37,13 +41,20 @@ class Node:
             storage.make_folder("")
         self.errors: list[BaseException] = []
         self.server = PeerServer(
-            self.own, self.copies, token=TOKEN, host="127.0.0.1", on_error=self.errors.append
+            self.own,
+            self.copies,
+            key=lambda: KEY,
+            identity="a",
+            host="127.0.0.1",
+            on_error=self.errors.append,
         )
         self.clients: list[PeerStorage] = []
 
-    def client(self, token: str = TOKEN, timeout_s: float = 10.0) -> PeerStorage:
-        at = PeerAddress("a", "127.0.0.1", self.server.port, token)
-        self.clients.append(PeerStorage(at, timeout_s=timeout_s))
+    def client(
+        self, key: SecretKey = KEY, identity: str = "a", timeout_s: float = 10.0
+    ) -> PeerStorage:
+        at = PeerAddress("a", "127.0.0.1", self.server.port, identity)
+        self.clients.append(PeerStorage(at, key=lambda: key, timeout_s=timeout_s))
         return self.clients[-1]
 
     def close(self) -> None:
@@ -176,31 +187,37 @@ def test_only_attempts_are_taken(node: Node) -> None:
         node.client().put(TENSORS.removeprefix(".tmp-"), node.own.open(TENSORS))
 
 
-def test_without_the_token_nobody_gets_anything(node: Node) -> None:
-    with pytest.raises(WireError, match="token"):
-        node.client(token="a guess").list("")
+def test_without_the_key_nobody_gets_anything(node: Node) -> None:
+    with pytest.raises(AuthenticationError):
+        node.client(key=SecretKey.generate()).list("")
     assert node.client().list("") == []
 
 
-def test_a_server_that_does_not_know_the_token_is_told_nothing() -> None:
-    """An impostor on a reused port gets a proof that it cannot use, and no request."""
+def test_the_memory_of_another_node_on_a_port_that_was_used_again_is_refused(node: Node) -> None:
+    with pytest.raises(ProtocolError, match="'a' by now, not 'b'"):
+        node.client(identity="b").list("")
+
+
+def test_a_server_that_does_not_know_the_key_is_told_nothing() -> None:
+    """An impostor on a reused port gets a hello that it cannot use, and no request."""
     received = bytearray()
     with _listening() as (port, accepted):
 
         def impostor() -> None:
-            connection = accepted()
-            connection.sendall(b"checkpoint-peer-1\n" + bytes(32))
-            received.extend(connection.recv(1000))
-            connection.sendall(bytes(32))
-            received.extend(connection.recv(1000))
-            connection.close()
+            with accepted() as connection, contextlib.suppress(ConnectionResetError):
+                received.extend(connection.recv(1000))
+                handshake = ServerHandshake(SecretKey.generate(), "x")
+                connection.sendall(frame(handshake.challenge(bytes(received[4:]))))
+                while chunk := connection.recv(1000):
+                    received.extend(chunk)
 
         thread = threading.Thread(target=impostor)
         thread.start()
-        with pytest.raises(WireError, match="does not know"):
-            PeerStorage(PeerAddress("x", "127.0.0.1", port, TOKEN)).list("")
+        storage = PeerStorage(PeerAddress("x", "127.0.0.1", port, "x"), key=lambda: KEY)
+        with pytest.raises(AuthenticationError):
+            storage.list("")
         thread.join()
-    assert len(received) == 64
+    assert len(received) == 4 + 8 + 32
 
 
 @contextmanager
@@ -220,7 +237,7 @@ def test_what_a_stranger_says_harms_nobody(node: Node, said: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "sent",
     [
         (MAX_REQUEST + 1).to_bytes(4, "big"),
         b"\0\0\0\x02[]",
@@ -228,9 +245,9 @@ def test_what_a_stranger_says_harms_nobody(node: Node, said: bytes) -> None:
         b"\0\0\x10\0" + b"[" * 4096,
     ],
 )
-def test_a_malformed_request_ends_the_connection(node: Node, frame: bytes) -> None:
+def test_a_malformed_request_ends_the_connection(node: Node, sent: bytes) -> None:
     wire = _wire(node)
-    wire.send_bytes(frame)
+    wire.send_bytes(sent)
     with pytest.raises((ConnectionError, AssertionError)):
         assert wire.receive(1000) is not None
     wire.close()
@@ -263,9 +280,11 @@ def test_a_nonsensical_request_is_answered_with_an_error(
     wire.close()
 
 
-def _wire(node: Node) -> Wire:
-    wire = Wire(socket.create_connection(("127.0.0.1", node.server.port), timeout=10), timeout_s=10)
-    prove_as_client(wire, TOKEN)
+def _wire(node: Node) -> Channel:
+    wire = Channel(
+        socket.create_connection(("127.0.0.1", node.server.port), timeout=10), timeout_s=10
+    )
+    wire.authenticate(KEY, expected="a")
     return wire
 
 
@@ -291,7 +310,9 @@ def test_a_peer_that_answers_too_slowly_counts_as_gone(tmp_path: Path) -> None:
     """It accepts, and says nothing: the wait is bounded, and the tier is passed over."""
     save(NodeMemory(tmp_path), 0, world_size=1)
     with _listening() as (port, _):
-        silent = PeerStorage(PeerAddress("b", "127.0.0.1", port, TOKEN), timeout_s=0.2)
+        silent = PeerStorage(
+            PeerAddress("b", "127.0.0.1", port, "b"), key=lambda: KEY, timeout_s=0.2
+        )
         tiers = Tiers([silent, NodeMemory(tmp_path)])
         assert checkpoints.latest(tiers).checkpoint is not None
         assert [t.place for t in tiers.passed_over] == [silent.place]
@@ -299,9 +320,10 @@ def test_a_peer_that_answers_too_slowly_counts_as_gone(tmp_path: Path) -> None:
 
 def test_a_deadline_grows_with_the_bytes_and_ends_a_drip(node: Node) -> None:
     now_s = [0.0]
-    ours, theirs = socket.socketpair()
-    wire = Wire.__new__(Wire)
-    wire._connection, wire._timeout_s, wire._monotonic = ours, 5.0, lambda: now_s[0]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    wire = Channel(ours, timeout_s=5.0, monotonic=lambda: now_s[0])
     wire.expect(20 << 20)
     theirs.sendall(b"x")
     now_s[0] = 14.0
@@ -324,8 +346,8 @@ def test_a_connection_that_the_server_closed_meanwhile_is_made_again(node: Node)
 def test_an_address_that_is_not_this_machines_own_is_served_on_all(tmp_path: Path) -> None:
     """Behind NAT, others come in by another address."""
     memory = NodeMemory(tmp_path)
-    server = PeerServer(memory, memory, token=TOKEN, host="192.0.2.1")
-    client = PeerStorage(PeerAddress("a", "127.0.0.1", server.port, TOKEN))
+    server = PeerServer(memory, memory, key=lambda: KEY, identity="a", host="192.0.2.1")
+    client = PeerStorage(PeerAddress("a", "127.0.0.1", server.port, "a"), key=lambda: KEY)
     memory.make_folder("")
     assert client.list("") == []
     client.close()
@@ -345,7 +367,3 @@ def test_a_server_that_ends_is_gone_for_its_clients(tmp_path: Path) -> None:
 def test_nothing_of_anothers_memory_can_be_changed_but_by_putting(node: Node) -> None:
     with pytest.raises(checkpoints.NotWritable, match="not ours to change"):
         checkpoints.save(node.client(), small_state(1), step=1, nonce="aa")
-
-
-def test_the_token_stands_in_no_message() -> None:
-    assert "secret" not in repr(PeerAddress("a", "h", 1, "secret"))

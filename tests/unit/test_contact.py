@@ -14,8 +14,10 @@ from elastic.config import AgentOptions
 from elastic.coordination.membership import Policy
 from elastic.coordination.memory import MemoryStore
 from elastic.coordination.records import Keys, NodeState
+from elastic.coordination.run_secret import RunSecret
 from elastic.errors import StoreUnreachable
 from elastic.events import Event
+from secure_channel.keys import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 TAKEOVER_S = 40.0
@@ -36,6 +38,7 @@ class NodeThread:
         context = NodeContext(
             store=MemoryStore(),
             keys=KEYS,
+            secret=RunSecret(SecretKey.generate(), KEYS.root),
             options=AgentOptions(takeover_s=TAKEOVER_S),
             policy=Policy(min_nodes=1, max_nodes=2),
             board=self.board,

@@ -10,12 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
 from elastic.agent.liveness import MAX_WORLD, LivenessServer
-from elastic.agent.probe import MAX_LINE, probe
+from elastic.agent.probe import Verdict, probe
 from elastic.coordination.membership import Liveness
+from secure_channel.errors import AuthenticationError
+from secure_channel.frames import frame
+from secure_channel.handshake import ClientHandshake
+from secure_channel.keys import SecretKey
 
 DEADLINE_S = 5.0
+KEY = SecretKey.generate()
 
 
 class Agent:
@@ -31,6 +37,7 @@ class Agent:
             lambda n, w: self.closed.put((n, w)),
             on_world=self.worlds.put,
             on_opened=lambda n, w: self.opened.put((n, w)),
+            key=lambda: KEY,
         )
         self.server.start()
 
@@ -49,12 +56,16 @@ def follower() -> Iterator[Agent]:
     agent.server.close()
 
 
+def verdict_of(port: int, node_id: str, timeout_s: float = DEADLINE_S) -> Verdict:
+    return probe("127.0.0.1", port, node_id, key=KEY, timeout_s=timeout_s)
+
+
 def ask(port: int, node_id: str, timeout_s: float = DEADLINE_S) -> Liveness:
-    return probe("127.0.0.1", port, node_id, timeout_s=timeout_s).liveness
+    return verdict_of(port, node_id, timeout_s).liveness
 
 
 def refuses(port: int, node_id: str) -> bool:
-    verdict = probe("127.0.0.1", port, node_id, timeout_s=DEADLINE_S)
+    verdict = verdict_of(port, node_id)
     assert verdict.liveness is not Liveness.DEAD, "a refusal alone is no proof"
     return verdict.refused
 
@@ -87,6 +98,23 @@ def test_a_stranger_on_the_port_is_no_proof() -> None:
         thread.join()
 
 
+def test_an_agent_that_does_not_know_the_runs_secret_is_no_proof_of_anything() -> None:
+    """Another run's agent, or an impostor: neither alive nor half of a proof of a death."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer() -> None:
+            connection, _ = stranger.accept()
+            with connection, pytest.raises(ConnectionResetError):
+                serve(connection, SecretKey.generate(), "x")
+
+        thread = threading.Thread(target=answer, name="stranger")
+        thread.start()
+        verdict = verdict_of(stranger.getsockname()[1], "x")
+        thread.join()
+    assert verdict.liveness is Liveness.SUSPECT and not verdict.refused
+    assert "does not prove" in verdict.reason
+
+
 def test_both_sides_hear_of_a_close(leader: Agent, follower: Agent) -> None:
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     # The leader knows the follower's name once it has answered a later probe in order.
@@ -96,9 +124,8 @@ def test_both_sides_hear_of_a_close(leader: Agent, follower: Agent) -> None:
 
 
 def test_leader_hears_of_a_followers_end(leader: Agent, follower: Agent) -> None:
-    with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
-        connection.sendall(b'{"hello": "n1"}\n')
-        assert b"leader" in connection.recv(100)
+    with greeted(leader):
+        pass
     assert leader.closed.get(timeout=DEADLINE_S) == ("n1", False)
 
 
@@ -149,28 +176,50 @@ def test_dropping_the_leader_on_purpose_is_not_reported(follower: Agent) -> None
         follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
         connection, _ = listener.accept()
         with connection:
-            assert connection.recv(100) == b'{"hello": "follower"}\n'
+            assert serve(connection, KEY, "leader") == "follower"
             follower.server.unfollow()
             assert connection.recv(100) == b""
     follower.server.close()
     assert follower.closed.empty()
 
 
+@pytest.mark.parametrize("knows", [False, True], ids=["stranger", "knows-the-secret"])
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff\xfe\n", b"[1, 2]\n", b"x" * (2 * MAX_LINE), b"[" * 900 + b"\n", b'{"hello": "a'],
+    [
+        b"\xff\xfe\xff\xff\n",
+        frame(b"[1, 2]"),
+        b"x" * 2048,
+        frame(b"[" * 50),
+        b'{"hello": "anyone"}\n',
+    ],
 )
-def test_garbage_closes_that_connection_and_harms_nothing(leader: Agent, garbage: bytes) -> None:
+def test_garbage_closes_that_connection_and_harms_nothing(
+    leader: Agent, garbage: bytes, knows: bool
+) -> None:
     with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
-        connection.sendall(garbage)
-        connection.shutdown(socket.SHUT_WR)
         connection.settimeout(DEADLINE_S)
-        try:
-            assert connection.recv(100) == b""
-        except ConnectionResetError:
-            pass
+        if knows:
+            prove(connection, KEY, "n1")
+        connection.sendall(garbage)
+        assert is_hung_up_on(connection)
     assert ask(leader.server.port, "leader") is Liveness.ALIVE
-    assert leader.closed.empty()
+    assert leader.closed.empty() != knows
+
+
+def test_without_the_secret_nobody_is_told_a_world(leader: Agent) -> None:
+    """Its record has said where every member's memory is, and what opens it."""
+    leader.server.announce(WORLD)
+    with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
+        connection.settimeout(DEADLINE_S)
+        with pytest.raises(AuthenticationError):
+            prove(connection, SecretKey.generate(), "n1")
+    with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
+        connection.settimeout(DEADLINE_S)
+        connection.sendall(frame(ClientHandshake(KEY, "n1").hello) + frame(bytes(32)))
+        receive_frame(connection)  # the leader's proof, and nothing else
+        assert connection.recv(1) == b""
+    assert leader.opened.empty()
 
 
 WORLD = b'{"generation":2,"members":["' + b"x" * 200_000 + b'"]}'
@@ -182,9 +231,9 @@ def greeted(leader: Agent, name: str = "n1") -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(DEADLINE_S)
     connection.connect(("127.0.0.1", leader.server.port))
-    connection.sendall(b'{"hello": "%s"}\n' % name.encode())
-    answer = b'{"node_id": "leader"}\n'
-    assert connection.recv(len(answer), socket.MSG_WAITALL) == answer
+    assert prove(connection, KEY, name) == "leader"
+    while leader.opened.get(timeout=DEADLINE_S) != (name, False):
+        pass  # another follower's
     return connection
 
 
@@ -199,31 +248,44 @@ def test_followers_are_sent_the_leaders_worlds(leader: Agent, follower: Agent) -
 def test_a_follower_that_comes_later_is_sent_the_newest_world(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     leader.server.announce(b'{"generation":3}')
-    with greeted(leader) as connection, connection.makefile() as lines:
-        assert json.loads(lines.readline()) == {"world": {"generation": 3}}
+    with greeted(leader) as connection:
+        assert json.loads(receive_frame(connection)) == {"generation": 3}
 
 
 def test_after_the_term_nobody_is_sent_a_world(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     leader.server.announce_nothing()
-    with greeted(leader) as connection, connection.makefile() as lines:
-        connection.sendall(b'{"probe": "leader"}\n')
-        assert json.loads(lines.readline()) == {"node_id": "leader"}
+    with greeted(leader) as connection:
+        leader.server.announce(b'{"generation":4}')  # of the next term
+        assert json.loads(receive_frame(connection)) == {"generation": 4}
 
 
 def test_who_merely_probes_is_sent_no_world(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
-        connection.sendall(b'{"probe": "leader"}\n{"probe": "leader"}\n')
-        with connection.makefile() as lines:
-            said = [json.loads(lines.readline()) for _ in range(2)]
-    assert said == [{"node_id": "leader"}] * 2
+        connection.settimeout(DEADLINE_S)
+        handshake = ClientHandshake(KEY)
+        connection.sendall(frame(handshake.hello))
+        handshake.answer(receive_frame(connection))
+        assert handshake.peer == "leader"
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    assert leader.opened.empty() and leader.closed.empty()
+
+
+def test_a_follower_that_names_no_node_is_none(leader: Agent) -> None:
+    leader.server.announce(b'{"generation":2}')
+    with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
+        connection.settimeout(DEADLINE_S)
+        prove(connection, KEY)
+        assert connection.recv(1) == b""
+    assert leader.opened.empty() and leader.closed.empty()
 
 
 def test_worlds_of_others_than_the_leader_are_not_taken(leader: Agent) -> None:
     with greeted(leader) as connection:
-        connection.sendall(b'{"world": {"generation": 9}, "hello": "n1"}\n')
-        assert b"leader" in connection.recv(100)
+        connection.sendall(frame(b'{"generation": 9}'))
+        assert is_hung_up_on(connection)
     assert leader.closed.get(timeout=DEADLINE_S) == ("n1", False)
     assert leader.worlds.empty()
 
@@ -242,20 +304,32 @@ def test_a_follower_that_never_reads_harms_nobody(leader: Agent, follower: Agent
     assert leader.closed.empty()
 
 
-@pytest.mark.parametrize("garbage", [b"\x00\xff\n", b"[]\n", b"x" * (MAX_WORLD + 1)])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff\xff\xff\xff", frame(b"\x00\xff"), frame(b"[]"), (MAX_WORLD + 1).to_bytes(4, "big")],
+)
 def test_garbage_from_the_leader_closes_the_connection(follower: Agent, garbage: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(DEADLINE_S)
-            assert connection.recv(100) == b'{"hello": "follower"}\n'
-            try:
-                connection.sendall(garbage)
-            except ConnectionResetError:
-                pass
+            serve(connection, KEY, "leader")
+            connection.sendall(garbage)
             assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
     assert follower.worlds.empty()
+
+
+def test_a_leader_that_does_not_know_the_secret_is_not_followed(follower: Agent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(DEADLINE_S)
+            with pytest.raises(ConnectionResetError):
+                serve(connection, SecretKey.generate(), "leader")
+    assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
+    assert follower.opened.empty() and follower.worlds.empty()
 
 
 @pytest.fixture

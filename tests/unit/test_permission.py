@@ -20,10 +20,12 @@ from elastic.config import AgentOptions
 from elastic.coordination.membership import Policy
 from elastic.coordination.memory import MemoryStore
 from elastic.coordination.records import Done, Keys, NodeState, Outcome, World
+from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
 from elastic.link.protocol import Beat, Permit, WorldMessage
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
+from secure_channel.keys import SecretKey
 
 DEADLINE_S = 20.0
 KEYS = Keys.of("/elastic", "job")
@@ -75,6 +77,7 @@ class Agent:
         context = NodeContext(
             store=MemoryStore(),
             keys=KEYS,
+            secret=RunSecret(SecretKey.generate(), KEYS.root),
             options=AgentOptions(takeover_s=TAKEOVER_S),
             policy=Policy(min_nodes=1, max_nodes=2),
             board=self.board,
@@ -190,6 +193,7 @@ def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessa
         nodes=1,
         store_host="",
         store_port=0,
+        store_key="",
         switch_at_step=switch_at_step,
         state="active",
         lineage=(),

@@ -17,6 +17,7 @@ from elastic.coordination.records import (
     Member,
     Node,
     Record,
+    Secret,
     Trouble,
     World,
     decode,
@@ -69,7 +70,7 @@ def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
     return plain[hint] if hint in plain else st.from_type(hint)
 
 
-any_record = st.one_of(*(records(cls) for cls in (World, Node, Leader, Trouble, Done)))
+any_record = st.one_of(*(records(cls) for cls in (World, Node, Leader, Trouble, Done, Secret)))
 
 
 @given(any_record)
@@ -86,7 +87,6 @@ MEMBER = {
     "liveness_host": "h",
     "liveness_port": 1,
     "memory_port": 2,
-    "memory_token": "cd",
     "process": {
         "host": "h",
         "machine_id": "m",

@@ -20,9 +20,9 @@ def last_words(is_for_good):
     print("saving for good" if is_for_good else "saving before a restart", flush=True)
     {action}
 end_on_sigterm(last_words, lambda: {for_good}, halt.on_signal)
-os.kill(os.getpid(), signal.SIGTERM)
 until = time.monotonic() + 60
 changes = 0
+os.kill(os.getpid(), signal.SIGTERM)
 while time.monotonic() < until:
     changes += 1
 """

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
+from elastic.testing import nccl_semantics
 from elastic.worker import transfer
 from elastic.worker.process_group import ProcessGroup
 
@@ -54,6 +55,9 @@ class Orders:
             order.unlink()
         except FileNotFoundError:
             return  # another worker has taken it
+        if point in ("hang-in-abort", "hang-in-build"):  # its own process group, from now on
+            setattr(nccl_semantics.control, point.replace("-", "_"), True)
+            return
         if point == "raise":
             raise ValueError("told to raise")
         if point == "give-up":  # as when a connection breaks, and nobody has died
@@ -95,6 +99,8 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--save-every", type=int, required=True)
     options = parser.parse_args()
+    if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
+        nccl_semantics.use_by_default()
     orders = Orders(options.folder)
     arrange(orders)
 
@@ -150,6 +156,8 @@ def main() -> None:
         orders.obey("forward")
         orders.obey("raise")
         orders.obey("give-up")
+        orders.obey("hang-in-abort")
+        orders.obey("hang-in-build")
         fake = g(x).detach()
         loss = F.softplus(-d(real)).mean() + 0.1 * fake.square().mean()
         loss.register_hook(dying)

@@ -1,0 +1,57 @@
+"""What torch's NCCL backend does on an error: nothing. In-process recovery handles them.
+
+By default ProcessGroupNCCL's watchdog ends the process when a peer is gone, in all survivors
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``WorkNCCL::handleException``). torch itself
+asks for ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` where ``abort()`` is used (distributed_c10d.py,
+``_abort_process_group``). torchrun's agent sets 1 for every worker where nothing is set
+(elastic/agent/server/local_elastic_agent.py); images and clusters set other values, under two
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from elastic.telemetry.log import get_logger
+
+_MODE, _NO_HANDLING, _OF_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "1"
+# Each of these turns error handling on as well. getCvarInt (c10d/Utils.hpp) reads the old names of
+# a variable, too; ProcessGroupNCCL's constructor enables error handling for "desync debug".
+_OVERRIDDEN = {
+    "NCCL_ASYNC_ERROR_HANDLING": "an old name of " + _MODE,
+    "TORCH_NCCL_DESYNC_DEBUG": "it turns on " + _MODE,
+    "NCCL_DESYNC_DEBUG": "it turns on " + _MODE,
+}
+_OFF = ("", "0", "N", "n", "NO", "no", "False", "false")
+
+
+def leave_errors_to_us(environ: MutableMapping[str, str], *, is_in_process: bool) -> None:
+    """Before a group on NCCL is made. Where worlds change by a restart, the user's mode counts."""
+    if not is_in_process:
+        environ.setdefault(_MODE, _NO_HANDLING)
+        return
+    value = environ.get(_MODE, _NO_HANDLING)
+    if value == _OF_TORCHRUN:
+        get_logger().info("%s is 0 for recovery in process; it was %s", _MODE, value)
+    elif value != _NO_HANDLING:
+        _say(_MODE, value, "it ends the survivors of a dead peer")
+    environ[_MODE] = _NO_HANDLING
+    for name, why in _OVERRIDDEN.items():
+        if (value := environ.pop(name, "0")) not in _OFF:
+            _say(name, value, why)
+    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        # distributed_c10d reads it, too, and C++ may have read it already: it cannot be undone.
+        get_logger().warning(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's NCCL backend end the survivors of a dead "
+            "peer: recovery in process will not work. Use INFO, or leave it away"
+        )
+
+
+def _say(name: str, value: str, why: str) -> None:
+    get_logger().warning(
+        "%s=%s is overridden for recovery in process: %s. Remove it from the environment of this "
+        "job",
+        name,
+        value,
+        why,
+    )

@@ -1,0 +1,88 @@
+"""What a collective's work means, by backend: done on the host, or queued on a device's stream.
+
+gloo's works end when their results are there, and raise what went wrong. NCCL's are queued on a
+stream of the device, and the host runs ahead of them:
+
+- ``Work.wait()`` makes the current stream wait, not the host;
+- the work's future is complete from the start (``ProcessGroupNCCL::initWork``), so a callback of
+  it says nothing about results;
+- an abort lets the kernels return: the work is complete, nothing is raised, and its output holds
+  whatever had been reduced by then.
+
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``WorkNCCL::wait``, ``WorkNCCL::isCompleted``;
+docs/decisions/0026.) Whoever needs a result asks :func:`semantics_of` which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["HOST", "Semantics", "has_streams", "register", "semantics_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Semantics:
+    """How results of a backend become visible to the host."""
+
+    is_on_stream: bool
+    # Returns when everything that the current stream of the device was made to wait for is done.
+    synchronize: Callable[[torch.device], None]
+
+
+def _synchronize_current_stream(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()
+
+
+def _synchronize_host(device: torch.device) -> None:
+    """gloo copies results to a GPU on streams of its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+HOST = Semantics(is_on_stream=False, synchronize=_synchronize_host)
+_CUDA = Semantics(is_on_stream=True, synchronize=_synchronize_current_stream)
+
+_BY_BACKEND: dict[str, Semantics] = {
+    "gloo": HOST,
+    "mpi": HOST,
+    "nccl": _CUDA,
+    # torch 2.14 and later (distributed_c10d.py, _register_builtin_nccl_legacy_backend and below).
+    "nccl-legacy": _CUDA,
+    "nccl2": _CUDA,
+    "nccl-lazy": _CUDA,
+}
+
+
+def register(backend: str, semantics: Semantics) -> None:
+    """Say what the works of a backend mean that torch does not come with."""
+    _BY_BACKEND[backend.lower()] = semantics
+
+
+def semantics_of(device_type: str, backend: str | None = None) -> Semantics:
+    """Of collectives on tensors of that type of device.
+
+    ``backend``: as in ``init_process_group``, for example ``cpu:gloo,cuda:nccl``; by default that
+    of the present group.
+
+    >>> semantics_of("cpu", "cpu:gloo,cuda:nccl").is_on_stream
+    False
+    >>> semantics_of("cuda", "nccl").is_on_stream
+    True
+    """
+    name = _backend_for(device_type, backend or str(dist.get_backend_config()))
+    default = HOST if device_type == "cpu" else _CUDA
+    return _BY_BACKEND.get(name, default)
+
+
+def has_streams(device_type: str, backend: str) -> bool:
+    """Whether a group of this backend queues anything on a stream."""
+    return semantics_of(device_type, backend).is_on_stream
+
+
+def _backend_for(device_type: str, backend: str) -> str:
+    by_device = dict(part.split(":", 1) for part in backend.lower().split(",") if ":" in part)
+    return by_device.get(device_type, "") if by_device else backend.lower()

@@ -1,0 +1,154 @@
+"""One blocking connection: authenticated, its messages framed, its bulk bytes not copied.
+
+Every wait has a deadline, and bulk bytes extend it by what a slow network needs for them: a peer
+that is slow beyond use counts as gone. Nothing is allocated because somebody says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from secure_channel import strict_json
+from secure_channel.frames import FrameReader, frame
+from secure_channel.handshake import MAX_FRAME, ClientHandshake
+from secure_channel.keys import SecretKey
+
+SLOWEST_BYTES_PER_S = 2 << 20
+_READ_BYTES = 1 << 16
+
+
+class Channel:
+    """Not for several threads at once, but for :meth:`cut`.
+
+    ``look`` is called every ``slice_s`` while it waits, and may raise to give up. Where it does,
+    and after a deadline, a message that was half received is completed by the next receive.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        timeout_s: float,
+        received: bytes = b"",
+        slice_s: float = float("inf"),
+        look: Callable[[], object] = lambda: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket = connection
+        self._timeout_s = timeout_s
+        self._slice_s = slice_s
+        self._look = look
+        self._monotonic = monotonic
+        self._reader = FrameReader(MAX_FRAME, received)
+        self._by_s = 0.0
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.expect(0)
+
+    def authenticate(
+        self, key: SecretKey, identity: str = "", *, expected: str | None, proves: bool = True
+    ) -> str:
+        """As the client: have the server prove the key, and prove it. The server's identity.
+
+        One round trip: the proof is not answered, the first message may follow it. Without
+        ``proves`` it is not sent: for whoever only wants to know who listens.
+
+        Raises:
+            AuthenticationError: the server does not know the key.
+            ProtocolError: it does not speak this protocol, or is another than ``expected``.
+            OSError: it is gone, or silent.
+        """
+        handshake = ClientHandshake(key, identity, expected=expected)
+        self.send_frame(handshake.hello)
+        challenge = self.receive_frame(MAX_FRAME)
+        if challenge is None:
+            raise ConnectionResetError("the connection was closed before the server proved itself")
+        proof = handshake.answer(challenge)
+        if proves:
+            self.send_frame(proof)
+        return handshake.peer
+
+    # -- deadlines ----------------------------------------------------------------------------
+
+    def expect(self, size_bytes: int) -> None:
+        """From now on there is time for that many bytes, both ways together."""
+        self.wait(self._timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """From now on there are so many seconds."""
+        self._by_s = self._monotonic() + timeout_s
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """A JSON object as a frame."""
+        self.send_frame(strict_json.encode(message))
+
+    def send_frame(self, payload: bytes) -> None:
+        self.send_bytes(frame(payload))
+
+    def receive(self, most: int) -> dict[str, Any] | None:
+        """The next message, of at most so many bytes; None if the peer closed before one began.
+
+        Raises ProtocolError for what is no message.
+        """
+        payload = self.receive_frame(most)
+        return None if payload is None else strict_json.decode(payload)
+
+    def receive_frame(self, most: int) -> bytes | None:
+        """The same, not parsed."""
+        self._reader.limit = most
+        while missing := self._reader.missing:  # exactly: what comes behind may be bulk bytes
+            chunk = self._wait(lambda most: self._socket.recv(most), min(missing, _READ_BYTES))
+            if not chunk:
+                if self._reader.is_partial:
+                    raise ConnectionResetError("the other side closed in the middle")
+                return None
+            self._reader.feed(chunk)
+        return self._reader.next()
+
+    # -- bulk bytes ---------------------------------------------------------------------------
+
+    def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        """As they are."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._wait(self._socket.send, rest) :]
+
+    def fill(self, into: memoryview) -> None:
+        """Receive exactly as many bytes. Raises ``ConnectionError`` if fewer come."""
+        early = self._reader.take(len(into))
+        into[: len(early)] = early
+        done = len(early)
+        while done < len(into):
+            count = self._wait(self._socket.recv_into, into[done:])
+            if count == 0:
+                raise ConnectionResetError("the other side closed in the middle")
+            done += count
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """From another thread: whoever uses it gets an error, or the end, and closes it.
+
+        Closed under its user's hands, its number would soon be another connection's.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _wait(self, operate: Callable[[Any], Any], argument: Any) -> Any:
+        while True:
+            left_s = self._by_s - self._monotonic()
+            if left_s <= 0:
+                raise TimeoutError("too slow")
+            self._socket.settimeout(min(left_s, self._slice_s))
+            try:
+                return operate(argument)
+            except TimeoutError:
+                self._look()

@@ -1,0 +1,63 @@
+"""Messages on a stream: four bytes of length, and as many bytes. Never more than the limit."""
+
+from __future__ import annotations
+
+import struct
+
+from secure_channel.errors import ProtocolError
+
+_LENGTH = struct.Struct("!I")
+HEADER_BYTES = _LENGTH.size
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload as it goes over the wire."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """What has come on a connection: whole frames go on, the beginning of the next one stays.
+
+    ``limit`` may change between two frames: what a stranger may send is less than a peer.
+    """
+
+    def __init__(self, limit: int, received: bytes = b"") -> None:
+        self.limit = limit
+        self._received = bytearray(received)
+
+    def feed(self, chunk: bytes) -> None:
+        """More bytes have come."""
+        self._received += chunk
+
+    def next(self) -> bytes | None:
+        """The next whole frame's payload. Raises ProtocolError as soon as it is too long."""
+        if self.missing:
+            return None
+        end = HEADER_BYTES + self._announced()
+        payload = bytes(memoryview(self._received)[HEADER_BYTES:end])
+        del self._received[:end]
+        return payload
+
+    @property
+    def missing(self) -> int:
+        """How many bytes more the next frame needs, as far as is known. Raises ProtocolError."""
+        if len(self._received) < HEADER_BYTES:
+            return HEADER_BYTES - len(self._received)
+        return max(0, HEADER_BYTES + self._announced() - len(self._received))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a frame has begun and is not complete."""
+        return bool(self._received)
+
+    def take(self, most: int) -> bytes:
+        """Up to so many of the bytes that have come, as they are: bulk bytes behind a frame."""
+        taken = bytes(memoryview(self._received)[:most])
+        del self._received[: len(taken)]
+        return taken
+
+    def _announced(self) -> int:
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > self.limit:
+            raise ProtocolError(f"a frame of {length} bytes, more than {self.limit}")
+        return int(length)

@@ -1,0 +1,474 @@
+"""Many authenticated connections on one thread that nobody can hold up.
+
+A hub owns a listener, the connections it has accepted, and those it was told to make. Nothing
+blocks: what a peer sends is taken as it comes, what it does not read waits in a bounded buffer.
+Whatever a peer does wrong costs its own connection, and one rate-limited line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from secure_channel.errors import ProtocolError
+from secure_channel.frames import FrameReader, frame
+from secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits, Pending
+from secure_channel.reports import LimitedReports, Report
+
+ACCEPTS_PER_TURN = 16
+ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
+_READ_BYTES = 1 << 16
+_MAX_READS_OF_REST = 64  # a dead process's children may write for ever
+
+OnError = Callable[[BaseException], object]
+
+
+class State(Enum):
+    """Of a connection, in this order; CLOSED from any."""
+
+    CONNECTING = "connecting"
+    PROVING = "proving"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Connection:
+    """One connection of a hub. For the hub's thread; ``data`` is its owner's."""
+
+    def __init__(self, sock: socket.socket, address: str, *, is_outgoing: bool, limit: int) -> None:
+        self.socket = sock
+        self.address = address  # of the peer, for its budget and for people
+        self.is_outgoing = is_outgoing
+        self.identity = ""  # of the peer, as it has proved with the key
+        self.was_open = False
+        self.data: object = None
+        self.state = State.CONNECTING if is_outgoing else State.PROVING
+        self.handshake: ClientHandshake | ServerHandshake | None = None
+        self.has_greeted = False  # the client's hello has been answered
+        self.reader = FrameReader(MAX_FRAME)
+        self.open_limit = limit
+        self.unsent = bytearray()
+        self.frames = 0  # received
+        self.timed_frame = -1  # the one that the deadline is for
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is State.CLOSED
+
+
+class Handler:
+    """What a hub's owner does with its connections, all on the hub's thread.
+
+    A :class:`ProtocolError` from ``admit``, ``opened`` or ``received`` ends that connection. Any
+    other exception is a fault of this program, and ends the hub.
+    """
+
+    def admit(self, sock: socket.socket) -> str:
+        """Who connects: the address whose budget it is. Refuse by raising ProtocolError."""
+        address = sock.getpeername()
+        return str(address[0]) if isinstance(address, tuple) else str(address)
+
+    def opened(self, connection: Connection) -> None:
+        """Both ends have proved that they know the key."""
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        """A frame has come."""
+
+    def closed(self, connection: Connection) -> None:
+        """It has ended, open or not, other than by ``drop(tell=False)``."""
+
+
+class Hub:
+    """Owned by whoever calls :meth:`close`. ``key`` is asked for at every handshake."""
+
+    def __init__(
+        self,
+        name: str,
+        listener: socket.socket,
+        handler: Handler,
+        *,
+        key: Callable[[], SecretKey],
+        identity: str,
+        limits: Limits,
+        report: Report,
+        on_error: OnError = lambda error: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self._listener = listener
+        self._handler = handler
+        self._key = key
+        self._identity = identity
+        self._report = LimitedReports(report, monotonic=monotonic)
+        self._on_error = on_error
+        self._monotonic = monotonic
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._wakee = socket.socketpair()
+        for sock in (listener, self._waker, self._wakee):
+            sock.setblocking(False)
+        self._requests: deque[Callable[[], object]] = deque()
+        self._connections: set[Connection] = set()
+        self._pending: Pending[Connection] = Pending(limits)
+        self._open = 0  # of the accepted ones
+        self._deadlines: dict[Connection, float] = {}
+        self._is_listening = False
+        self._listen_at_s = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # -- from any thread ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections, free the port, join. Idempotent."""
+        self._closing = True
+        self.wake()
+        if self._thread.ident is None:
+            self._release()
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def post(self, request: Callable[[], object]) -> None:
+        """Run this on the hub's thread, in order; forgotten once the hub is closed."""
+        self._requests.append(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the thread turn. (A byte: a forked child may hold the other end, too.)"""
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+            self._waker.send(b"x")
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    # -- on the hub's thread ------------------------------------------------------------------
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """Those that are open."""
+        return tuple(c for c in self._connections if c.state is State.OPEN)
+
+    def connect(
+        self, host: str, port: int, *, expected: str, within_s: float, data: object = None
+    ) -> Connection:
+        """Begin to connect to the server with this identity, at an address (never a name), which
+        has to accept ``within_s``.
+
+        ``Handler.opened`` or ``Handler.closed`` tells how that ends. Raises OSError.
+        """
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        limit = self.limits.server_frame_bytes
+        connection = Connection(sock, f"{host}:{port}", is_outgoing=True, limit=limit)
+        connection.data = data
+        connection.handshake = ClientHandshake(self._key(), self._identity, expected=expected)
+        self._connections.add(connection)
+        self._deadlines[connection] = self._monotonic() + within_s
+        self._selector.register(sock, selectors.EVENT_WRITE, connection)
+        status = sock.connect_ex(address)
+        if status not in (0, errno.EINPROGRESS):
+            self.post(lambda: self.drop(connection))
+        return connection
+
+    def send(self, connection: Connection, payload: bytes) -> None:
+        """Send what goes at once, keep the rest for when the peer has read.
+
+        Too much of that ends the connection.
+        """
+        if connection.state is State.OPEN:
+            self._queue(connection, payload)
+
+    def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
+        """Call ``callback`` whenever this can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+
+    def drain(self, connection: Connection) -> None:
+        """Take what has come and was not read yet: its sender may be dead."""
+        for _ in range(_MAX_READS_OF_REST):
+            if connection.is_closed or not self._read(connection):
+                return
+
+    def detach(self, connection: Connection) -> tuple[socket.socket, bytes]:
+        """Give an open connection away: its socket, now blocking, and what it has sent since."""
+        self._forget(connection)
+        connection.socket.setblocking(True)
+        return connection.socket, connection.reader.take(_READ_BYTES * 2)
+
+    def drop(self, connection: Connection, why: str = "", *, tell: bool = True) -> None:
+        """End it. ``why`` is logged; without ``tell`` the handler is not told."""
+        if connection.is_closed:
+            return
+        self._forget(connection)
+        connection.socket.close()
+        if why:
+            self._report(f"{self.name}: {connection.address} is disconnected: {why}")
+        if tell and not self._closing:
+            self._handler.closed(connection)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._wakee, selectors.EVENT_READ)
+            while not self._closing:
+                self._listen()
+                for key, events in self._selector.select(self._patience_s()):
+                    if not self._closing:
+                        self._turn(key, events)
+                self._expire()
+        except BaseException as error:
+            self._on_error(error)
+            raise
+        finally:
+            self._closing = True
+            self._release()
+
+    def _release(self) -> None:
+        for connection in tuple(self._connections):
+            connection.state = State.CLOSED
+            connection.socket.close()
+        self._connections.clear()
+        self._requests.clear()
+        for sock in (self._listener, self._waker, self._wakee):
+            sock.close()
+        self._selector.close()
+
+    def _turn(self, key: selectors.SelectorKey, events: int) -> None:
+        if isinstance(connection := key.data, Connection):
+            self._serve(connection, events)
+        elif key.data is not None:
+            key.data()
+        elif key.fileobj is self._listener:
+            self._accept()
+        else:
+            self._wakee.recv(4096)
+            while self._requests and not self._closing:
+                self._requests.popleft()()
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        # (An earlier event of the same round may have had it dropped.)
+        if connection.state is State.CONNECTING:
+            self._connected(connection)
+            return
+        if events & selectors.EVENT_WRITE and not connection.is_closed:
+            self._flush(connection)
+        if events & selectors.EVENT_READ and not connection.is_closed:
+            self._read(connection)
+
+    def _patience_s(self) -> float | None:
+        at_s = min(self._deadlines.values(), default=None)
+        if not self._is_listening:
+            at_s = min(self._listen_at_s, self._listen_at_s if at_s is None else at_s)
+        return None if at_s is None else max(0.0, at_s - self._monotonic())
+
+    def _expire(self) -> None:
+        if not self._deadlines:
+            return
+        now_s = self._monotonic()
+        for connection in [c for c, at_s in self._deadlines.items() if now_s >= at_s]:
+            if connection.state is State.OPEN:
+                self.drop(connection, f"a message took over {self.limits.message_s:g} s")
+            elif connection.is_outgoing:
+                self.drop(connection)
+            else:
+                self.drop(connection, f"no proof within {self.limits.handshake_s:g} s")
+
+    # -- connections that come ----------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if not self._is_listening and self._monotonic() >= self._listen_at_s:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._is_listening = True
+
+    def _listen_again_in(self, seconds: float) -> None:
+        if self._is_listening:
+            self._selector.unregister(self._listener)
+        self._is_listening = False
+        self._listen_at_s = self._monotonic() + seconds
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            if room_in_s := self._pending.room_in_s(self._monotonic()):
+                self._listen_again_in(room_in_s)
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor is free: do not ask in a circle
+                self._report(f"{self.name}: cannot accept a connection: {error}")
+                if (oldest := self._pending.oldest) is not None:
+                    self.drop(oldest)
+                self._listen_again_in(ACCEPT_AGAIN_S)
+                return
+            self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        try:
+            address = self._handler.admit(sock)
+        except ProtocolError as error:
+            self._report(f"{self.name}: refused a connection: {error}")
+            sock.close()
+            return
+        except OSError:  # it has gone again
+            sock.close()
+            return
+        for oldest in (self._pending.to_evict_of(address), self._pending.to_evict()):
+            if oldest is not None:
+                self.drop(oldest, "too many connections that do not prove themselves")
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
+        connection.handshake = ServerHandshake(self._key(), self._identity)
+        now_s = self._monotonic()
+        self._connections.add(connection)
+        self._pending.add(connection, address, now_s)
+        self._deadlines[connection] = now_s + self.limits.handshake_s
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _connected(self, connection: Connection) -> None:
+        sock = connection.socket
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
+            self.drop(connection)
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.state = State.PROVING
+        self._deadlines[connection] = self._monotonic() + self.limits.handshake_s
+        assert isinstance(connection.handshake, ClientHandshake)
+        self._queue(connection, connection.handshake.hello)
+
+    # -- bytes --------------------------------------------------------------------------------
+
+    def _read(self, connection: Connection) -> bool:
+        """Read once; whether there may be more."""
+        try:
+            chunk = connection.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.drop(connection)
+            return False
+        connection.reader.feed(chunk)
+        try:
+            self._take_frames(connection)
+        except ProtocolError as error:
+            self.drop(connection, str(error))
+        if not connection.is_closed and connection.state is State.OPEN:
+            self._time_message(connection)
+        return not connection.is_closed
+
+    def _take_frames(self, connection: Connection) -> None:
+        while not connection.is_closed and (payload := connection.reader.next()) is not None:
+            connection.frames += 1
+            if connection.state is State.OPEN:
+                self._handler.received(connection, payload)
+            else:
+                self._prove(connection, payload)
+
+    def _prove(self, connection: Connection, payload: bytes) -> None:
+        handshake = connection.handshake
+        if isinstance(handshake, ClientHandshake):
+            self._queue(connection, handshake.answer(payload))
+            self._open_up(connection, handshake.peer)
+        elif isinstance(handshake, ServerHandshake) and not connection.has_greeted:
+            connection.has_greeted = True
+            self._queue(connection, handshake.challenge(payload))
+        elif isinstance(handshake, ServerHandshake):
+            handshake.verify(payload)
+            if self._open >= self.limits.open_connections:
+                raise ProtocolError(f"there are {self._open} connections already")
+            self._open_up(connection, handshake.peer)
+
+    def _open_up(self, connection: Connection, identity: str) -> None:
+        if connection.is_closed:  # it was gone when it was to be answered
+            return
+        connection.handshake = None
+        connection.identity = identity
+        connection.was_open = True
+        connection.state = State.OPEN
+        connection.reader.limit = connection.open_limit
+        self._pending.discard(connection)
+        self._deadlines.pop(connection, None)
+        self._open += not connection.is_outgoing
+        self._handler.opened(connection)
+
+    def _time_message(self, connection: Connection) -> None:
+        """A message that has begun has to end in time; whoever is silent has all there is."""
+        if not connection.reader.is_partial:
+            self._deadlines.pop(connection, None)
+        elif connection not in self._deadlines or connection.timed_frame != connection.frames:
+            connection.timed_frame = connection.frames
+            self._deadlines[connection] = self._monotonic() + self.limits.message_s
+
+    def _queue(self, connection: Connection, payload: bytes) -> None:
+        connection.unsent += frame(payload)
+        if len(connection.unsent) > self.limits.unsent_bytes:
+            self.drop(connection, f"it leaves {len(connection.unsent)} bytes unread")
+            return
+        self._flush(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            while connection.unsent:
+                del connection.unsent[: connection.socket.send(connection.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.drop(connection)
+            return
+        unsent = selectors.EVENT_WRITE if connection.unsent else 0
+        self._selector.modify(connection.socket, selectors.EVENT_READ | unsent, connection)
+
+    def _forget(self, connection: Connection) -> None:
+        if connection.state is State.OPEN and not connection.is_outgoing:
+            self._open -= 1
+        connection.state = State.CLOSED
+        self._connections.discard(connection)
+        self._pending.discard(connection)
+        self._deadlines.pop(connection, None)
+        self._selector.unregister(connection.socket)
+
+
+def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
+    """A TCP listener at that address; on all, where it is none of this machine's own (NAT)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=backlog)
+    except OSError:
+        return socket.create_server(("", port), family=family, backlog=backlog)
+
+
+def listen_on_path(path: str | os.PathLike[str], *, backlog: int) -> socket.socket:
+    """A Unix socket listener."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

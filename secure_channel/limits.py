@@ -1,0 +1,78 @@
+"""What a listener spends on others, at most: bytes, seconds and connections."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of one listener. Whoever has not proved itself is bounded more tightly."""
+
+    frame_bytes: int  # of a client's message
+    server_frame_bytes: int = 0  # of a message from a server that this hub has connected to
+    unsent_bytes: int = 2 << 20  # for one connection that does not read
+    handshake_s: float = 5.0  # from connecting to the proof
+    message_s: float = 10.0  # from a message's first byte to its last
+    open_connections: int = 1024  # that have proved themselves
+    pending_connections: int = 128  # that have not yet
+    pending_per_address: int = 64
+    # A handshake takes milliseconds. Where clients come faster than they are answered, younger
+    # ones are left in the kernel's queue, so that a stampede of good ones ends none of them.
+    evict_after_s: float = 0.05
+
+
+class Pending(Generic[T]):
+    """Connections that have not proved themselves: the oldest goes first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._since_s: dict[T, tuple[float, str]] = {}  # oldest first
+        self._addresses: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(tuple(self._since_s))
+
+    def add(self, connection: T, address: str, now_s: float) -> None:
+        """It has connected."""
+        self._since_s[connection] = now_s, address
+        self._addresses[address] += 1
+
+    def discard(self, connection: T) -> None:
+        """It has proved itself, or is gone."""
+        found = self._since_s.pop(connection, None)
+        if found is not None:
+            self._addresses[found[1]] -= 1
+            if not self._addresses[found[1]]:
+                del self._addresses[found[1]]
+
+    @property
+    def oldest(self) -> T | None:
+        """The one to go first."""
+        return next(iter(self._since_s), None)
+
+    def room_in_s(self, now_s: float) -> float:
+        """When one more may come: 0 at once, perhaps after :meth:`to_evict` has gone."""
+        if len(self._since_s) < self._limits.pending_connections:
+            return 0.0
+        since_s, _ = next(iter(self._since_s.values()))
+        return max(0.0, since_s + self._limits.evict_after_s - now_s)
+
+    def to_evict(self) -> T | None:
+        """Who makes room for one more; None: there is room."""
+        is_full = len(self._since_s) >= self._limits.pending_connections
+        return self.oldest if is_full else None
+
+    def to_evict_of(self, address: str) -> T | None:
+        """Who makes room for one more of this address; None: there is room."""
+        if self._addresses[address] < self._limits.pending_per_address:
+            return None
+        return next(one for one, (_, at) in self._since_s.items() if at == address)

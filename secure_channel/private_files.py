@@ -1,0 +1,68 @@
+"""Folders and files for this user alone, where others may write: ``/tmp``, ``/dev/shm``.
+
+Names there can be taken by another user beforehand, as a link to somewhere else. So folders are
+made fresh, files are created and never opened through a link, and what is read has to be this
+user's own.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+_MAX_BYTES = 1 << 20
+
+
+def make_folder(prefix: str, *, base: str | None = None) -> str:
+    """A fresh folder with a name that nobody could foresee, of mode 0700."""
+    return tempfile.mkdtemp(prefix=prefix, dir=base)
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """A new file of mode 0600. Raises FileExistsError for whatever is there, a link included."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def read(path: str | os.PathLike[str]) -> bytes:
+    """What :func:`write` wrote. Raises OSError for a link, and for what others own or can read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        require_private(descriptor, path)
+        return file.read(_MAX_BYTES)
+
+
+def open_lock(path: str | os.PathLike[str]) -> int:
+    """A descriptor of a file of this user's that may be there already; made of mode 0600.
+
+    Raises PermissionError for a link, or a file that others own or can change.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if Path(path).is_symlink():
+            raise PermissionError(f"{path} is a link: remove it, or set TMPDIR") from error
+        raise
+    try:
+        require_private(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def require_private(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """Raises PermissionError unless it is a regular file of this user's alone."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        raise PermissionError(f"{path} is no plain file: remove it, or set TMPDIR")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+            f"expected user {os.geteuid()} and 600: remove it, or set TMPDIR"
+        )

@@ -1,0 +1,67 @@
+"""torch's ways to abort communicators, as we use them: fails where a torch version differs.
+
+What can be told without a GPU: which calls NCCL's backends have, and what torch's own
+``_abort_process_group`` calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elastic.worker import communicators, semantics
+
+ABORT = inspect.getsource(distributed_c10d._abort_process_group)
+NCCL_BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
+
+
+def test_torch_aborts_all_groups_as_one_in_a_way_that_we_know() -> None:
+    """Either by _group_start of the backend, or by a coalescing region (from 2.15 on)."""
+    assert ("_group_start" in ABORT) != ("_coalescing_manager" in ABORT)
+    assert "pg_to_abort.abort()" in ABORT
+
+
+def test_groups_have_what_an_abort_uses() -> None:
+    for name in ("_start_coalescing", "_end_coalescing", "_get_backend", "_device_types", "abort"):
+        assert hasattr(dist.ProcessGroup, name), name
+    assert hasattr(distributed_c10d._world, "pg_names")
+
+
+@pytest.mark.parametrize("name", NCCL_BACKENDS)
+def test_a_backend_on_nccl_is_aborted_within_a_region(name: str) -> None:
+    """Without one, aborts of several communicators wait for each other (pytorch issue 119797)."""
+    backend = getattr(distributed_c10d, name, None)
+    if backend is None:  # not of this version, or not of a build without CUDA
+        assert name == "ProcessGroupNCCL2" or not dist.is_nccl_available()
+        return
+    assert hasattr(backend, "abort")
+    assert hasattr(backend, "_group_start") or hasattr(backend, "supports_coalescing")
+
+
+def test_the_region_is_the_backends_own_where_it_has_one() -> None:
+    calls: list[str] = []
+
+    class Legacy:
+        supports_coalescing = True  # ProcessGroupNCCL says so, too
+
+        def _group_start(self) -> None:
+            calls.append("group start")
+
+        def _group_end(self) -> None:
+            calls.append("group end")
+
+    with communicators._as_one(object(), Legacy(), torch.device("cpu")):
+        calls.append("aborts")
+    assert calls == ["group start", "aborts", "group end"]
+
+
+def test_every_backend_named_nccl_runs_on_a_stream() -> None:
+    """A new name is to be looked at, and added to elastic/worker/semantics.py."""
+    names = {name for name in dist.Backend.backend_list if "nccl" in name}
+    assert names
+    for name in names:
+        assert semantics._BY_BACKEND[name].is_on_stream, name

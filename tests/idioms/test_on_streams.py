@@ -1,0 +1,194 @@
+"""A death while collectives run on a stream, as on GPUs: idioms and worst places once more.
+
+Workers train on the backend of :mod:`elastic.testing.nccl_semantics`; what each script has to end
+with is what it ends with alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from catalogue import Idiom, idioms
+from idiom_runs import SIZE, IdiomRuns, assert_same
+from test_worst_places import BY_ITSELF, HEAD, LOOPS, STEP, TRAINED, script_of
+
+from elastic.testing.small_world import LINES, SmallWorld
+
+# Sparse gradients need a special build of NCCL (ProcessGroupNCCL.cpp, allreduce_sparse).
+NOT_ON_NCCL = {"sparse_embedding"}
+# Those that have collectives, or weights, of their own; the others are for the soak.
+IN_SHORT = {
+    "accumulate",
+    "all_reduce_loss",
+    "barrier",
+    "batch_norm",
+    "buffers_in_forward",
+    "callback_with_a_collective",
+    "channels_last",
+    "evaluate_each_epoch",
+    "gan",
+    "manual_sgd",
+    "metric_average",
+    "two_optimizers",
+    "unused_parameters",
+}
+RUN = "\nrun.retry(train)\nresult = dict(model.state_dict())\n"
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdiomRuns]:
+    with SmallWorld(on_stream=True) as world:
+        yield IdiomRuns(world, tmp_path_factory.mktemp("streams"))
+
+
+def chosen(in_short: bool) -> list[Idiom]:
+    return [i for i in idioms() if i.name not in NOT_ON_NCCL and (i.name in IN_SHORT) is in_short]
+
+
+def name_of(idiom: Idiom) -> str:
+    return idiom.name
+
+
+@pytest.mark.parametrize("idiom", chosen(in_short=True), ids=name_of)
+def test_a_death_changes_nothing(runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom) -> None:
+    check(runs, streams, idiom, zlib.crc32(idiom.name.encode()) % 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 8))
+@pytest.mark.parametrize("idiom", [*chosen(True), *chosen(False)], ids=name_of)
+def test_a_death_anywhere_changes_nothing(
+    runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom, seed: int
+) -> None:
+    check(runs, streams, idiom, seed)
+
+
+def check(runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom, seed: int) -> None:
+    is_replaced = seed % 2 == 1
+    death = streams.draw_death(idiom, seed, LINES)
+    outcome = streams.with_death(idiom, death, is_replaced=is_replaced)
+    outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
+    assert_same(idiom, outcome, runs.alone(idiom))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_death_at_the_worst_place(
+    runs: IdiomRuns, streams: IdiomRuns, tmp_path: Path, loop: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(script_of(loop, 5))
+    alone = runs.world.run(script, tmp_path / "alone", size=1)
+    alone.assert_success(workers=1)
+    outcome = streams.world.run(script, tmp_path / "killed", size=3, death=BY_ITSELF)
+    outcome.assert_success(workers=2)
+    for survivor in outcome.survivors:
+        for name, expected in alone.survivors[0].result.items():
+            is_close = torch.allclose(survivor.result[name], expected, rtol=1e-6, atol=1e-6)
+            assert is_close, f"{name} of {survivor.name}\n{outcome.describe()}"
+
+
+# The last rank dies between the two steps of the job; here, what happens in the others.
+HANGS = """
+from elastic.testing.nccl_semantics import control
+from elastic.training import changes
+from elastic.tuning import timeouts
+changes.BUILD_TIMEOUT_S = 2.0
+timeouts.ABORT_S = timeouts.GIVEN_UP_BUILD_S = 1.0
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            if run.world.rank == 1 and run.world.generation == 1 and i == 3:
+                control.hang_in_WHERE = True
+            die(epoch * 8 + i, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("abort", "aborting the communicators of generation 1 on rank 1 of 3 has not returned"),
+        ("build", "building the process group (nccl_semantics) of generation 2 on rank 1 of 2"),
+    ],
+)
+def test_who_is_stuck_in_nccl_ends_and_says_so(
+    streams: IdiomRuns, tmp_path: Path, where: str, sentence: str
+) -> None:
+    """Its agent starts it anew; here nobody does, and the run ends with it."""
+    script = tmp_path / "script.py"
+    body = HANGS.replace("WHERE", where).replace("STEP", STEP)
+    script.write_text(HEAD + TRAINED + body + RUN)
+    outcome = streams.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
+    stuck = outcome.workers[1]
+    assert stuck.exit_code == 1, outcome.describe()
+    assert f"elastic: {sentence}" in stuck.log
+    assert "this worker ends, and its agent starts it anew" in stuck.log
+    assert "worker-stuck reason=" in stuck.log
+
+
+def test_values_are_read_once_they_are_there(streams: IdiomRuns, tmp_path: Path) -> None:
+    """What the job tells itself, and a state that is sent, take the way of the gradients."""
+    body = """
+from elastic.testing.nccl_semantics import control
+control.latency_s = 0.05
+means = []
+def train():
+    for epoch in run.epochs(1):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            means.append(run.mean(1.0, rank=run.world.rank)["rank"])
+            die(i, 3)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(
+        HEAD + TRAINED + body.replace("STEP", STEP) + RUN + "result['m'] = means[0]\n"
+    )
+    outcome = streams.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
+    outcome.assert_success(workers=3)
+    first, second, newcomer = outcome.survivors
+    assert first.result["m"].item() == second.result["m"].item() == 1.0
+    for name, weights in first.result.items():
+        if name != "m":
+            assert torch.equal(weights, newcomer.result[name])
+
+
+def test_activations_are_freed_before_a_state_is_sent(streams: IdiomRuns, tmp_path: Path) -> None:
+    body = """
+import weakref
+from elastic.training import recovery
+held, seen = [], []
+send = recovery.transfer
+def transfer(*args, **kwargs):
+    seen.append(sum(ref() is not None for ref in held))
+    return send(*args, **kwargs)
+recovery.transfer = transfer
+class Activations:
+    def __init__(self, hidden):
+        self.hidden = hidden
+def forward(inputs):
+    activations = Activations(torch.tanh(model(inputs)))
+    held.append(weakref.ref(activations))
+    return activations
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            activations = forward(inputs)
+            F.mse_loss(activations.hidden, targets).backward()
+            try:
+                die(epoch * 8 + i, 5)
+            except Exception as error:
+                raise RuntimeError("what the script makes of it") from error
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+    script = tmp_path / "script.py"
+    report = "result['seen'] = seen[0] if seen else -1\n"
+    script.write_text(HEAD + TRAINED + dedent(body) + RUN + report)
+    outcome = streams.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
+    outcome.assert_success(workers=3)
+    assert [w.result["seen"].item() for w in outcome.survivors] == [0, 0, 0], outcome.describe()

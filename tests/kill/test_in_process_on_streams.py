@@ -1,0 +1,117 @@
+"""Workers die while their collectives run on a stream, as on GPUs; the others go on.
+
+The scenarios of test_in_process_phases.py that end differently where a collective's end says
+nothing of its result, on the backend of :mod:`elastic.testing.nccl_semantics`; and workers that
+are stuck in NCCL, which nothing can get out of there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_in_process_phases import (
+    SCRIPT,
+    WORKLOAD,
+    Before,
+    all_back,
+    obeyed,
+    order,
+    pids,
+)
+from training_job import TrainingJob, train_undisturbed
+
+from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing import nccl_semantics
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
+
+PATIENCE_S = 200.0  # two starts of workers and a deadline, on a machine that is busy
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("streams-alone"), WORKLOAD, SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path_factory.mktemp("streams"),
+        script=SCRIPT,
+        workload=WORKLOAD,
+        min_nodes=1,
+        max_nodes=3,
+        env={"TRAINING_BACKEND": nccl_semantics.NAME},
+    ) as job:
+        yield job
+
+
+@pytest.fixture
+def nodes(job: TrainingJob) -> list[LocalNode]:
+    """Three nodes that train together."""
+    return job.bring_to(3)
+
+
+@pytest.fixture
+def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
+    return Before(job.generation(), pids(nodes))
+
+
+@pytest.mark.parametrize("point", ["backward", "after-optimizer", "evaluation"])
+def test_death_in_a_step(job: TrainingJob, before: Before, point: str) -> None:
+    obeyed(job, order(job, point), timeout_s=PATIENCE_S)
+    all_back(job, before, timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("point", ["receiving", "sending"])
+def test_death_in_a_recovery(job: TrainingJob, before: Before, point: str) -> None:
+    obeyed(job, order(job, point), order(job, "forward"), timeout_s=PATIENCE_S)
+    all_back(job, before, dead=1 if point == "receiving" else 2, timeout_s=PATIENCE_S)
+
+
+def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Before) -> None:
+    obeyed(job, order(job, "give-up"), timeout_s=PATIENCE_S)
+    all_back(job, before, dead=0, timeout_s=PATIENCE_S)
+
+
+def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:
+    swallow = job.folder / "swallow"
+    swallow.touch()
+    job.running[1].kill_worker()
+    all_back(job, before, timeout_s=PATIENCE_S)
+    swallow.unlink()
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("abort", "aborting the communicators of generation"),
+        ("build", "building the process group (nccl_semantics) of generation"),
+    ],
+)
+def test_who_is_stuck_in_nccl_is_started_anew(
+    job: TrainingJob, nodes: list[LocalNode], before: Before, where: str, sentence: str
+) -> None:
+    """Its process ends after a while, with a reason in the journal; the third one keeps its own."""
+    stuck, victim = nodes[0], nodes[1]
+    obeyed(job, order(job, f"hang-in-{where}", stuck.name), timeout_s=PATIENCE_S)
+    victim.kill_worker()
+    all_back(job, before, dead=2, timeout_s=PATIENCE_S)
+    said = [
+        event
+        for event in read_journal(job.folder / "journal")
+        if event["event"] == "worker-stuck" and event["node"] == stuck.name
+    ]
+    assert sentence in said[-1]["reason"]
+    assert sentence in stuck.log_text()
+
+
+def test_the_job_ends_as_if_nothing_had_happened(
+    job: TrainingJob, nodes: list[LocalNode], reference: Path
+) -> None:
+    job.assert_finishes_whole(reference)

@@ -1,0 +1,293 @@
+"""The five listeners of a node, each with what a good client does, and what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+from hostile import Port, from_many_addresses, unix
+
+from checkpoints.node_memory import NodeMemory
+from checkpoints.peer_server import LIMITS as MEMORY_LIMITS
+from checkpoints.peer_server import PeerServer
+from checkpoints.peers import PeerAddress, PeerStorage
+from elastic.agent.health import Verdict
+from elastic.agent.health_server import HealthServer
+from elastic.agent.liveness import LIMITS as LIVENESS_LIMITS
+from elastic.agent.liveness import LivenessServer
+from elastic.agent.probe import probe
+from elastic.coordination.view import Liveness
+from elastic.link.client import LinkClient
+from elastic.link.greeting import read_key
+from elastic.link.protocol import Beat
+from elastic.link.server import LIMITS as LINK_LIMITS
+from elastic.link.server import LinkServer
+from elastic.worker import world_store
+from elastic.worker.world_store import StoreServer, connect
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits
+
+KEY = SecretKey.generate()
+DEADLINE_S = 30.0
+AUTHENTICATED = ("link", "liveness", "store", "memory")
+ALL = (*AUTHENTICATED, "health")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A running server. ``serve`` is what a good client wants of it; it raises where it fails."""
+
+    port: Port
+    serve: Callable[[], None]
+    connect_with: Callable[[SecretKey], None] | None = None  # a real client, with another key
+    real_client: Callable[[int], None] | None = None  # connects to another port
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What this process holds."""
+
+    threads: tuple[str, ...]
+    descriptors: int
+    memory_bytes: int
+
+    @classmethod
+    def now(cls) -> Cost:
+        names = sorted(thread.name for thread in threading.enumerate())
+        memory_bytes = int(psutil.Process().memory_info().rss)
+        return cls(tuple(names), len(os.listdir("/proc/self/fd")), memory_bytes)
+
+
+def assert_flat(before: Cost, *, memory_bytes: int = 24 << 20) -> None:
+    """Within a deadline no more threads and descriptors than before, and about as much memory."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        now = Cost.now()
+        more = Counter(now.threads) - Counter(before.threads)
+        if not more and now.descriptors <= before.descriptors:
+            break
+        assert time.monotonic() < deadline, (before, now)
+        time.sleep(0.05)
+    assert now.memory_bytes - before.memory_bytes < memory_bytes, (before, now)
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def fail(error: BaseException) -> None:
+    raise AssertionError("a listener has died") from error
+
+
+@contextlib.contextmanager
+def listening(
+    kind: str, folder: Path, limits: Callable[[Limits], Limits] | None = None
+) -> Iterator[Listener]:
+    """One of :data:`ALL`, with other limits where given."""
+    change = limits or (lambda given: given)
+    with _MAKERS[kind](folder, change) as listener:
+        yield listener
+
+
+def tight(given: Limits) -> Limits:
+    """Short deadlines: for tests that wait for their end."""
+    return replace(given, handshake_s=0.3, message_s=0.3)
+
+
+Change = Callable[[Limits], Limits]
+
+
+def _tcp(kind: str, port: int, identity: str = "") -> Port:
+    pick = random.Random(port)
+    return Port(kind, lambda: from_many_addresses(port, pick), KEY, identity)
+
+
+@contextlib.contextmanager
+def _link(folder: Path, change: Change) -> Iterator[Listener]:
+    server = LinkServer(
+        on_message=lambda worker, message: None,
+        on_death=lambda worker, death: None,
+        on_error=fail,
+        limits=change(LINK_LIMITS),
+    )
+    server.start()
+
+    def serve() -> None:
+        LinkClient.connect(
+            server.path,
+            local_rank=0,
+            on_message=lambda message: None,
+            on_agent_death=lambda: None,
+            beat=lambda: Beat(generation=0, step=0, phase="other", step_time_s=0.0),
+        ).close()
+
+    try:
+        yield Listener(Port("link", lambda: unix(server.path), read_key(server.path)), serve)
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
+    lost: list[str] = []
+    opened = threading.Event()
+    leader = LivenessServer(
+        "leader",
+        "127.0.0.1",
+        lambda node_id, is_leader: lost.append(node_id),
+        fail,
+        key=lambda: KEY,
+        limits=change(LIVENESS_LIMITS),
+    )
+    follower = LivenessServer(
+        "follower",
+        "127.0.0.1",
+        lambda node_id, is_leader: lost.append(node_id),
+        fail,
+        on_opened=lambda node_id, is_leader: opened.set(),
+        key=lambda: KEY,
+    )
+    leader.start()
+    follower.start()
+    follower.follow("leader", "127.0.0.1", leader.port)
+    assert opened.wait(DEADLINE_S)
+
+    def ask(port: int, key: SecretKey) -> None:
+        verdict = probe("127.0.0.1", port, "leader", key=key, timeout_s=DEADLINE_S)
+        if verdict.liveness is not Liveness.ALIVE:
+            raise ConnectionError(verdict.reason)
+
+    def serve() -> None:
+        ask(leader.port, KEY)
+        assert "follower" not in lost and "leader" not in lost
+
+    try:
+        yield Listener(
+            _tcp("liveness", leader.port, "n1"),
+            serve,
+            connect_with=lambda key: ask(leader.port, key),
+            real_client=lambda port: ask(port, KEY),
+        )
+    finally:
+        follower.close()
+        leader.close()
+
+
+@contextlib.contextmanager
+def _store(folder: Path, change: Change) -> Iterator[Listener]:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    original = world_store.limits_of
+    world_store.limits_of = lambda size: change(original(size))
+    try:
+        server = StoreServer(port, nonce="aa", size=4, key=KEY)
+    finally:
+        world_store.limits_of = original
+
+    def client(at: int, key: SecretKey) -> None:
+        store = connect(
+            "127.0.0.1", at, nonce="aa", key=key, timeout_s=DEADLINE_S, give_up=lambda: None
+        )
+        store.set("good", b"1")
+        assert store.get("good") == b"1"
+        store.close()
+
+    held = connect(
+        "127.0.0.1", port, nonce="aa", key=KEY, timeout_s=DEADLINE_S, give_up=lambda: None
+    )
+
+    def serve() -> None:
+        client(port, KEY)
+        assert held.check(["good"])
+
+    try:
+        yield Listener(
+            _tcp("store", port, "aa"),
+            serve,
+            connect_with=lambda key: client(port, key),
+            real_client=lambda at: client(at, KEY),
+        )
+    finally:
+        held.close()
+        server.close()
+
+
+@contextlib.contextmanager
+def _memory(folder: Path, change: Change) -> Iterator[Listener]:
+    own, copies = NodeMemory(folder / "own"), NodeMemory(folder / "copies")
+    for memory in (own, copies):
+        memory.make_folder("")
+    server = PeerServer(
+        own,
+        copies,
+        key=lambda: KEY,
+        identity="node",
+        host="127.0.0.1",
+        limits=change(MEMORY_LIMITS),
+        on_error=fail,
+    )
+
+    def client(at: int, key: SecretKey) -> None:
+        storage = PeerStorage(
+            PeerAddress("n", "127.0.0.1", at, "node"), key=lambda: key, timeout_s=DEADLINE_S
+        )
+        try:
+            storage.list("")
+        finally:
+            storage.close()
+
+    def serve() -> None:
+        client(server.port, KEY)
+        # A thread that has served is joined when the next peer comes.
+        client(server.port, KEY)
+
+    try:
+        yield Listener(
+            _tcp("memory", server.port),
+            serve,
+            connect_with=lambda key: client(server.port, key),
+            real_client=lambda at: client(at, KEY),
+        )
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _health(folder: Path, change: Change) -> Iterator[Listener]:
+    server = HealthServer(0, {"/livez": lambda: Verdict(True, "it lives")}, on_error=fail)
+    server.start()
+
+    def serve() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_S)
+        try:
+            connection.request("GET", "/livez")
+            assert connection.getresponse().status == 200
+        finally:
+            connection.close()
+
+    try:
+        yield Listener(replace(_tcp("health", server.port), key=None), serve)
+    finally:
+        server.close()
+
+
+_MAKERS = {
+    "link": _link,
+    "liveness": _liveness,
+    "store": _store,
+    "memory": _memory,
+    "health": _health,
+}

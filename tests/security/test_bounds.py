@@ -1,0 +1,130 @@
+"""Clients that are slow, silent or many: each has its time and its share, good ones are served."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from listeners import ALL, AUTHENTICATED, Cost, assert_flat, eventually, listening, tight
+from raw_peer import is_hung_up_on, prove
+
+from secure_channel.frames import frame
+from secure_channel.handshake import ClientHandshake
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits
+
+FLOOD = 600
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_idle_connections_are_let_go_and_keep_nobody_out(kind: str, tmp_path: Path) -> None:
+    """More than there is room for: the oldest of those that have proved nothing go first."""
+    with listening(kind, tmp_path, tight) as listener:
+        listener.serve()
+        before = Cost.now()
+        with contextlib.ExitStack() as idle:
+            sockets = []
+            for number in range(FLOOD):
+                sockets.append(idle.enter_context(listener.port.connect()))
+                if number % 100 == 0:
+                    listener.serve()
+            listener.serve()
+            # Half of the descriptors are this test's own ends.
+            held = Cost.now().descriptors - before.descriptors - FLOOD
+            assert held <= 300, "a listener holds more than its budget"
+            for sock in sockets:  # gone by a deadline, though nobody else connects
+                sock.settimeout(30)
+                assert is_hung_up_on(sock)
+        listener.serve()
+        assert_flat(before)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_client_that_sends_a_byte_now_and_then_is_let_go(kind: str, tmp_path: Path) -> None:
+    with listening(kind, tmp_path, tight) as listener:
+        listener.serve()
+        before = Cost.now()
+        said = b"GET /livez HTTP/1.1\r\n" if kind == "health" else frame(_hello())
+        with listener.port.connect() as slow:
+            slow.settimeout(0.05)
+            with contextlib.suppress(ConnectionError):
+                for byte in said * 100:
+                    slow.sendall(bytes([byte]))
+                    with contextlib.suppress(TimeoutError):
+                        if not slow.recv(1):
+                            break
+                else:
+                    raise AssertionError("it may go on for ever")
+        listener.serve()
+        assert_flat(before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AUTHENTICATED if kind != "memory"])
+def test_a_message_that_does_not_end_ends_its_connection(kind: str, tmp_path: Path) -> None:
+    """Also of a peer that knows the secret. (Peers' memory: a deadline for each exchange.)"""
+    with listening(kind, tmp_path, tight) as listener:
+        listener.serve()
+        before = Cost.now()
+        assert listener.port.key is not None
+        with listener.port.connect() as slow:
+            slow.settimeout(30)
+            prove(slow, listener.port.key, listener.port.identity)
+            slow.sendall(frame(b"{" + b" " * 60)[:30])
+            assert is_hung_up_on(slow)
+        listener.serve()
+        assert_flat(before)
+
+
+@pytest.mark.parametrize("kind", AUTHENTICATED)
+def test_those_who_know_the_secret_are_bounded_too(kind: str, tmp_path: Path) -> None:
+    def few(given: Limits) -> Limits:
+        return replace(given, open_connections=3)
+
+    with listening(kind, tmp_path, few) as listener, contextlib.ExitStack() as held:
+        assert listener.port.key is not None
+        for _ in range(2):
+            sock = held.enter_context(listener.port.connect())
+            prove(sock, listener.port.key, listener.port.identity)
+        before = Cost.now()
+        before = replace(before, threads=before.threads + ("checkpoint-peer-connection",) * 3)
+        for _ in range(20):
+            with listener.port.connect() as one_more:
+                one_more.settimeout(30)
+                with contextlib.suppress(ConnectionError):
+                    prove(one_more, listener.port.key, listener.port.identity)
+                    one_more.shutdown(socket.SHUT_WR)
+                    is_hung_up_on(one_more)
+        assert_flat(before)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """A process that may open few more than it has."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = Cost.now().descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_without_descriptors_a_listener_waits_until_there_are_some(
+    kind: str, tmp_path: Path, few_descriptors: None
+) -> None:
+    with listening(kind, tmp_path, tight) as listener:
+        listener.serve()
+        before = Cost.now()
+        with contextlib.ExitStack() as idle, contextlib.suppress(OSError):
+            for _ in range(FLOOD):
+                idle.enter_context(listener.port.connect())
+        eventually(lambda: Cost.now().descriptors <= before.descriptors, "it keeps descriptors")
+        listener.serve()
+
+
+def _hello() -> bytes:
+    return ClientHandshake(SecretKey.generate(), "n1").hello

@@ -1,0 +1,225 @@
+"""Aborts: in which order, by which thread, and what becomes of one that hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elastic.link.protocol import WorldMessage
+from elastic.testing import nccl_semantics
+from elastic.testing.nccl_semantics import control
+from elastic.tuning import timeouts
+from elastic.worker import process_group
+from elastic.worker.abort import BuildWatch
+from elastic.worker.deadline import CallDeadline
+from elastic.worker.nccl_environment import leave_errors_to_us
+from elastic.worker.pending import pending
+from elastic.worker.process_group import GroupSpec, ProcessGroup
+from elastic.worker.worlds import Worlds
+
+DEADLINE_S = 60.0
+SPEC = GroupSpec(generation=1, nonce="n", rank=0, size=1, store_host="127.0.0.1", store_port=1)
+
+
+@pytest.fixture
+def group() -> Iterator[ProcessGroup]:
+    """A world of one on the backend with NCCL's semantics."""
+    before = dict(vars(control))
+    made = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
+    made.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+    yield made
+    vars(control).update(before)
+    control.calls.clear()
+    made.destroy()
+    pending.open()
+
+
+def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[bool] = []
+    backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    abort = backend.abort
+
+    def aborting() -> None:
+        known.append(pending.may_be_garbage)
+        abort()
+
+    monkeypatch.setattr(backend, "abort", aborting)
+    group.abort()
+    group.destroy()
+    assert known[0] is True
+
+
+@pytest.mark.parametrize(
+    ("is_nccl2", "expected"),
+    [
+        (False, ["group start", "abort", "group end"]),
+        (True, ["start coalescing", "abort", "end coalescing"]),
+    ],
+)
+def test_all_communicators_are_aborted_as_one(
+    monkeypatch: pytest.MonkeyPatch, is_nccl2: bool, expected: list[str]
+) -> None:
+    """As torch's own _abort_process_group does it, up to torch 2.14 and from 2.15 on."""
+    monkeypatch.setattr(control, "is_nccl2", is_nccl2)
+    monkeypatch.setattr(control, "calls", [])
+    made = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
+    made.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+    sub = dist.new_group([0])
+    assert sub is not None
+    made.abort()
+    made.abort()
+    made.destroy()
+    assert control.calls[:4] == [expected[0], "abort", "abort", expected[2]]
+    pending.open()
+
+
+def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's thread goes on: it has heartbeats to send."""
+    ended, reasons = threading.Event(), []
+
+    def end_process(reason: str, journal: object) -> None:
+        reasons.append(reason)
+        ended.set()
+
+    monkeypatch.setattr(process_group, "end_process", end_process)
+    monkeypatch.setattr(timeouts, "ABORT_S", 0.2)
+    control.hang_in_abort = True
+    worlds = Worlds(abort=group.abort, position=lambda: None, step_in_hand=lambda: None)  # type: ignore[arg-type, return-value]
+    worlds.formed(1)
+    link = threading.Thread(target=worlds._on_message, args=(world_message(),))
+    link.start()
+    link.join(DEADLINE_S)
+    assert not link.is_alive()
+    assert worlds.is_superseded()
+    threads = {thread.name for thread in threading.enumerate()}
+    assert "elastic-abort" in threads
+    assert ended.wait(DEADLINE_S)
+    assert "generation 1 on rank 0 of 1 has not returned for 0.2 s" in reasons[0]
+
+
+def world_message(generation: int = 2, switch_at_step: int | None = None) -> WorldMessage:
+    return WorldMessage(
+        generation=generation,
+        nonce="m",
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node_rank=0,
+        nodes=1,
+        store_host="127.0.0.1",
+        store_port=1,
+        lineage=(),
+        switch_at_step=switch_at_step,
+        committed_step=None,
+        member=True,
+        state="active",
+        cause="lost",
+        reason="",
+    )
+
+
+@pytest.mark.parametrize(
+    ("switch_at_step", "has_entered", "expected"),
+    [
+        (7, False, 1),  # takes the place of the one that is being formed: a member has died
+        (9, False, 0),  # a later boundary: the present world trains until then
+        (7, True, 0),  # this rank is at that boundary, and leaves by itself
+        (None, True, 1),
+    ],
+)
+def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
+    switch_at_step: int | None, has_entered: bool, expected: int
+) -> None:
+    """On a stream no collective of it ends with an error, and nobody would leave it."""
+    aborts: list[None] = []
+    worlds = Worlds(
+        abort=lambda: aborts.append(None),
+        position=lambda: None,  # type: ignore[arg-type, return-value]
+        step_in_hand=lambda: None,
+    )
+    worlds._on_message(world_message(2, 7))
+    assert worlds.next().generation == 2
+    if has_entered:
+        worlds.entered(7)
+    worlds._on_message(world_message(3, switch_at_step))
+    assert len(aborts) == expected
+    assert worlds.is_superseded() is bool(expected)
+
+
+def test_a_build_that_was_given_up_and_goes_on_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "GIVEN_UP_BUILD_S", 0.1)
+    stuck = threading.Event()
+    footprint: Any = SimpleNamespace(shut_down=lambda: None)
+    watch = BuildWatch(footprint, DEADLINE_S, stuck.set)
+    watch.give_up()
+    assert stuck.wait(DEADLINE_S)
+    watch.end()
+
+
+def test_a_build_that_ends_after_it_was_given_up_is_not_stuck() -> None:
+    stuck = threading.Event()
+    footprint: Any = SimpleNamespace(shut_down=lambda: None)
+    watch = BuildWatch(footprint, DEADLINE_S, stuck.set)
+    watch.give_up()
+    watch.end()
+    assert not stuck.is_set()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "elastic-build-deadline" not in names
+
+
+def test_a_deadline_that_is_met_does_nothing() -> None:
+    expired = threading.Event()
+    deadline = CallDeadline(DEADLINE_S, expired.set, name="deadline")
+    deadline.met()
+    deadline.end()
+    assert not expired.is_set()
+
+
+ASYNC, OLD = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+
+
+@pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
+def test_error_handling_of_torch_is_overridden_with_a_word(
+    given: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", logger="elastic")
+    environ = dict(given)
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ == {ASYNC: "0"}
+    assert f"{next(iter(given))}={given[next(iter(given))]} is overridden" in caplog.text
+
+
+def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    for environ in ({}, {ASYNC: "0"}):
+        leave_errors_to_us(environ, is_in_process=True)
+        assert environ == {ASYNC: "0"}
+    assert not caplog.text
+
+
+def test_torchruns_own_default_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    """It sets 1 for every worker."""
+    caplog.set_level("INFO", logger="elastic")
+    environ = {ASYNC: "1"}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ == {ASYNC: "0"}
+    assert "is 0 for recovery in process; it was 1" in caplog.text
+
+
+def test_where_worlds_change_by_a_restart_the_users_mode_counts() -> None:
+    environ = {ASYNC: "3", OLD: "1"}
+    leave_errors_to_us(environ, is_in_process=False)
+    assert environ == {ASYNC: "3", OLD: "1"}

@@ -1,0 +1,202 @@
+"""The backend of tests that behaves like NCCL, and what waits for its collectives."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from elastic.testing import nccl_semantics
+from elastic.testing.nccl_semantics import POISON, StreamGroup, StreamWork, control
+from elastic.training.reduction import Reduction
+from elastic.worker.faults import GroupAborted
+from elastic.worker.pending import Pending, pending
+
+DEADLINE_S = 60.0
+TIMEOUT = datetime.timedelta(seconds=DEADLINE_S)
+
+
+@pytest.fixture(autouse=True)
+def told() -> Iterator[None]:
+    """Whatever a test tells the backend, the next one does not hear."""
+    before = dict(vars(control))
+    yield
+    vars(control).update(before)
+    control.calls.clear()
+    nccl_semantics.synchronize()
+    pending.open()
+
+
+@pytest.fixture
+def groups() -> Iterator[tuple[StreamGroup, StreamGroup]]:
+    """Both ranks of a world of two, in this process."""
+    store, made = HashStore(), {}
+
+    def make(rank: int) -> None:
+        made[rank] = StreamGroup(store, rank, 2, TIMEOUT)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    yield made[0], made[1]
+    for group in made.values():
+        control.hang_in_abort = False
+        group.abort()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def reduce(group: StreamGroup, value: float) -> tuple[torch.Tensor, StreamWork]:
+    tensor = torch.tensor([value])
+    work = group.allreduce([tensor])
+    assert isinstance(work, StreamWork)
+    return tensor, work
+
+
+# -- the backend ---------------------------------------------------------------------------------
+
+
+def test_results_land_later_and_outputs_are_poisoned_until_then(groups: Any) -> None:
+    tensor, work = reduce(groups[0], 1.0)
+    size = torch.tensor([7])
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+    groups[0].broadcast([size], options)
+    assert math.isnan(tensor.item()) and size.item() == POISON
+    assert not work.is_completed()
+    reduce(groups[1], 2.0)
+    groups[1].broadcast([torch.tensor([5])], options)
+    wait_until(work.is_completed)
+    assert tensor.item() == 3.0
+    wait_until(lambda: size.item() == 5)
+
+
+def test_wait_orders_the_stream_and_not_the_host(groups: Any) -> None:
+    control.latency_s = 0.2
+    with nccl_semantics.Kernels():  # type: ignore[no-untyped-call]
+        tensor, work = reduce(groups[0], 1.0)
+        reduce(groups[1], 2.0)
+        assert work.wait()
+        assert not work.is_completed() and math.isnan(tensor.tolist()[0]), "the host goes on"
+        assert (tensor + 1).tolist() == [4.0], "what is queued behind it runs behind it"
+
+
+def test_synchronising_covers_what_the_stream_waits_for_and_no_more(groups: Any) -> None:
+    control.latency_s = 0.2
+    tensor, work = reduce(groups[0], 1.0)
+    reduce(groups[1], 2.0)
+    nccl_semantics.synchronize()
+    assert math.isnan(tensor.item())
+    work.wait()
+    nccl_semantics.synchronize()
+    assert tensor.item() == 3.0
+
+
+def test_futures_are_complete_from_the_start(groups: Any) -> None:
+    tensor, work = reduce(groups[0], 1.0)
+    (result,) = work.get_future().value()
+    assert result is tensor and math.isnan(result.item())
+
+
+def test_whether_it_was_a_success_cannot_be_asked(groups: Any) -> None:
+    _, work = reduce(groups[0], 1.0)
+    with pytest.raises(NotImplementedError):
+        work.is_success()
+
+
+def test_an_abort_completes_collectives_without_a_word(groups: Any) -> None:
+    tensor, work = reduce(groups[0], 1.0)  # the other rank does not come
+    _, behind = reduce(groups[0], 1.0)
+    assert not work.is_completed()
+    groups[0].abort()
+    wait_until(behind.is_completed)
+    assert work.is_completed() and work.wait()
+    assert tensor.item() == 1.0, "not reduced"
+    with pytest.raises(dist.DistBackendError, match="aborted"):
+        reduce(groups[0], 1.0)
+
+
+def test_a_dead_peer_is_not_noticed(groups: Any) -> None:
+    _, work = reduce(groups[0], 1.0)
+    groups[1].abort()
+    del groups
+    time.sleep(0.1)
+    assert not work.is_completed()
+
+
+def test_an_abort_can_hang(groups: Any) -> None:
+    control.hang_in_abort = True
+    _, work = reduce(groups[0], 1.0)
+    thread = threading.Thread(target=groups[0].abort)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive() and not work.is_completed()
+    control.hang_in_abort = False
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+# -- who waits for it ----------------------------------------------------------------------------
+
+
+def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
+    """The collective has ended, and nothing was raised: only the abort says that it is no sum."""
+    reduction = Reduction()
+    pending.open(is_on_stream=True)
+    _, work = reduce(groups[0], 1.0)
+    reduction.works.append(work)
+    pending.abort()
+    groups[0].abort()
+    wait_until(work.is_completed)
+    with pytest.raises(GroupAborted):
+        reduction.wait()
+
+
+def test_gradients_that_are_reduced_reach_the_optimizer(groups: Any) -> None:
+    reduction = Reduction()
+    pending.open(is_on_stream=True)
+    control.latency_s = 0.1
+    tensor, work = reduce(groups[0], 1.0)
+    reduction.works.append(work)
+    reduce(groups[1], 2.0)
+    reduction.wait()
+    assert tensor.item() == 3.0 and not reduction.works
+
+
+def test_an_abort_ends_the_wait_for_gradients(groups: Any) -> None:
+    reduction = Reduction()
+    pending.open(is_on_stream=True)
+    reduction.works.append(reduce(groups[0], 1.0)[1])
+    threading.Timer(0.05, pending.abort).start()
+    with pytest.raises(GroupAborted):
+        reduction.wait()
+
+
+def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> None:
+    own = Pending()
+    own.open(is_on_stream=True)
+    control.latency_s = 0.1
+    tensor, work = reduce(groups[0], 1.0)
+    reduce(groups[1], 2.0)
+    own.queue(work)
+    assert not work.is_completed()
+    own.settle()
+    assert tensor.item() == 3.0
+    own.abort()
+    with pytest.raises(GroupAborted):
+        own.settle()
