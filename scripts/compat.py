@@ -170,7 +170,8 @@ def build_wheel(folder: Path) -> Path:
     """The wheel of this tree, built from a copy of it: builds leave files beside the sources."""
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for name in ("elastic", "checkpoints", "examples"):
+        packages = [init.parent.name for init in ROOT.glob("[!.]*/__init__.py")]
+        for name in (*packages, "examples"):  # the demo's script is a link to an example
             shutil.copytree(ROOT / name, Path(scratch, name), symlinks=True)
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, scratch)
