@@ -136,10 +136,11 @@ def main() -> int:
     args = _arguments()
     if not args.page:
         cache = args.cache.expanduser()
-        wheel = build_wheel(cache / "wheel")
         wanted = [e for e in ENVIRONMENTS if not args.environments or e.name in args.environments]
-        for environment in wanted:
-            run_environment(environment, cache, wheel, args.check)
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = build_wheel(Path(folder))
+            for environment in wanted:
+                run_environment(environment, cache, wheel, args.check)
     results = json.loads(RESULTS.read_text())
     PAGE.write_text(page(results))
     wanted_names = args.environments or list(results)
@@ -168,7 +169,6 @@ def say(text: str) -> None:
 
 def build_wheel(folder: Path) -> Path:
     """The wheel of this tree, built from a copy of it: builds leave files beside the sources."""
-    shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         packages = [init.parent.name for init in ROOT.glob("[!.]*/__init__.py")]
         for name in (*packages, "examples"):  # the demo's script is a link to an example
