@@ -43,7 +43,7 @@ def test_what_is_promised_at_both_ends_was_run(
     (environment,) = (e for e in compat.ENVIRONMENTS if e.name.startswith(f"torch-{minor}."))
     result = results[environment.name]
     assert compat.passed(result)
-    assert set(result["checks"]) == {check.name for check in compat.OF_TORCH}
+    assert {compat.DEMO.name, compat.CONTRACT.name} <= set(result["checks"])
     assert result["versions"]["torch"].startswith(f"{minor}.")
 
 
