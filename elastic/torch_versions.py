@@ -7,10 +7,13 @@ Imports nothing but :mod:`elastic.errors`, so that both sides of the control pla
 
 from __future__ import annotations
 
+import sys
+
 from elastic.errors import ConfigError
 
 OLDEST, NEWEST = "2.11", "2.15"
 SUPPORTED = f"{OLDEST} to {NEWEST}"
+NEWEST_NEEDS_PYTHON = (3, 11)
 
 
 def lacks(version: object, names: str, needed_by: str) -> ConfigError:
@@ -21,10 +24,14 @@ def lacks(version: object, names: str, needed_by: str) -> ConfigError:
         names: the missing ones, as torch spells them.
         needed_by: what cannot work without.
     """
+    python = ".".join(map(str, NEWEST_NEEDS_PYTHON))
+    of_python = (
+        f"; {NEWEST} needs Python {python}" if sys.version_info < NEWEST_NEEDS_PYTHON else ""
+    )
     return ConfigError(
         f"torch {version} lacks what {needed_by} needs: {names}",
-        hint=f"use a torch from {SUPPORTED} (pip install 'torch>={OLDEST},<{after(NEWEST)}'), "
-        "or a newer torch-elastic-harness",
+        hint=f"use a torch from {SUPPORTED} (pip install 'torch>={OLDEST},<{after(NEWEST)}'"
+        f"{of_python}), or a newer torch-elastic-harness",
     )
 
 

@@ -16,6 +16,7 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Node, decode
 from elastic.coordination.run_secret import LIVENESS, RunSecret
+from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from secure_channel.errors import AuthenticationError
@@ -108,7 +109,7 @@ def test_a_job_trains_on_while_all_its_ports_are_attacked(
         with Attack(job) as attack:
             assert attack.seen == {"liveness", "memory", "store", "health", "link"}
             step = job.ledger().last_step
-            job.wait_for(lambda: attack.sent >= FRAMES or None, 90.0, "the attack")
+            job.wait_for(lambda: attack.sent >= FRAMES or None, PATIENCE_S, "the attack")
             job.wait_step(step + 5)
             # Nobody was taken for lost, and nothing was begun anew.
             assert job.generation() == generation
@@ -123,7 +124,7 @@ def test_a_job_trains_on_while_all_its_ports_are_attacked(
         survivors = [node for node in nodes if node.running]
         job.wait_progress()
         job.wait_for(
-            lambda: _is_flat(before, survivors) or None, 60.0, "what it cost is given back"
+            lambda: _is_flat(before, survivors) or None, PATIENCE_S, "what it cost is given back"
         )
         _the_log_is_not_flooded(job)
         job.assert_finishes_whole(undisturbed)

@@ -23,6 +23,7 @@ from training_job import PLAIN
 
 from elastic.coordination.embedded import EmbeddedEtcd, EtcdCertificates
 from elastic.coordination.etcd_compat import load_grpc, load_rpc
+from elastic.testing.cluster import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -54,7 +55,7 @@ def elastic_run(endpoint: str, *flags: str, conf: str = "") -> Ended:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_S,
         check=False,
     )
     return Ended(done.returncode, done.stdout + done.stderr, time.monotonic() - began)

@@ -96,7 +96,7 @@ class TrainingJob(LocalCluster):
         self.wait_training(nodes=count, after_generation=generation if missing > 0 else 0)
         return self.running
 
-    def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = PATIENCE_S) -> None:
+    def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = 2 * PATIENCE_S) -> None:
         """Hurry to the end and check everything that a job must keep, whatever happened to it:
 
         all running agents end with 0 soon after the last step, nothing is left running, each
@@ -136,7 +136,12 @@ def train_undisturbed(
     }
     command = [sys.executable, str(script), *workload.arguments(folder)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / FINAL

@@ -39,15 +39,23 @@ def test_a_clusters_waits_have_one_patience() -> None:
     assert {limit for limit in given if limit is not inspect.Parameter.empty} == {PATIENCE_S}
 
 
+def limits_in(path: Path) -> list[ast.Constant]:
+    """Seconds that a file gives to something as numbers; steps and generations are integers."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    waits = [c for c in calls if ast.unparse(c.func).rpartition(".")[2].startswith("wait")]
+    given = [value for wait in waits for value in wait.args if isinstance(value, ast.Constant)]
+    named = [k.value for c in calls for k in c.keywords if str(k.arg).startswith("timeout")]
+    return [
+        *(value for value in given if isinstance(value.value, float)),
+        *(value for value in named if isinstance(value, ast.Constant) and value.value is not None),
+    ]
+
+
 def test_no_wait_of_a_kill_test_has_a_patience_of_its_own() -> None:
     found = [
-        f"{path.name}:{call.lineno}: {value.value}"
+        f"{path.name}:{limit.lineno}: {limit.value}"
         for path in sorted((TESTS / "kill").glob("*.py"))
-        for call in ast.walk(ast.parse(path.read_text()))
-        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2][:4] == "wait"
-        for value in [*call.args, *(k.value for k in call.keywords if "timeout" in str(k.arg))]
-        if isinstance(value, ast.Constant)
-        and isinstance(value.value, float)  # steps and generations are integers
-        and LONGEST_PROMISE_S < value.value < PATIENCE_S
+        for limit in limits_in(path)
+        if isinstance(limit.value, int | float) and LONGEST_PROMISE_S < limit.value < PATIENCE_S
     ]
     assert found == []

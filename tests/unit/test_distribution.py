@@ -12,16 +12,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-FOLDERS = (
-    "benchmarks",
-    "checkpoints",
-    "deploy",
-    "docs",
-    "elastic",
-    "examples",
-    "scripts",
-    "tests",
-)
+PACKAGES = tuple(sorted(init.parent.name for init in REPOSITORY.glob("[!.]*/__init__.py")))
+FOLDERS = (*PACKAGES, "benchmarks", "deploy", "docs", "examples", "scripts", "tests")
 FILES = (
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
@@ -93,8 +85,9 @@ def test_a_wheel_built_from_it_has_the_packages_with_their_data_and_no_more(
     expected = {
         name
         for name in files_of(unpacked)
-        if name.startswith(("elastic/", "checkpoints/"))
+        if name.startswith(tuple(f"{package}/" for package in PACKAGES))
         and name.endswith((".py", ".html", "py.typed", ".json"))
     }
     assert names == expected
+    assert {"elastic", "checkpoints"} <= set(PACKAGES)
     assert "elastic/cli/scripts/digits.py" in names

@@ -20,7 +20,7 @@ def test_the_packaging_allows_what_messages_name() -> None:
 
 def test_no_other_module_names_a_range_in_a_message() -> None:
     ranges = re.compile(r"[\"'(].*\b2\.\d+ (?:to|and) 2\.\d+.*[\"')]")
-    for top in ("elastic", "checkpoints"):
+    for top in ("elastic", "checkpoints", "secure_channel"):
         for path in (REPOSITORY / top).rglob("*.py"):
             if path.name == "torch_versions.py":
                 continue
@@ -37,3 +37,11 @@ def test_what_is_missing_is_said_with_a_remedy() -> None:
     error = torch_versions.lacks("2.99.0", "torch._a, torch._b", "elastic.join()")
     assert "torch 2.99.0 lacks what elastic.join() needs: torch._a, torch._b" in str(error)
     assert torch_versions.SUPPORTED in error.hint
+
+
+@pytest.mark.parametrize(("python", "is_said"), [((3, 10, 4), True), ((3, 11, 0), False)])
+def test_a_python_that_is_too_old_for_the_newest_is_named(
+    python: tuple[int, int, int], is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.version_info", python)
+    assert ("2.15 needs Python 3.11" in torch_versions.lacks("2.9", "x", "y").hint) is is_said

@@ -1,0 +1,72 @@
+"""docs/compatibility.md says what `make compat` found, and the bounds follow from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from elastic import torch_versions
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def compat() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compat", REPOSITORY / "scripts" / "compat.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(compat: ModuleType) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(compat.RESULTS.read_text())
+    return found
+
+
+def test_the_page_is_written_from_the_results(compat: ModuleType, results: dict[str, Any]) -> None:
+    assert compat.PAGE.read_text() == compat.page(results), "python scripts/compat.py --page"
+
+
+@pytest.mark.parametrize("minor", [torch_versions.OLDEST, torch_versions.NEWEST])
+def test_what_is_promised_at_both_ends_was_run(
+    minor: str, compat: ModuleType, results: dict[str, Any]
+) -> None:
+    (environment,) = (e for e in compat.ENVIRONMENTS if e.name.startswith(f"torch-{minor}."))
+    result = results[environment.name]
+    assert compat.passed(result)
+    assert {compat.DEMO.name, compat.CONTRACT.name} <= set(result["checks"])
+    assert result["versions"]["torch"].startswith(f"{minor}.")
+
+
+def test_every_version_in_between_has_an_environment(compat: ModuleType) -> None:
+    minors = {".".join(version.split(".")[:2]) for version in compat.TORCHES}
+    major, oldest = map(int, torch_versions.OLDEST.split("."))
+    newest = int(torch_versions.NEWEST.split(".")[1])
+    assert minors == {f"{major}.{minor}" for minor in range(oldest, newest + 1)}
+
+
+def test_the_oldest_dependencies_are_the_lower_bounds(compat: ModuleType) -> None:
+    (environment,) = (e for e in compat.ENVIRONMENTS if e.name == "dependencies-oldest")
+    packaging = (REPOSITORY / "pyproject.toml").read_text()
+    for requirement in environment.requirements:
+        name, version = requirement.split("==")
+        if name != "torch":
+            assert f'"{name}>={version}' in packaging or f'"{name}>={version[:-2]}"' in packaging
+
+
+def test_a_failed_check_is_shown_as_such(compat: ModuleType) -> None:
+    name = compat.ENVIRONMENTS[0].name
+    checks = {"demo": {"passed": False, "seconds": 3}}
+    broken = {name: {"checks": checks, "versions": {"torch": "2.11.0"}, "date": "2026-01-01"}}
+    assert not compat.passed(broken[name])
+    row = next(line for line in compat.page(broken).splitlines() if line.startswith("| torch 2.11"))
+    assert "**FAILED**" in row and "not run" in row
