@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.secure_channel.keys import SecretKey
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.process_group import GroupSpec, ProcessGroup
 
@@ -52,6 +53,7 @@ def build(group: ProcessGroup, generation: int) -> None:
         size=1,
         store_host="127.0.0.1",
         store_port=1,
+        store_key=SecretKey(bytes(32)),
     )
     group.build(spec, superseded=lambda: False, timeout_s=120.0)
 

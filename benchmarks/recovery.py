@@ -75,8 +75,8 @@ from recovery_job import (
 from restart import measure_c10d, say
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.secure_channel.keys import SecretKey
 from elastic.testing.cluster import ClusterTimeout
-from secure_channel.keys import SecretKey
 
 EVENTS_A_JOB = 36  # what a job has written down is read again and again: no job grows old
 

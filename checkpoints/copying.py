@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from checkpoints.naming import CheckpointName, parse_part_file, part_file, writer_file
 from checkpoints.node_memory import NodeMemory
 from checkpoints.peers import PeerAddress, PeerStorage
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.keys import SecretKey
 
 _LOOK_AGAIN_S = 0.1
 _FIRST_PAUSE_S = 1.0

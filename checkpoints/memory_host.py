@@ -30,9 +30,9 @@ from checkpoints.node_memory import COPIES, OWN, NodeMemory
 from checkpoints.peer_server import PeerServer
 from checkpoints.peers import PeerAddress, PeerStorage
 from checkpoints.storage import Root
-from secure_channel import private_files
-from secure_channel.keys import SecretKey
-from secure_channel.reports import Report
+from elastic.secure_channel import private_files
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.reports import Report
 
 NODE_FILE = "node.json"
 KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one

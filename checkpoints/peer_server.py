@@ -1,10 +1,10 @@
 """Serves the parts in this node's memory to the other nodes of the job, and takes copies of theirs.
 
 Owned by a process that outlives the workers. Who connects has to prove the job's key first, and has
-the server prove it (:mod:`secure_channel`); then it gets a thread of its own. Requests and answers
-are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, with raw bytes behind them
-where they say so. Paths are only ever names of :mod:`checkpoints.naming`; whatever else is asked
-for is refused.
+the server prove it (:mod:`elastic.secure_channel`); then it gets a thread of its own. Requests and
+answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, with raw bytes behind
+them where they say so. Paths are only ever names of :mod:`checkpoints.naming`; whatever else is
+asked for is refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from checkpoints.naming import (
 from checkpoints.node_memory import NodeMemory
 from checkpoints.sealed import MAX_SEALED_BYTES
 from checkpoints.storage import Source
-from secure_channel.channel import Channel
-from secure_channel.errors import ProtocolError
-from secure_channel.hub import Connection, Handler, Hub, listen
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits
-from secure_channel.reports import Report
+from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.hub import Connection, Handler, Hub, listen
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.reports import Report
 
 MAX_REQUEST = 16 << 10
 MAX_ANSWER = 4 << 20

@@ -19,9 +19,9 @@ import xxhash
 
 from checkpoints.peer_server import BLOCK_BYTES, MAX_ANSWER
 from checkpoints.storage import Sink, Source
-from secure_channel.channel import Channel
-from secure_channel.errors import ProtocolError
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.keys import SecretKey
 
 T = TypeVar("T")
 

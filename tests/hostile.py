@@ -13,9 +13,9 @@ from typing import Any
 
 from raw_peer import prove
 
-from secure_channel.frames import frame
-from secure_channel.handshake import MAGIC, ClientHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import MAGIC, ClientHandshake
+from elastic.secure_channel.keys import SecretKey
 
 PATIENCE_S = 10.0
 _RESET = struct.pack(

@@ -1,13 +1,13 @@
-"""The protocol of secure_channel over a plain socket: for tests that say what no client would."""
+"""The protocol of secure channels over a plain socket: for tests that say what no client would."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 
-from secure_channel.frames import HEADER_BYTES, frame
-from secure_channel.handshake import ClientHandshake, ServerHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.frames import HEADER_BYTES, frame
+from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
+from elastic.secure_channel.keys import SecretKey
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:

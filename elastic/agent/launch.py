@@ -45,9 +45,9 @@ from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.records import Keys, Node, NodeState
 from elastic.coordination.run_secret import MEMORY, RunSecret
 from elastic.events import HealthServed
+from elastic.secure_channel import private_files
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
-from secure_channel import private_files
 
 _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time

@@ -9,8 +9,8 @@ answered meanwhile.
 The leader sends every world it has written down these connections, ahead of the store's watch.
 
 Both ends prove that they know the run's secret before anything else is said
-(:mod:`secure_channel`). A follower sends nothing more; the leader sends records of worlds, one per
-frame, which are parsed strictly. Nothing received is executed.
+(:mod:`elastic.secure_channel`). A follower sends nothing more; the leader sends records of
+worlds, one per frame, which are parsed strictly. Nothing received is executed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.hub import Connection, Handler, Hub, listen
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits
 from elastic.telemetry.log import get_logger
-from secure_channel import strict_json
-from secure_channel.errors import ProtocolError
-from secure_channel.hub import Connection, Handler, Hub, listen
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits
 
 MAX_WORLD = 1 << 20  # etcd takes no value that is much larger
 CONNECT_TIMEOUT_S = 1.0

@@ -26,10 +26,10 @@ from elastic.agent.identity import proved_gone
 from elastic.config import AgentOptions
 from elastic.coordination.records import Member, Node, ProcessIdentity, World
 from elastic.events import PartNotCopied
+from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.memory import shm_shortages
-from secure_channel.keys import SecretKey
 
 PARENT = Path("/dev/shm")
 SHM_SHARE = 0.4

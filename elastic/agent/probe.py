@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.coordination.view import Liveness
-from secure_channel.channel import Channel
-from secure_channel.errors import ProtocolError
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.keys import SecretKey
 
 RESET_AGAIN_S = 0.05
 

@@ -11,8 +11,8 @@ import threading
 from elastic.coordination.keyvalue import KeyValue
 from elastic.coordination.records import Keys, Secret, decode, encode
 from elastic.errors import RecordError
+from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
-from secure_channel.keys import SecretKey
 
 LIVENESS, STORE, MEMORY = "liveness", "store", "memory"
 

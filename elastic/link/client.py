@@ -33,10 +33,10 @@ from elastic.link.protocol import (
     decode,
     encode,
 )
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.frames import FrameReader, frame
+from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
-from secure_channel.errors import ProtocolError
-from secure_channel.frames import FrameReader, frame
-from secure_channel.keys import SecretKey
 
 CONNECT_WITHIN_S = 10.0
 LAST_WORDS_WITHIN_S = 0.5  # what close() waits for an agent that does not read

@@ -19,11 +19,11 @@ from elastic.link.protocol import (
     decode,
     encode,
 )
-from secure_channel import private_files
-from secure_channel.errors import AuthenticationError, ProtocolError
-from secure_channel.frames import FrameReader, frame
-from secure_channel.handshake import MAX_FRAME, ClientHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel import private_files
+from elastic.secure_channel.errors import AuthenticationError, ProtocolError
+from elastic.secure_channel.frames import FrameReader, frame
+from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake
+from elastic.secure_channel.keys import SecretKey
 
 KEY_FILE = "key"  # beside the socket, in a folder of mode 0700; of mode 0600
 

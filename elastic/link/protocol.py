@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
-from secure_channel import strict_json
-from secure_channel.errors import ProtocolError
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.errors import ProtocolError
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE = 256 << 10

@@ -30,12 +30,12 @@ from elastic.link.protocol import (
     decode,
     encode,
 )
+from elastic.secure_channel import private_files
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.hub import Connection, Handler, Hub, listen_on_path
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits
 from elastic.telemetry.log import get_logger
-from secure_channel import private_files
-from secure_channel.errors import ProtocolError
-from secure_channel.hub import Connection, Handler, Hub, listen_on_path
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits
 
 LIMITS = Limits(
     frame_bytes=MAX_MESSAGE,

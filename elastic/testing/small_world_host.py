@@ -35,9 +35,9 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.link.server import LinkServer, WorkerDeath
+from elastic.secure_channel.keys import SecretKey
 from elastic.testing.small_world import Death
 from elastic.testing.small_world_worker import become_worker
-from secure_channel.keys import SecretKey
 
 # What scripts import sooner or later: torch's optimizers import _dynamo when one is made.
 _WARM = (

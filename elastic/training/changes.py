@@ -11,12 +11,12 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import Beat, WorldMessage
+from elastic.secure_channel.keys import SecretKey
 from elastic.training.recovery import Recovery
 from elastic.training.step import Step
 from elastic.worker.faults import causes
 from elastic.worker.process_group import GroupSpec
 from elastic.worker.worlds import Worlds, world_of, write_environment
-from secure_channel.keys import SecretKey
 
 if TYPE_CHECKING:
     from elastic.training.session import Session

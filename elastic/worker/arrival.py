@@ -25,9 +25,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.secure_channel.keys import SecretKey
 from elastic.worker.faults import GroupBuildFailed
 from elastic.worker.world_store import StoreServer, WorldStore, connect
-from secure_channel.keys import SecretKey
 
 _PROBE_S = 0.1  # between two looks for a newer world, while nobody listens
 _FIRST_LOOK_S = 0.001

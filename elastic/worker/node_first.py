@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from secure_channel import private_files
+from elastic.secure_channel import private_files
 
 
 @contextmanager

@@ -8,9 +8,9 @@ up, and does not know whether it talks to the store of this world or to what is 
 
 Here every wait is in Python and looks, ten times a second, whether it is to be given up. Server and
 clients prove to each other that they know the run's key and are of the same world
-(:mod:`secure_channel`); that costs the round trip that telling the nonce would cost. The values are
-a few hundred bytes per rank, while a group is built. Nothing that is received is executed, and a
-request that is none costs its connection only.
+(:mod:`elastic.secure_channel`); that costs the round trip that telling the nonce would
+cost. The values are a few hundred bytes per rank, while a group is built. Nothing that is received
+is executed, and a request that is none costs its connection only.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.hub import Connection, Handler, Hub
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits
 from elastic.telemetry.log import get_logger
-from secure_channel import strict_json
-from secure_channel.channel import Channel
-from secure_channel.errors import ProtocolError
-from secure_channel.hub import Connection, Handler, Hub
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits
 
 _SLICE_S = 0.1  # between two looks whether to give up; signal handlers run as well
 _LARGEST_FRAME = 1 << 20

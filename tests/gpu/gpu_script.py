@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elastic.secure_channel.keys import SecretKey
 from elastic.training.reduction import Reduction
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.collectives import complete
@@ -36,6 +37,7 @@ def spec(generation: int) -> GroupSpec:
         size=1,
         store_host="127.0.0.1",
         store_port=1,
+        store_key=SecretKey(bytes(32)),
     )
 
 

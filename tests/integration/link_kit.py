@@ -16,7 +16,7 @@ from typing import Any
 from elastic.link.client import LinkClient
 from elastic.link.protocol import Beat, Message
 from elastic.link.server import LIMITS, LinkServer, Worker, WorkerDeath
-from secure_channel.limits import Limits
+from elastic.secure_channel.limits import Limits
 
 DEADLINE_S = 20.0
 

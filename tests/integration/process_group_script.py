@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elastic.secure_channel.keys import SecretKey
 from elastic.training.due import Word
 from elastic.training.words import Words
 from elastic.training.wrap import ElasticDDP
 from elastic.worker import transfer
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.worker.process_group import GroupSpec, ProcessGroup
-from secure_channel.keys import SecretKey
 
 DEADLINE_S = 180.0
 Result = dict[str, Any]

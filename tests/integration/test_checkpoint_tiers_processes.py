@@ -23,7 +23,7 @@ from checkpoints.copying import CopyOutcome
 from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.peers import PeerAddress
 from checkpoints.tiers import Tiers
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()  # what forks of this process share
 

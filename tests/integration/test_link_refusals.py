@@ -26,11 +26,11 @@ from elastic.link.protocol import (
     encode,
 )
 from elastic.link.server import LIMITS
-from secure_channel import private_files
-from secure_channel.errors import AuthenticationError
-from secure_channel.frames import frame
-from secure_channel.handshake import ClientHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel import private_files
+from elastic.secure_channel.errors import AuthenticationError
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import ClientHandshake
+from elastic.secure_channel.keys import SecretKey
 
 
 def connected(agent: Agent, *, proves: bool = True) -> socket.socket:

@@ -16,11 +16,11 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Node, decode
 from elastic.coordination.run_secret import LIVENESS, RunSecret
+from elastic.secure_channel.errors import AuthenticationError
+from elastic.secure_channel.keys import SecretKey
 from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
-from secure_channel.errors import AuthenticationError
-from secure_channel.keys import SecretKey
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -32,11 +32,11 @@ from elastic.link.greeting import read_key
 from elastic.link.protocol import Beat
 from elastic.link.server import LIMITS as LINK_LIMITS
 from elastic.link.server import LinkServer
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits
 from elastic.telemetry.log import get_logger
 from elastic.worker import world_store
 from elastic.worker.world_store import StoreServer, connect
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits
 
 KEY = SecretKey.generate()
 DEADLINE_S = 30.0

@@ -16,12 +16,12 @@ from elastic.errors import LinkError
 from elastic.link.client import LinkClient
 from elastic.link.greeting import key_path
 from elastic.link.protocol import Beat
-from secure_channel import private_files
-from secure_channel.errors import AuthenticationError
-from secure_channel.frames import frame
-from secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
-from secure_channel.hub import listen_on_path
-from secure_channel.keys import SecretKey
+from elastic.secure_channel import private_files
+from elastic.secure_channel.errors import AuthenticationError
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from elastic.secure_channel.hub import listen_on_path
+from elastic.secure_channel.keys import SecretKey
 
 TCP = ("liveness", "store", "memory")
 

@@ -13,10 +13,10 @@ import pytest
 from listeners import ALL, AUTHENTICATED, Cost, assert_flat, eventually, listening, tight
 from raw_peer import is_hung_up_on, prove
 
-from secure_channel.frames import frame
-from secure_channel.handshake import ClientHandshake
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import ClientHandshake
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits
 
 FLOOD = 600
 

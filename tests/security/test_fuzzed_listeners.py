@@ -9,8 +9,8 @@ import pytest
 from hostile import Attacker
 from listeners import ALL, Cost, assert_flat, listening
 
+from elastic.secure_channel.reports import EVERY_S
 from elastic.telemetry.log import get_logger
-from secure_channel.reports import EVERY_S
 
 FRAMES = 2_000  # hostile ones, on each listener
 WARM_UP = 200  # before memory is measured

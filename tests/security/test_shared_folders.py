@@ -12,8 +12,8 @@ import pytest
 
 from checkpoints.memory_host import NODE_FILE, MemoryHost, memory_roots
 from elastic.link.server import LinkServer
+from elastic.secure_channel import private_files
 from elastic.worker.node_first import node_first
-from secure_channel import private_files
 
 
 @pytest.fixture

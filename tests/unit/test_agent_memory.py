@@ -14,7 +14,7 @@ from elastic.config import AgentOptions
 from elastic.coordination.records import Cause, Node, World, WorldState
 from elastic.errors import ConfigError
 from elastic.events import Event
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.keys import SecretKey
 
 
 class Journal:

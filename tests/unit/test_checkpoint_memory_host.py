@@ -19,7 +19,7 @@ from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_me
 from checkpoints.node_memory import NodeMemory
 from checkpoints.peers import PeerAddress
 from checkpoints.tiers import Tiers
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.keys import SecretKey
 
 LONG_S = 30.0
 KEY = SecretKey.generate()

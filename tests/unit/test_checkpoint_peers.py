@@ -19,11 +19,11 @@ from checkpoints.peer_server import MAX_REQUEST, PeerServer
 from checkpoints.peers import PeerAddress, PeerStorage
 from checkpoints.storage import LocalStorage, Storage
 from checkpoints.tiers import Tiers
-from secure_channel.channel import Channel
-from secure_channel.errors import AuthenticationError, ProtocolError
-from secure_channel.frames import frame
-from secure_channel.handshake import ServerHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.errors import AuthenticationError, ProtocolError
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import ServerHandshake
+from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()
 FOLDER = ".tmp-step-000000003.g0.aa"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
+from elastic.secure_channel.keys import SecretKey
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
 from elastic.tuning import timeouts
@@ -25,7 +26,15 @@ from elastic.worker.process_group import GroupSpec, ProcessGroup
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0
-SPEC = GroupSpec(generation=1, nonce="n", rank=0, size=1, store_host="127.0.0.1", store_port=1)
+SPEC = GroupSpec(
+    generation=1,
+    nonce="n",
+    rank=0,
+    size=1,
+    store_host="127.0.0.1",
+    store_port=1,
+    store_key=SecretKey(bytes(32)),
+)
 
 
 @pytest.fixture
@@ -120,6 +129,7 @@ def world_message(generation: int = 2, switch_at_step: int | None = None) -> Wor
         nodes=1,
         store_host="127.0.0.1",
         store_port=1,
+        store_key="",
         lineage=(),
         switch_at_step=switch_at_step,
         committed_step=None,

@@ -17,7 +17,7 @@ from elastic.coordination.records import Keys, NodeState
 from elastic.coordination.run_secret import RunSecret
 from elastic.errors import StoreUnreachable
 from elastic.events import Event
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.keys import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 TAKEOVER_S = 40.0

@@ -15,10 +15,10 @@ from raw_peer import is_hung_up_on, prove, receive_frame, serve
 from elastic.agent.liveness import MAX_WORLD, LivenessServer
 from elastic.agent.probe import Verdict, probe
 from elastic.coordination.membership import Liveness
-from secure_channel.errors import AuthenticationError
-from secure_channel.frames import frame
-from secure_channel.handshake import ClientHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.errors import AuthenticationError
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import ClientHandshake
+from elastic.secure_channel.keys import SecretKey
 
 DEADLINE_S = 5.0
 KEY = SecretKey.generate()

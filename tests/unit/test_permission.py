@@ -23,9 +23,9 @@ from elastic.coordination.records import Done, Keys, NodeState, Outcome, World
 from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
 from elastic.link.protocol import Beat, Permit, WorldMessage
+from elastic.secure_channel.keys import SecretKey
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
-from secure_channel.keys import SecretKey
 
 DEADLINE_S = 20.0
 KEYS = Keys.of("/elastic", "job")

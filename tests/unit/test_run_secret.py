@@ -10,8 +10,8 @@ from elastic.coordination.memory import MemoryServer, MemoryStore
 from elastic.coordination.records import Keys, Secret, encode
 from elastic.coordination.run_secret import LIVENESS, MEMORY, STORE, RunSecret
 from elastic.errors import RecordError
+from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
-from secure_channel.keys import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 

@@ -12,20 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import secure_channel
-from secure_channel import strict_json
-from secure_channel.errors import AuthenticationError, ProtocolError
-from secure_channel.frames import FrameReader, frame
-from secure_channel.handshake import MAX_FRAME, MAX_IDENTITY, ClientHandshake, ServerHandshake
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits, Pending
-from secure_channel.reports import LimitedReports
+import elastic.secure_channel
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.errors import AuthenticationError, ProtocolError
+from elastic.secure_channel.frames import FrameReader, frame
+from elastic.secure_channel.handshake import (
+    MAX_FRAME,
+    MAX_IDENTITY,
+    ClientHandshake,
+    ServerHandshake,
+)
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits, Pending
+from elastic.secure_channel.reports import LimitedReports
 
 KEY = SecretKey.generate()
 
 
 def test_the_examples_in_docstrings_are_true() -> None:
-    for module in pkgutil.iter_modules(secure_channel.__path__, "secure_channel."):
+    for module in pkgutil.iter_modules(elastic.secure_channel.__path__, "secure_channel."):
         assert doctest.testmod(importlib.import_module(module.name)).failed == 0
 
 

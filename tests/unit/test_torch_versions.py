@@ -20,7 +20,7 @@ def test_the_packaging_allows_what_messages_name() -> None:
 
 def test_no_other_module_names_a_range_in_a_message() -> None:
     ranges = re.compile(r"[\"'(].*\b2\.\d+ (?:to|and) 2\.\d+.*[\"')]")
-    for top in ("elastic", "checkpoints", "secure_channel"):
+    for top in ("elastic", "checkpoints"):
         for path in (REPOSITORY / top).rglob("*.py"):
             if path.name == "torch_versions.py":
                 continue

@@ -17,10 +17,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
 )
 
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.keys import SecretKey
 from elastic.worker.faults import Superseded
 from elastic.worker.world_store import StoreServer, WorldStore, connect
-from secure_channel.frames import frame
-from secure_channel.keys import SecretKey
 
 SOON = datetime.timedelta(milliseconds=20)
 Connect = Callable[..., WorldStore]

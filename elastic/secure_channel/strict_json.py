@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from secure_channel.errors import ProtocolError
+from elastic.secure_channel.errors import ProtocolError
 
 MAX_DEPTH = 16
 _MAX_DIGITS = 20
@@ -33,7 +33,7 @@ def decode(data: bytes | bytearray, *, max_depth: int = MAX_DEPTH) -> dict[str, 
     {'id': 3}
     >>> decode(b'{"id": Infinity}')
     Traceback (most recent call last):
-    secure_channel.errors.ProtocolError: not JSON: Infinity is no JSON number
+    elastic.secure_channel.errors.ProtocolError: not JSON: Infinity is no JSON number
     """
     _check_depth(data, max_depth)
     try:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from secure_channel import strict_json
-from secure_channel.frames import FrameReader, frame
-from secure_channel.handshake import MAX_FRAME, ClientHandshake
-from secure_channel.keys import SecretKey
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.frames import FrameReader, frame
+from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake
+from elastic.secure_channel.keys import SecretKey
 
 SLOWEST_BYTES_PER_S = 2 << 20
 _READ_BYTES = 1 << 16

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from secure_channel.errors import ProtocolError
-from secure_channel.frames import FrameReader, frame
-from secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
-from secure_channel.keys import SecretKey
-from secure_channel.limits import Limits, Pending
-from secure_channel.reports import LimitedReports, Report
+from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.frames import FrameReader, frame
+from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import Limits, Pending
+from elastic.secure_channel.reports import LimitedReports, Report
 
 ACCEPTS_PER_TURN = 16
 ACCEPT_AGAIN_S = 0.2  # after no descriptor was free

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from secure_channel.errors import ProtocolError
+from elastic.secure_channel.errors import ProtocolError
 
 _LENGTH = struct.Struct("!I")
 HEADER_BYTES = _LENGTH.size

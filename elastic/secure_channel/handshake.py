@@ -10,8 +10,8 @@ trip before that::
 A proof is HMAC-SHA-256 under the purpose's key of the role ("server", "client") and of the whole
 hello and challenge. So a proof is good for one connection (both nonces are in it), for one role
 (it cannot be reflected), for one purpose and one run (they are in the key, see
-:meth:`~secure_channel.keys.SecretKey.derive`), and for the identities that both ends claimed. The
-shape is that of SCRAM (RFC 5802) and of ISO 9798-4's three-pass mutual authentication.
+``keys.SecretKey.derive``), and for the identities that both ends claimed. The shape is that of
+SCRAM (RFC 5802) and of ISO 9798-4's three-pass mutual authentication.
 
 No I/O in here, and no parser: fields lie at fixed places.
 """
@@ -21,8 +21,8 @@ from __future__ import annotations
 import hmac
 import secrets
 
-from secure_channel.errors import AuthenticationError, ProtocolError
-from secure_channel.keys import SecretKey
+from elastic.secure_channel.errors import AuthenticationError, ProtocolError
+from elastic.secure_channel.keys import SecretKey
 
 MAGIC = b"elastic1"
 NONCE_BYTES = 32
