@@ -119,9 +119,7 @@ def node_range(nnodes: str, flag: str = "--nnodes") -> tuple[int, int]:
     low = int(match[1])
     high = int(match[2] or low)
     if not 0 < low <= high:
-        raise ConfigError(
-            f"{flag}={nnodes}: needs 0 < MIN <= MAX", hint=f"for example {flag}=2:4"
-        )
+        raise ConfigError(f"{flag}={nnodes}: needs 0 < MIN <= MAX", hint=f"for example {flag}=2:4")
     return low, high
 
 

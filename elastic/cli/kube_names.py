@@ -1,5 +1,5 @@
-"""What Kubernetes takes for a name, a label, a quantity, an image. Pure: each value is checked as the
-API server would, before anything is written.
+"""What Kubernetes takes for a name, a label, a quantity, an image. Pure: each value is checked as
+the API server would, before anything is written.
 
 Every function takes the flag first, to name it, and raises ConfigError with value and rule. Rules:
 kubernetes.io/docs/concepts/overview/working-with-objects (names, labels), apimachinery's

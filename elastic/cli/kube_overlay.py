@@ -6,120 +6,95 @@ Written in YAML whose scalars are JSON strings: no YAML library is needed to wri
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from elastic.cli.kube_job import Image, Overlay
+from elastic.cli.kube_patches import INSTANCE, patches
 from elastic.tuning.timeouts import for_pod
 
 IMAGE = "torch-elastic-harness"
 MARK = "# Written by `elastic kube render`; write it again instead of editing it."
 
-
-@dataclass(frozen=True)
-class Workload:
-    """What an overlay makes of the workers."""
-
-    kind: str
-    name: str
-    template: str  # where the pod template stands, as a JSON pointer
-    namespace: str
-    gpus: bool = True
-    components: tuple[str, ...] = ("spot", "rdma", "kueue", "volcano")
-
-
-_JOBSET = "/spec/replicatedJobs/0/template/spec/template"
-WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+_POD_LABELS = "template/metadata/labels"
+_TEMPLATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "dev": Workload("StatefulSet", "workers", "/spec/template", "elastic-dev", gpus=False),
-        "prod": Workload("StatefulSet", "workers", "/spec/template", "elastic-training"),
-        "job": Workload("Job", "workers", "/spec/template", "elastic-job"),
-        "jobset": Workload("JobSet", "workers", _JOBSET, "elastic-jobset", components=("kueue",)),
-        "trainer": Workload(
-            "TrainingRuntime",
-            "elastic",
-            f"/spec/template{_JOBSET}",
-            "elastic-trainer",
-            components=("kueue",),
+        "StatefulSet": (f"spec/{_POD_LABELS}",),
+        "Job": (f"spec/{_POD_LABELS}",),
+        "CronJob": (f"spec/jobTemplate/spec/{_POD_LABELS}",),
+        "JobSet": (f"spec/replicatedJobs/template/spec/{_POD_LABELS}",),
+        "TrainingRuntime": (f"spec/template/spec/replicatedJobs/template/spec/{_POD_LABELS}",),
+    }
+)
+_SPREAD = "topologySpreadConstraints/labelSelector/matchLabels"
+# Where one job is told from another. NetworkPolicies' peers are patched: some are other components.
+_SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "StatefulSet": ("spec/selector/matchLabels", f"spec/template/spec/{_SPREAD}"),
+        "Job": (f"spec/template/spec/{_SPREAD}",),
+        "JobSet": (f"spec/replicatedJobs/template/spec/template/spec/{_SPREAD}",),
+        "TrainingRuntime": (
+            f"spec/template/spec/replicatedJobs/template/spec/template/spec/{_SPREAD}",
         ),
+        "Service": ("spec/selector",),
+        "PodDisruptionBudget": ("spec/selector/matchLabels",),
+        "NetworkPolicy": ("spec/podSelector/matchLabels",),
     }
 )
 
 
-@dataclass(frozen=True)
-class Store:
-    """Where checkpoints go: a storage class, a claim that exists, or an object store's URL."""
-
-    storage_class: str | None = None
-    claim: str | None = None
-    url: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlay:
-    """What the user wants. ``None`` leaves what the overlay says."""
-
-    overlay: str
-    deploy: str  # the path of deploy/ from where the kustomization will stand
-    namespace: str
-    components: tuple[str, ...] = ()
-    image: str | None = None
-    nodes: tuple[int, int] | None = None
-    processes: int | None = None  # of a node: one per GPU
-    run_id: str | None = None
-    grace_s: int | None = None
-    store: Store | None = None
-    script: tuple[str, ...] = ()
-
-    @property
-    def workload(self) -> Workload:
-        return WORKLOADS[self.overlay]
-
-
-@dataclass(frozen=True)
-class _Patch:
-    kind: str
-    name: str
-    operations: tuple[Mapping[str, object], ...] = ()
-
-    def lines(self) -> Iterator[str]:
-        yield f"  - target: {{kind: {self.kind}, name: {self.name}}}"
-        yield "    patch: |-"
-        for operation in self.operations:
-            yield f"      - {json.dumps(operation)}"
-
-
 def kustomization(wanted: Overlay) -> str:
     """The whole file."""
-    components = (*wanted.components, "derived")
+    components = (*wanted.components, *(["shared-etcd"] if wanted.name else []), "derived")
     lines = [
         MARK,
         "apiVersion: kustomize.config.k8s.io/v1beta1",
         "kind: Kustomization",
         f"namespace: {json.dumps(wanted.namespace)}",
+        *([f"namePrefix: {json.dumps(f'{wanted.name}-')}"] if wanted.name else []),
         "resources:",
         f"  - {json.dumps(f'{wanted.deploy}/overlays/{wanted.overlay}')}",
         "components:",
         *(f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}" for name in components),
         *_images(wanted.image),
+        *_labels(wanted),
         *_settings(wanted),
-        *_patches(wanted),
+        *patches(wanted),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _images(image: str | None) -> Iterator[str]:
+def _images(image: Image | None) -> Iterator[str]:
     if image is None:
         return
-    name, at, digest = image.partition("@")
-    key, value = "digest", digest
-    if not at:
-        name, _, value = image.rpartition(":")
-        key = "newTag"
     yield "images:"
     yield f"  - name: {IMAGE}"
-    yield f"    newName: {json.dumps(name)}"
-    yield f"    {key}: {json.dumps(value)}"
+    yield f"    newName: {json.dumps(image.name)}"
+    if image.tag:
+        yield f"    newTag: {json.dumps(image.tag)}"
+    if image.digest:
+        yield f"    digest: {json.dumps(image.digest)}"
+
+
+def _labels(wanted: Overlay) -> Iterator[str]:
+    if not wanted.labels and not wanted.name:
+        return
+    yield "labels:"
+    if wanted.labels:
+        yield from _pairs(wanted.labels, _TEMPLATES, create=True)
+    if wanted.name:
+        yield from _pairs({INSTANCE: wanted.name}, _TEMPLATES, create=True)
+        yield from _pairs({INSTANCE: wanted.name}, _SELECTORS, create=False)
+
+
+def _pairs(
+    pairs: Mapping[str, str], places: Mapping[str, tuple[str, ...]], *, create: bool
+) -> Iterator[str]:
+    yield f"  - pairs: {json.dumps(dict(pairs))}"
+    yield "    fields:"
+    for kind, paths in places.items():
+        for path in paths:
+            yield f"      - {json.dumps({'kind': kind, 'path': path, 'create': create})}"
 
 
 def _settings(wanted: Overlay) -> Iterator[str]:
@@ -142,62 +117,11 @@ def _literals(wanted: Overlay) -> Iterator[tuple[str, object]]:
     if wanted.grace_s is not None:
         yield "ELASTIC_TERMINATION_GRACE_S", wanted.grace_s
         yield "PET_SHUTDOWN_TIMEOUT", int(for_pod(wanted.grace_s).shutdown_timeout_s)
+    if wanted.prefix is not None:
+        yield "ELASTIC_PREFIX", wanted.prefix
     if wanted.run_id is not None:
         yield "PET_RDZV_ID", wanted.run_id
     url = wanted.store.url if wanted.store else None
     if wanted.run_id is not None or url is not None:
         root = (url or "/checkpoints").rstrip("/")
         yield "ELASTIC_CHECKPOINTS", f"{root}/{wanted.run_id or 'job-1'}"
-
-
-def _patches(wanted: Overlay) -> Iterator[str]:
-    patches = [*_script_patch(wanted), *_store_patches(wanted)]
-    if patches:
-        yield "patches:"
-        for patch in patches:
-            yield from patch.lines()
-
-
-def _script_patch(wanted: Overlay) -> Iterator[_Patch]:
-    if wanted.script:
-        path = f"{wanted.workload.template}/spec/containers/0/args"
-        # The kubelet replaces $(NAME); the script is meant to see it.
-        words = [word.replace("$(", "$$(") for word in wanted.script]
-        yield _of_workload(wanted, [_replace(path, ["run", *words])])
-
-
-def _store_patches(wanted: Overlay) -> Iterator[_Patch]:
-    """The third volume and mount are the checkpoints' (deploy/base/workers.yaml)."""
-    store, spec = wanted.store, f"{wanted.workload.template}/spec"
-    if store is None:
-        return
-    if store.storage_class is not None:
-        path = "/spec/storageClassName"
-        add = {"op": "add", "path": path, "value": store.storage_class}
-        yield _Patch("PersistentVolumeClaim", "checkpoints", (add,))
-        return
-    if store.claim is not None:
-        path = f"{spec}/volumes/2/persistentVolumeClaim/claimName"
-        yield _of_workload(wanted, [_replace(path, store.claim)])
-    else:
-        paths = (f"{spec}/volumes/2", f"{spec}/containers/0/volumeMounts/2")
-        yield _of_workload(wanted, [{"op": "remove", "path": path} for path in paths])
-    yield _Removal("PersistentVolumeClaim", "checkpoints")
-
-
-@dataclass(frozen=True)
-class _Removal(_Patch):
-    def lines(self) -> Iterator[str]:
-        yield "  - patch: |-"
-        yield "      $patch: delete"
-        yield "      apiVersion: v1"
-        yield f"      kind: {self.kind}"
-        yield f"      metadata: {{name: {self.name}}}"
-
-
-def _of_workload(wanted: Overlay, operations: Sequence[Mapping[str, object]]) -> _Patch:
-    return _Patch(wanted.workload.kind, wanted.workload.name, tuple(operations))
-
-
-def _replace(path: str, value: object) -> Mapping[str, object]:
-    return {"op": "replace", "path": path, "value": value}
