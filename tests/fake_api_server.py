@@ -20,14 +20,14 @@ from etcd_certificates import Authority
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.the-finisher.s"
 NAMESPACE = "training"
 DROP = 0  # as a fault: the connection ends without an answer
-_SCALE = re.compile(r"/apis/apps/v1/namespaces/([^/]+)/statefulsets/([^/]+)/scale")
+_SCALE = re.compile(r"/apis/apps/v1/namespaces/([^/?]+)/statefulsets/([^/?]+)/scale(\?dryRun=All)?")
 
 
 @dataclass
 class FakeApiServer:
     """``with FakeApiServer(folder) as api``: then ``api.environ`` and ``api.credentials`` are what
     a pod's own are. ``scales`` holds the replicas of what exists; ``faults`` are answered first,
-    one each; ``on_scale`` hears of every change."""
+    one each; ``on_scale`` hears of every change. ``dry_runs`` counts what was only tried."""
 
     folder: Path
     scales: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -36,6 +36,7 @@ class FakeApiServer:
     on_scale: Callable[[str, int], None] = lambda name, replicas: None
     token: str = TOKEN
     requests: int = 0
+    dry_runs: int = 0
 
     def __post_init__(self) -> None:
         authority = Authority(self.folder, "cluster")
@@ -108,14 +109,17 @@ class FakeApiServer:
         match = _SCALE.fullmatch(request.path)
         if match is None:
             return 404, {"message": "the server could not find the requested resource"}
-        namespace, name = match.groups()
+        namespace, name, dry_run = match.groups()
         if namespace != NAMESPACE or name not in self.may:
             return 403, {"message": f'statefulsets.apps "{name}" is forbidden'}
         if (namespace, name) not in self.scales:
             return 404, {"message": f'statefulsets.apps "{name}" not found'}
         replicas = json.loads(body)["spec"]["replicas"]
-        self.scales[namespace, name] = replicas
-        self.on_scale(name, replicas)
+        if dry_run:
+            self.dry_runs += 1
+        else:
+            self.scales[namespace, name] = replicas
+            self.on_scale(name, replicas)
         return 200, {"kind": "Scale", "spec": {"replicas": replicas}}
 
 

@@ -44,17 +44,22 @@ def main(argv: Sequence[str]) -> int:
     options = read_options(_conf(args.conf), os.environ)
     keys = Keys.of(options.prefix, _required(args.run_id, "--run-id", "PET_RDZV_ID"))
     endpoint = _required(args.endpoint, "--endpoint", "PET_RDZV_ENDPOINT")
-    # All of it before the wait, which may last for weeks.
+    # All of it before the wait, which may last for weeks; the rights, too, by a dry run.
     server = ApiServer.of_pod(os.environ, args.credentials)
     namespace = args.namespace or server.own_namespace()
     signal.signal(signal.SIGTERM, _on_sigterm)
+    target = f"statefulset/{args.statefulset} in {namespace}"
+    scale_statefulset(
+        server, namespace=namespace, name=args.statefulset, replicas=0, say=say, dry_run=True
+    )
+    say(f"may scale {target} (tried with a dry run)")
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
     if done.outcome is Outcome.FAILURE and args.keep_failed:
         say(f"statefulset/{args.statefulset} is kept as it is (--keep-failed)")
         return _exit_code(done)
     scale_statefulset(server, namespace=namespace, name=args.statefulset, replicas=0, say=say)
-    say(f"statefulset/{args.statefulset} in {namespace} is scaled to 0")
+    say(f"{target} is scaled to 0")
     return _exit_code(done)
 
 

@@ -78,8 +78,13 @@ def scale_statefulset(
     replicas: int,
     say: Callable[[str], None],
     clock: Clock = SYSTEM_CLOCK,
+    dry_run: bool = False,
 ) -> None:
     """Set the replicas of one StatefulSet; tries again for ten minutes where that may help.
+
+    With ``dry_run`` the API server does everything but store the result: authentication,
+    authorization, admission, and whether the StatefulSet is there (kubernetes.io, "API Concepts",
+    Dry-run: it takes the same rights as the request itself).
 
     Raises:
         ConfigError: a name that Kubernetes would not take.
@@ -93,6 +98,8 @@ def scale_statefulset(
                 hint="use lower case letters, digits, '-' and '.'",
             )
     path = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}/scale"
+    if dry_run:
+        path += "?dryRun=All"
     body = json.dumps({"spec": {"replicas": replicas}}).encode()
     began_s = clock.monotonic()
 
@@ -111,9 +118,11 @@ def scale_statefulset(
     try:
         retrying(_patch, server, path, body)
     except _TryAgain as error:
+        hint = f"kubectl scale statefulset/{name} -n {namespace} --replicas={replicas}"
+        if dry_run:
+            hint = "check the network policies: this pod must reach the API server"
         raise ClusterUnreachable(
-            f"the API server did not set {path} within {PATIENCE_S:g} s: {error}",
-            hint=f"kubectl scale statefulset/{name} -n {namespace} --replicas={replicas}",
+            f"the API server did not set {path} within {PATIENCE_S:g} s: {error}", hint=hint
         ) from error
 
 

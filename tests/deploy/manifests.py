@@ -32,7 +32,10 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "jobset+spot+rdma+volcano": ("jobset", ("spot", "rdma", "volcano")),
     "trainer+spot+rdma+volcano": ("trainer", ("spot", "rdma", "volcano")),
     "prod+object-store": ("prod", ("object-store",)),
+    "prod+own-certificates": ("prod", ("own-certificates",)),
 }
+# What a platform gives where cert-manager does not make it (the runbook's table).
+OWN_CERTIFICATES = frozenset({"etcd-server-tls", "etcd-peer-tls", "etcd-client-tls"})
 # The runbook's patch of etcd, on top of prod.
 RESTORE = "prod, etcd being restored"
 NAMESPACES = {

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from manifests import DEPLOY, RESTORE, Rendered
+from manifests import DEPLOY, OWN_CERTIFICATES, RESTORE, Rendered
 
 from elastic import errors
 from elastic.cli import exit_codes
@@ -22,7 +22,7 @@ def prod(render: Callable[[str], Rendered]) -> Rendered:
 
 
 def test_every_path_exists() -> None:
-    for path in re.findall(r"deploy/[\w./-]+", RUNBOOK):
+    for path in re.findall(r"(?<!tests/)\bdeploy/[\w./-]+", RUNBOOK):
         assert (DEPLOY.parent / path).exists(), path
     for target in re.findall(r"\]\(([^)#]+)\)", RUNBOOK):
         if not target.startswith("http"):
@@ -73,3 +73,58 @@ def test_the_time_for_a_last_checkpoint_is_the_computed_one(prod: Rendered) -> N
     (said,) = re.findall(r"`grace − (\d+) s`", RUNBOOK)
     grace_s = prod.workers.spec["terminationGracePeriodSeconds"]
     assert for_pod(grace_s).checkpoint_budget_s == grace_s - int(said)
+
+
+# Defaults of Kubernetes, with where they are set: kube-controller-manager's flags (40 s before
+# 1.32), pkg/controller/podgc/gc_controller.go.
+NODE_MONITOR_GRACE_S = 50
+GC_CHECK_PERIOD_S = 20
+QUARANTINE_S = 40
+
+
+def test_the_times_of_a_dead_node_are_those_of_the_control_plane(prod: Rendered) -> None:
+    _, _, section = RUNBOOK.partition("## A dead node")
+    section = " ".join(section.partition("\n## ")[0].split())
+    tolerated = {
+        t["tolerationSeconds"]
+        for t in prod.workers.spec["tolerations"]
+        if t["key"] in ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
+    }
+    (tolerated_s,) = tolerated
+    assert f"After {NODE_MONITOR_GRACE_S + tolerated_s} s the pod is `Terminating`" in section
+    assert f"| node is NotReady | {NODE_MONITOR_GRACE_S} s; 40 s before" in section
+    assert f"| pod is `Terminating` | {tolerated_s} s more |" in section
+    assert f"| replaced after the taint | up to {GC_CHECK_PERIOD_S} s |" in section
+    # Found at one check, put aside, ended at a later one.
+    latest_s = QUARANTINE_S + 2 * GC_CHECK_PERIOD_S
+    assert f"| {QUARANTINE_S} to {latest_s} s | pkg/controller/podgc: `quarantineTime`" in section
+
+
+def test_given_certificates_are_those_that_cert_manager_would_make(prod: Rendered) -> None:
+    row = r"^\| `(etcd-[\w-]+)` \| (\w+)' authority \|\s*(.*?)\s*\|\s+([^|]+) \|$"
+    table = {secret: rest for secret, *rest in re.findall(row, RUNBOOK, re.MULTILINE)}
+    assert set(table) == OWN_CERTIFICATES
+    made = {c["spec"]["secretName"]: c["spec"] for c in prod.of("Certificate")}
+    issuers: dict[str, set[str]] = {}
+    for secret, (authority, names, usages) in table.items():
+        spec = made[secret]
+        assert re.findall(r"`([^`]+)`", names) == [
+            *spec.get("dnsNames", []),
+            *spec.get("ipAddresses", []),
+        ]
+        assert usages.split(", ") == [u for u in spec["usages"] if u.endswith("auth")]
+        issuers.setdefault(authority, set()).add(spec["issuerRef"]["name"])
+    assert sorted(map(sorted, issuers.values())) == [["etcd-ca"], ["etcd-peer-ca"]]
+
+
+def test_commands_within_sentences_are_mentions_of_known_ones() -> None:
+    """Instructions stand in blocks, where test_deploy_commands.py runs them."""
+    text = re.sub(r"^```.*?^```", "", RUNBOOK, flags=re.MULTILINE | re.DOTALL)
+    found = {" ".join(m.split()) for m in re.findall(r"`(kubectl [^`]+)`", text)}
+    assert found == {
+        "kubectl -n elastic-dev delete pod workers-1",
+        "kubectl -n $N delete statefulset workers",
+        "kubectl apply",
+        "kubectl delete pod",
+        "kubectl rollout restart statefulset workers",
+    }

@@ -125,6 +125,26 @@ def test_outside_of_a_pod_it_says_so(api: FakeApiServer, tmp_path: Path) -> None
         ApiServer.of_pod(api.environ, tmp_path)
 
 
+def test_a_dry_run_changes_nothing_and_takes_the_same_rights(api: FakeApiServer) -> None:
+    server = ApiServer.of_pod(api.environ, api.credentials)
+
+    def try_it(name: str) -> None:
+        scale_statefulset(
+            server,
+            namespace=NAMESPACE,
+            name=name,
+            replicas=0,
+            say=lambda _: None,
+            clock=ManualClock(),
+            dry_run=True,
+        )
+
+    try_it("workers")
+    assert (api.dry_runs, api.scales[NAMESPACE, "workers"]) == (1, 3)
+    with pytest.raises(ClusterRefused, match="403"):
+        try_it("others")
+
+
 # The job's end --------------------------------------------------------------------------------
 
 
@@ -171,6 +191,49 @@ def test_without_an_endpoint_nothing_is_waited_for(
     monkeypatch.delenv("PET_RDZV_ENDPOINT")
     assert main(in_a_pod[1]) == 2
     assert "--endpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("the right", "let the pod's service account `patch`"), ("the set", "check --statefulset")],
+)
+def test_what_it_may_not_do_is_said_before_the_wait(
+    in_a_pod: tuple[FakeApiServer, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lacks: str,
+    said: str,
+) -> None:
+    api, command = in_a_pod
+    if lacks == "the right":
+        api.may = frozenset()
+    else:
+        api.scales.clear()
+
+    def wait(endpoint: str, options: object, keys: Keys) -> Done:
+        raise AssertionError("it waits for weeks, and fails then")
+
+    monkeypatch.setattr(finish, "_wait", wait)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(command) == ClusterRefused.exit_code
+    assert said in capsys.readouterr().err
+
+
+def test_the_rights_are_tried_before_the_wait_without_using_them(
+    in_a_pod: tuple[FakeApiServer, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, command = in_a_pod
+    seen: list[tuple[int, int]] = []
+
+    def wait(endpoint: str, options: object, keys: Keys) -> Done:
+        seen.append((api.dry_runs, api.scales[NAMESPACE, "workers"]))
+        return ended()
+
+    monkeypatch.setattr(finish, "_wait", wait)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(command) == 0
+    assert seen == [(1, 3)]
+    assert api.scales[NAMESPACE, "workers"] == 0
 
 
 @pytest.mark.parametrize(
