@@ -188,6 +188,17 @@ def confine(cluster: Cluster, commands: list[list[str]], settings: dict[str, str
     finally:
         store.close()
     assert "of another job" in cluster.ctl("get", foreign)
+    # A job that nobody has given a role.
+    cluster.ctl("user", "delete", settings["ELASTIC_PREFIX"].rpartition("/")[2])
+    store = EtcdStore(etcd_config(settings["PET_RDZV_ENDPOINT"], options))
+    try:
+        store.list(keys.root)
+    except StoreRefused as error:
+        assert "permission denied" in str(error) and error.exit_code == 69, error
+    else:
+        raise AssertionError("a job without a role reads etcd")
+    finally:
+        store.close()
     cluster.run(*cluster.upkeep["health"])
     (cluster.folder / "snapshots" / "etcd-snapshot-1.db").unlink()
     cluster.run(*cluster.upkeep["save"])
