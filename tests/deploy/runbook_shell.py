@@ -7,7 +7,8 @@ needs them. What it does not know is an error, unless NEEDS_A_CLUSTER names it w
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -125,13 +126,23 @@ class Shell:
         if assignment and len(words) == 1:
             self.variables[assignment[1]] = assignment[2]
         elif words[:3] == ["elastic", "kube", "render"]:
-            if elastic.main(words[1:]) != 0:
-                raise Failed(str(command))
+            self._render(words[3:])
         elif words[0] == "kubectl":
             self._kubectl(words[1:])
         else:
             raise AssertionError(f"{command.section}: unknown command: {command}")
         self.cluster.settle()
+
+    def _render(self, flags: list[str]) -> None:
+        """The real one. `…` stands for what the examples before it have."""
+        if "…" in flags:
+            flags[flags.index("…") : flags.index("…") + 1] = [
+                "--image=registry.example/train:1.4.2"
+            ]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            if elastic.main(["kube", "render", *flags]) != 0:
+                raise Failed(f"elastic kube render {' '.join(flags)}")
 
     # kubectl -----------------------------------------------------------------------------------
 
@@ -223,7 +234,8 @@ class Shell:
             assert more[0] == "generic", "`secret tls` has no ca.crt"
             more = more[1:]
         (name,) = more
-        pairs = [p.split("=", 1) for p in (args.from_literal or []) + (args.from_file or [])]
+        given = (args.from_literal or []) + (args.from_file or [])
+        pairs = [p.split("=", 1) for p in given]
         namespace = "" if kind == "namespace" else args.namespace
         metadata = {"name": name, "namespace": namespace} if namespace else {"name": name}
         self.cluster.create(
@@ -244,14 +256,15 @@ class Shell:
         return key
 
 
+_built: dict[str, tuple[Object, ...]] = {}
+
+
 def objects_of(folder: Path) -> tuple[Object, ...]:
-    """What the kustomization holds now."""
-    return _objects_of(folder, (folder / "kustomization.yaml").read_text())
-
-
-@functools.cache
-def _objects_of(folder: Path, text: str) -> tuple[Object, ...]:
-    return kustomize(folder)
+    """What the kustomization holds now. Built once: all users' folders are as deep."""
+    text = (folder / "kustomization.yaml").read_text()
+    if text not in _built:
+        _built[text] = kustomize(folder)
+    return _built[text]
 
 
 def _restarted(one: dict[str, object]) -> None:
@@ -295,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout")
     parser.add_argument("--from-literal", action="append")
     parser.add_argument("--from-file", action="append")
+    parser.add_argument("--from-env-file")
     parser.add_argument("--ignore-daemonsets", action="store_true")
     parser.add_argument("--delete-emptydir-data", action="store_true")
     return parser

@@ -7,8 +7,8 @@ it is named in ``FROM_NOTHING``. Its commands run in their order; each must succ
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,27 +67,26 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The user's directory, with what *First run* renders."""
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What *First run* and *Finish* render."""
     folder = tmp_path_factory.mktemp("runbook")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        shell = Shell(ControlPlane(), folder)
+    shell = Shell(ControlPlane(), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         for command in COMMANDS:
-            if command.words[:3] == ("elastic", "kube", "render"):
+            if command.section in ("First run", "Finish") and command.words[0] == "elastic":
                 shell.run(command)
-        yield folder
-    finally:
-        os.chdir(before)
+    return folder
 
 
 @pytest.fixture
-def place(folder: Path) -> Place:
-    """The job runs; what is applied next has another image."""
+def place(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A directory of the user's own. The job runs; what is applied next has another image."""
+    shutil.copytree(rendered, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     cluster = ControlPlane()
-    place = Place(cluster, Shell(cluster, folder), {})
-    assert cluster.apply(older(objects_of(folder / MINE))) == []
+    place = Place(cluster, Shell(cluster, tmp_path), {})
+    assert cluster.apply(older(objects_of(tmp_path / MINE))) == []
     assert cluster.apply(objects_of(DEPLOY / "overlays" / "job")) == []
     cluster.settle()
     place.first = place.workers
@@ -107,33 +106,26 @@ def images(pods: dict[str, Pod]) -> set[str]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: f"{s[0]} {s[1]}")
-def test_the_commands_succeed(scenario: Scenario, place: Place, folder: Path) -> None:
+def test_the_commands_succeed(scenario: Scenario, place: Place) -> None:
     section, _ = scenario
     if section in FROM_NOTHING:
         place.cluster = ControlPlane()
         place.shell.cluster = place.cluster
-    prepare = PREPARE.get(section)
-    undo = prepare(place) if prepare else None
-    try:
-        place.run(scenario)
-    finally:
-        if undo:
-            undo()
-    check = AFTERWARDS.get(scenario)
-    if check:
-        check(place)
+    if section in PREPARE:
+        PREPARE[section](place)
+    place.run(scenario)
+    if scenario in AFTERWARDS:
+        AFTERWARDS[scenario](place)
 
 
-def without_cert_manager(place: Place) -> Callable[[], object]:
+def without_cert_manager(place: Place) -> None:
     """What the section says to do with the overlay."""
     place.cluster.unknown = {"cert-manager.io"}
     file = place.shell.folder / MINE / "kustomization.yaml"
     text = file.read_text()
     (derived,) = [line for line in text.splitlines() if line.endswith('/components/derived"')]
-    file.write_text(
-        text.replace(derived, derived.replace("derived", "own-certificates") + f"\n{derived}")
-    )
-    return lambda: file.write_text(text)
+    given = derived.replace("derived", "own-certificates")
+    file.write_text(text.replace(derived, f"{given}\n{derived}"))
 
 
 def room_for_6(place: Place) -> None:
@@ -141,7 +133,7 @@ def room_for_6(place: Place) -> None:
     place.cluster.settle()
 
 
-PREPARE: dict[str, Callable[[Place], Callable[[], object] | None]] = {
+PREPARE: dict[str, Callable[[Place], None]] = {
     "Without cert-manager": without_cert_manager,
     "Drain": room_for_6,
 }
@@ -297,8 +289,8 @@ def test_rollout_restart_alone_restarts_nothing_and_the_object_says_so(place: Pl
     assert "rollout restart" in text and "delete" in text
 
 
-def test_kinds_that_the_cluster_does_not_know_are_applied_later(place: Place, folder: Path) -> None:
-    objects = objects_of(folder / MINE)
+def test_kinds_that_the_cluster_does_not_know_are_applied_later(rendered: Path) -> None:
+    objects = objects_of(rendered / MINE)
     cluster = ControlPlane(unknown={"cert-manager.io"})
     errors = cluster.apply(objects)
     custom = [one for one in objects if one["apiVersion"].startswith("cert-manager.io")]

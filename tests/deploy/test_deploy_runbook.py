@@ -121,10 +121,11 @@ def test_commands_within_sentences_are_mentions_of_known_ones() -> None:
     """Instructions stand in blocks, where test_deploy_commands.py runs them."""
     text = re.sub(r"^```.*?^```", "", RUNBOOK, flags=re.MULTILINE | re.DOTALL)
     found = {" ".join(m.split()) for m in re.findall(r"`(kubectl [^`]+)`", text)}
-    assert found == {
+    assert found <= {
         "kubectl -n elastic-dev delete pod workers-1",
         "kubectl -n $N delete statefulset workers",
         "kubectl apply",
         "kubectl delete pod",
         "kubectl rollout restart statefulset workers",
+        "kubectl taint",
     }

@@ -9,6 +9,9 @@ is kept of Kubernetes' behaviour:
 - deleting is SIGTERM, and SIGKILL to everything after the grace period; the end of a pod's first
   process is the end of all of them;
 - a deleted pod comes back with the same name if its ordinal is below the replicas.
+
+Which template it comes back with is not asked here: there is one. tests/deploy has the controller's
+revisions as a model (statefulset_controller.py).
 """
 
 from __future__ import annotations
