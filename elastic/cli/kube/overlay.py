@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from elastic.cli.kube_job import Image, Overlay
-from elastic.cli.kube_patches import INSTANCE, patches
+from elastic.cli.kube.job import Image, Overlay
+from elastic.cli.kube.patches import INSTANCE, patches
 from elastic.tuning.timeouts import for_pod
 
 IMAGE = "torch-elastic-harness"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from elastic.cli import kube_names as names
 from elastic.cli.flags import node_range
-from elastic.cli.kube_job import (
+from elastic.cli.kube import names
+from elastic.cli.kube.job import (
     SHARED_NAMESPACE,
     WORKLOADS,
     Access,

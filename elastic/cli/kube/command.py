@@ -1,4 +1,4 @@
-"""``elastic kube``: a job's manifests from a few flags, without editing YAML by hand."""
+"""The command: parse, write a kustomization or print what it renders to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic.cli import kube_options
-from elastic.cli.kube_job import Overlay
-from elastic.cli.kube_overlay import MARK, kustomization
+from elastic.cli.kube import options
+from elastic.cli.kube.job import Overlay
+from elastic.cli.kube.overlay import MARK, kustomization
 from elastic.errors import ConfigError
 
 # kustomize takes any of these names, and refuses two of them in one folder.
@@ -20,15 +20,15 @@ _OTHER_NAMES = ("kustomization.yml", "Kustomization")
 
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic kube ARGV``; returns the exit code."""
-    args = kube_options.parser().parse_args(argv)
+    args = options.parser().parse_args(argv)
     if args.output is not None:
-        overlay = kube_options.overlay(args, args.output)
+        overlay = options.overlay(args, args.output)
         write(args.output, overlay)
         _warn(overlay)
         print(f"elastic: kubectl apply -k {args.output}", file=sys.stderr)
         return 0
     with tempfile.TemporaryDirectory(prefix="elastic-kube-") as folder:
-        overlay = kube_options.overlay(args, Path(folder))
+        overlay = options.overlay(args, Path(folder))
         write(Path(folder), overlay)
         sys.stdout.write(render(Path(folder)))
     _warn(overlay)

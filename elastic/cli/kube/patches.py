@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from elastic.cli.kube_job import Overlay, Store
+from elastic.cli.kube.job import Overlay, Store
 
 Operation = Mapping[str, object]
 
