@@ -207,6 +207,20 @@ def test_applied_at_0_it_starts_the_old_template(job: Job) -> None:
     assert job.images() == ["torch-elastic-harness:0.1.0-cuda"] * REPLICAS
 
 
+def test_the_model_does_what_clusters_were_seen_to_do(job: Job) -> None:
+    """kubernetes/kubernetes issue 121534: four replicas and a partition of 2, updated, scaled to 0
+    and to 2; both pods are new ones."""
+    job.partition(2)
+    job.controller.spec["template"]["spec"]["containers"][0]["image"] = "b"
+    job.cluster.settle()
+    assert sorted(job.images()) == ["b"] * 2 + ["torch-elastic-harness:0.1.0-cuda"] * 2
+    job.scale(0)
+    job.cluster.settle()
+    job.scale(2)
+    job.cluster.settle()
+    assert job.images() == ["b"] * 2
+
+
 def test_on_delete_would_mix(objects: list[Object]) -> None:
     """What was not chosen (decision 28)."""
     job = Job(objects, type="OnDelete")

@@ -124,7 +124,9 @@ def test_commands_within_sentences_are_mentions_of_known_ones() -> None:
     assert found <= {
         "kubectl -n elastic-dev delete pod workers-1",
         "kubectl -n $N delete statefulset workers",
+        "kubectl -n $N exec etcd-0 -- etcdctl auth enable",
         "kubectl apply",
+        "kubectl delete -k overlays/llama",
         "kubectl delete pod",
         "kubectl rollout restart statefulset workers",
         "kubectl taint",
