@@ -134,6 +134,8 @@ def test_a_store_without_credentials_is_warned_of(
     store = "--checkpoints=s3://bucket/runs"
     render(store)
     assert "--env-from-secret" in capsys.readouterr().err
+    render(store, "--name=llama")
+    assert "`llama-workers`" in capsys.readouterr().err
     for given in ("--env-from-secret=s3", "--service-account-annotation=a/b=c"):
         render(store, given)
         assert "warning" not in capsys.readouterr().err

@@ -86,10 +86,11 @@ def _warn(overlay: Overlay) -> None:
     """Of what may be right, and more often is forgotten."""
     url = overlay.store.url if overlay.store else None
     access = overlay.access
+    account = f"{overlay.name}-workers" if overlay.name else "workers"
     if url and not (access.environment_secrets or access.account_annotations):
         print(
             f"elastic: warning: nothing here lets the workers into {url}: unless the platform "
-            f"does (for the service account `workers`), add --env-from-secret=NAME or "
+            f"does (for the service account `{account}`), add --env-from-secret=NAME or "
             "--service-account-annotation=KEY=VALUE",
             file=sys.stderr,
         )
