@@ -104,8 +104,8 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.rdzv_id = f"job-{uuid.uuid4().hex[:12]}"
 
 
-def node_range(nnodes: str) -> tuple[int, int]:
-    """``"2"`` and ``"2:4"`` as (min, max).
+def node_range(nnodes: str, flag: str = "--nnodes") -> tuple[int, int]:
+    """``"2"`` and ``"2:4"`` as (min, max). Raises ConfigError that names the flag.
 
     >>> node_range("2:4")
     (2, 4)
@@ -113,14 +113,12 @@ def node_range(nnodes: str) -> tuple[int, int]:
     match = _NNODES.fullmatch(nnodes)
     if match is None:
         raise ConfigError(
-            f"--nnodes={nnodes} is neither N nor MIN:MAX", hint="for example --nnodes=2:4"
+            f"{flag}={nnodes} is neither N nor MIN:MAX", hint=f"for example {flag}=2:4"
         )
     low = int(match[1])
     high = int(match[2] or low)
     if not 0 < low <= high:
-        raise ConfigError(
-            f"--nnodes={nnodes}: needs 0 < MIN <= MAX", hint="for example --nnodes=2:4"
-        )
+        raise ConfigError(f"{flag}={nnodes}: needs 0 < MIN <= MAX", hint=f"for example {flag}=2:4")
     return low, high
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import queue
 import socket
 import struct
 import subprocess
@@ -17,6 +18,12 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from elastic.config import read_options
+from elastic.coordination.etcd import EtcdStore
+from elastic.coordination.etcd_options import etcd_config
+from elastic.coordination.keys import Keys
+from elastic.errors import StoreRefused
 
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 PATIENCE_S = 60.0
@@ -29,6 +36,7 @@ def main(plan: dict[str, Any]) -> None:
     cluster = Cluster(folder, Path(plan["binaries"]), plan["members"], plan["upkeep"])
     try:
         rehearse(cluster)
+        confine(cluster, plan["roles"], plan["job"])
     finally:
         cluster.stop()
 
@@ -148,6 +156,53 @@ def restore_from_the_snapshot(cluster: Cluster) -> None:
         cluster.start(index, "existing")
     cluster.wait_until_healthy()
     assert "generation 7" in cluster.ctl("get", "/elastic/job-1/world")
+
+
+def confine(cluster: Cluster, commands: list[list[str]], settings: dict[str, str]) -> None:
+    """The runbook: a role for each job. Its agent has its own prefix, and the upkeep everything."""
+    assert commands[-1] == ["auth", "enable"], commands
+    foreign = "/elastic/bert/r1/done"
+    cluster.ctl("put", foreign, "of another job")
+    for command in commands:
+        cluster.ctl(*command)
+    options = read_options({}, {k: v for k, v in settings.items() if k.startswith("ELASTIC_")})
+    keys = Keys.of(options.prefix, settings["PET_RDZV_ID"])
+    store = EtcdStore(etcd_config(settings["PET_RDZV_ENDPOINT"], options))
+    try:
+        seen: queue.SimpleQueue[object] = queue.SimpleQueue()
+        store.watch([keys.root], seen.put, name="watch-own")
+        seen.get(timeout=PATIENCE_S)
+        store.put(keys.node("0"), b"here", lease=store.lease(5))
+        assert [e.value for e in store.list(keys.root).entries] == [b"here"]
+        for attempt in (
+            lambda: store.get(foreign),
+            lambda: store.put(foreign, b"stolen"),
+            lambda: store.list("/elastic/"),
+        ):
+            try:
+                attempt()
+            except StoreRefused as error:
+                assert "permission denied" in str(error), error
+            else:
+                raise AssertionError("a job reaches another job's keys")
+    finally:
+        store.close()
+    assert "of another job" in cluster.ctl("get", foreign)
+    # A job that nobody has given a role.
+    cluster.ctl("user", "delete", settings["ELASTIC_PREFIX"].rpartition("/")[2])
+    store = EtcdStore(etcd_config(settings["PET_RDZV_ENDPOINT"], options))
+    try:
+        store.list(keys.root)
+    except StoreRefused as error:
+        assert "permission denied" in str(error) and error.exit_code == 69, error
+    else:
+        raise AssertionError("a job without a role reads etcd")
+    finally:
+        store.close()
+    cluster.run(*cluster.upkeep["health"])
+    (cluster.folder / "snapshots" / "etcd-snapshot-1.db").unlink()
+    cluster.run(*cluster.upkeep["save"])
+    assert cluster.run(*cluster.upkeep["defragment"]).count("Finished defragmenting") == 3
 
 
 def loopback_up() -> None:

@@ -29,6 +29,8 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "job+rdma+volcano": ("job", ("rdma", "volcano")),
     "jobset+kueue": ("jobset", ("kueue",)),
     "trainer+kueue": ("trainer", ("kueue",)),
+    "jobset+spot+rdma+volcano": ("jobset", ("spot", "rdma", "volcano")),
+    "trainer+spot+rdma+volcano": ("trainer", ("spot", "rdma", "volcano")),
     "prod+object-store": ("prod", ("object-store",)),
     "prod+own-certificates": ("prod", ("own-certificates",)),
 }
@@ -44,23 +46,55 @@ NAMESPACES = {
     "trainer": "elastic-trainer",
 }
 OVERLAYS = tuple(NAMESPACES)
+IMAGE = "--image=registry.example/team/train:1.4.2-cuda"
 # What `elastic kube render` writes for these flags.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "kube render prod": (
         *("--nodes=3:9", "--gpus-per-node=4", "--run-id=llama-7", "--grace=120"),
-        *("--image=registry.example/team/train:1.4.2-cuda", "--checkpoints=class:shared"),
+        *(IMAGE, "--checkpoints=class:shared"),
         *("train.py", "--lr=3e-4", "--note=$(HOME)"),
     ),
     "kube render dev": ("--overlay=dev", "--nodes=1:3", "train.py"),
     "kube render job+rdma+kueue": (
         *("--overlay=job", "--nodes=2:5", "--with=rdma", "--with=kueue", "--run-id=b"),
-        "--gpus-per-node=2",
+        *("--gpus-per-node=2", IMAGE),
     ),
-    "kube render trainer": ("--overlay=trainer", "--nodes=4:6", "--grace=90", "train.py", "-x"),
+    "kube render jobset+spot+volcano": (
+        *("--overlay=jobset", "--with=spot", "--with=volcano", "--gpus-per-node=1", IMAGE),
+    ),
+    "kube render trainer": (
+        *("--overlay=trainer", "--nodes=4:6", "--grace=90", IMAGE, "train.py", "-x"),
+    ),
+}
+_EVERY_FLAG = (
+    *("--cpu=6", "--memory=48Gi", "--priority-class=training", "--label=example.com/team=ml"),
+    *("--node-selector=example.com/pool=h100", "--node-selector=topology.kubernetes.io/zone=a"),
+    *("--toleration=dedicated=training:NoSchedule", "--toleration=example.com/maintenance"),
+    *("--image-pull-secret=registry", "--service-account-annotation=example.com/role=train"),
+    *("--env=AWS_REGION=eu-west-1", "--env-from-secret=s3-credentials", IMAGE),
+    *("--env=AWS_ENDPOINT_URL=http://minio.storage:9000", "--run-id=r1"),
+)
+# Not a namespace's whole: a job among several, and flags whose objects are somebody else's.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    **{
+        f"every flag {overlay}": (f"--overlay={overlay}", *_EVERY_FLAG, "--checkpoints=s3://b/x")
+        for overlay in ("prod", "dev", "job", "jobset", "trainer")
+    },
+    "kube render gs": (IMAGE, "--checkpoints=gs://bucket/runs"),
+    "kube render size": (IMAGE, "--checkpoints=class:lustre", "--storage-size=5Ti"),
+    **{
+        f"several {overlay}": (
+            *(f"--overlay={overlay}", "--name=llama", "--namespace=team", "--nodes=3:5", IMAGE),
+            *("--with=kueue", "--with=volcano"),
+        )
+        for overlay in ("prod", "job", "jobset", "trainer")
+    },
+    "several: another": ("--name=bert", "--namespace=team", "--checkpoints=s3://b/x", *_EVERY_FLAG),
 }
 EVERYTHING = (*OVERLAYS, *COMPOSITIONS, *COMMANDS, RESTORE)
 NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"
+INSTANCE = "app.kubernetes.io/instance"
 
 Object = dict[str, Any]
 
@@ -126,7 +160,7 @@ class Rendered:
     @property
     def settings(self) -> dict[str, str]:
         """The ConfigMap that the workers read."""
-        (source,) = self.workers.containers[0]["envFrom"]
+        source = self.workers.containers[0]["envFrom"][0]
         data: dict[str, str] = self.one("ConfigMap", source["configMapRef"]["name"])["data"]
         return data
 
@@ -195,12 +229,11 @@ def patch(folder: Path) -> Path:
 
 @functools.cache
 def rendered(name: str, scratch: Path) -> Rendered:
-    """One of EVERYTHING, rendered once per test run."""
-    if name in COMMANDS:
+    """One of EVERYTHING or PARTS, rendered once per test run."""
+    if name in COMMANDS or name in PARTS:
         folder = scratch / name
-        assert (
-            kube.main(["render", f"--deploy={DEPLOY}", f"--output={folder}", *COMMANDS[name]]) == 0
-        )
+        flags = COMMANDS.get(name) or PARTS[name]
+        assert kube.main(["render", f"--deploy={DEPLOY}", f"--output={folder}", *flags]) == 0
         return Rendered(name, kustomize(folder))
     if name == RESTORE:
         return Rendered(name, kustomize(patch(compose(scratch / "restore", "prod", ()))))

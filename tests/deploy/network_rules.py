@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ class End:
     labels: Labels = field(default_factory=dict)
     namespace: Labels | None = None  # None: the policies' own
     outside: bool = False
+    address: str | None = None  # of an end outside, for rules that name addresses
 
 
 def allowed(
@@ -59,9 +61,14 @@ def _port_matches(rule: Object, port: int, protocol: str) -> bool:
 def _peer_matches(peers: list[Object] | None, there: End) -> bool:
     if peers is None:
         return True
-    if there.outside:
-        return False
     for peer in peers:
+        if "ipBlock" in peer:
+            block = ipaddress.ip_network(peer["ipBlock"]["cidr"])
+            if there.address and ipaddress.ip_address(there.address) in block:
+                return True
+            continue
+        if there.outside:
+            continue
         spaces = peer.get("namespaceSelector")
         if spaces is None:
             in_space = there.namespace is None

@@ -8,6 +8,7 @@ not the image's 3.6: flags and certificates are what is tested, /livez is not th
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,14 +34,20 @@ def prod(render: Callable[[str], Rendered]) -> Rendered:
     return render("prod")
 
 
-def test_the_members_form_a_cluster_and_the_runbook_works(prod: Rendered, tmp_path: Path) -> None:
-    write_secrets(prod, tmp_path / "secrets")
+def test_the_members_form_a_cluster_and_the_runbook_works(
+    prod: Rendered, render: Callable[[str], Rendered], tmp_path: Path
+) -> None:
+    job = render("several prod")
+    both = Rendered("shared", (*prod.objects, *job.of("Certificate")))
+    write_secrets(both, tmp_path / "secrets")
     (tmp_path / "snapshots").mkdir()
     plan = {
         "folder": str(tmp_path),
         "binaries": str(find_binary().path.parent),
         "members": [member(prod, index, tmp_path) for index in range(3)],
         "upkeep": upkeep(prod, tmp_path),
+        "roles": roles(),
+        "job": agents_settings(job, tmp_path),
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     script = Path(__file__).with_name("etcd_members_script.py")
@@ -49,7 +56,7 @@ def test_the_members_form_a_cluster_and_the_runbook_works(prod: Rendered, tmp_pa
         [*namespaces, sys.executable, str(script), str(tmp_path / "plan.json")],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr + logs(tmp_path)
 
@@ -94,6 +101,19 @@ def upkeep(prod: Rendered, folder: Path) -> dict[str, list[str]]:
         for word in (*container["command"], *container["args"])
     ]
     return commands
+
+
+def roles() -> list[list[str]]:
+    """The runbook's commands for a role of each job, as arguments of etcdctl."""
+    runbook = (DEPLOY / "README.md").read_text()
+    section = runbook.partition("## Several jobs in a namespace")[2].partition("\n## ")[0]
+    commands = re.findall(r"kubectl -n \$N exec etcd-0 -- etcdctl ([^\n`]+)", section)
+    return [command.split() for command in commands]
+
+
+def agents_settings(job: Rendered, folder: Path) -> dict[str, str]:
+    """What an agent of the named job reads, with the paths of this test."""
+    return {name: at_home(job.workers, text, folder) for name, text in job.settings.items()}
 
 
 def at_home(pod: Pod, word: str, folder: Path) -> str:

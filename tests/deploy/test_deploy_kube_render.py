@@ -5,12 +5,13 @@ All other tests in this folder run on its output, too (manifests.COMMANDS).
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from manifests import DEPLOY, Rendered, kustomize
+from manifests import DEPLOY, IMAGE, Rendered, kustomize
 from network_rules import End, allowed
 from test_deploy_network import WORKER
 
@@ -24,6 +25,8 @@ Render = Callable[..., Rendered]
 @pytest.fixture
 def render(tmp_path: Path) -> Render:
     def run(*flags: str) -> Rendered:
+        if not any(f.startswith(("--image=", "--overlay=dev")) for f in flags):
+            flags = (IMAGE, *flags)
         argv = ["render", f"--deploy={DEPLOY}", f"--output={tmp_path / 'mine'}", *flags]
         assert kube.main(argv) == 0
         return Rendered("mine", kustomize(tmp_path / "mine"))
@@ -32,7 +35,11 @@ def render(tmp_path: Path) -> Render:
 
 
 def test_without_flags_it_is_the_overlay(render: Render) -> None:
-    assert render().objects == kustomize(DEPLOY / "overlays" / "prod")
+    own = (
+        f"--image=torch-elastic-harness:{importlib.metadata.version('torch-elastic-harness')}-cuda"
+    )
+    assert render(own).objects == kustomize(DEPLOY / "overlays" / "prod")
+    assert render("--overlay=dev").objects == kustomize(DEPLOY / "overlays" / "dev")
 
 
 def test_sizes(render: Render) -> None:
@@ -99,42 +106,143 @@ def test_printed_is_what_would_be_applied(
 ) -> None:
     written = render("--nodes=2:3")
     capsys.readouterr()
-    assert kube.main(["render", f"--deploy={DEPLOY}", "--nodes=2:3"]) == 0
+    assert kube.main(["render", f"--deploy={DEPLOY}", IMAGE, "--nodes=2:3"]) == 0
     assert tuple(yaml.safe_load_all(capsys.readouterr().out)) == written.objects
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--image=train",), "--image=train "),
-        (("--image=train:latest",), "--image=train:latest"),
-        (("--nodes=5:2",), "5:2"),
-        (("--nodes=many",), "many"),
-        (("--gpus-per-node=0",), "--gpus-per-node=0"),
-        (("--overlay=dev", "--gpus-per-node=1"), "--overlay=dev"),
-        (("--with=spott",), "did you mean 'spot'"),
-        (("--overlay=trainer", "--with=volcano"), "--with=volcano"),
-        (("--with=spot", "--grace=90"), "--grace=90"),
-        (("--grace=5",), "no time for a checkpoint"),
-        (("--run-id=a/b",), "a/b"),
-        (("--checkpoints=/mnt/nfs",), "/mnt/nfs"),
-        (("--namespace=Team_A",), "Team_A"),
-        (("--deploy=/nowhere",), "/nowhere"),
-        (("--overly=prod",), "--overly"),
-    ],
+REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    # flags, what is named of them, the rule
+    ((), "--overlay=prod without --image", "--image=REGISTRY/NAME:TAG"),
+    (("--overlay=trainer",), "--overlay=trainer without --image", "Images"),
+    (("--image=train",), "--image=train ", "exact version"),
+    (("--image=train:latest",), "--image=train:latest", "exact version"),
+    (("--image=r.example/Team/train:1.4",), "r.example/Team/train:1.4", "lower case"),
+    (("--image=r.example/team train:1.4",), "team train", "not an image reference"),
+    (("--image=r.example//train:1.4",), "r.example//train", "not an image reference"),
+    (("--image=r.example/a..b:1.4",), "a..b", "not an image reference"),
+    (("--image=../train:1.4",), "../train", "not an image reference"),
+    (("--image=train:1.4\nnamespace: x",), "namespace: x", "not an image reference"),
+    ((f"--image=train:{'1' * 129}",), "1" * 129, "not an image reference"),
+    ((f"--image={'a' * 256}:1.4",), "aaaa", "255 characters"),
+    (("--image=train@sha256:abc",), "sha256:abc", "DIGEST"),
+    (("--nodes=5:2",), "--nodes=5:2", "--nodes=2:4"),
+    (("--nodes=many",), "--nodes=many", "--nodes=2:4"),
+    (("--nodes=",), "--nodes= ", "--nodes=2:4"),
+    (("--gpus-per-node=0",), "--gpus-per-node=0", "dev"),
+    (("--overlay=dev", "--gpus-per-node=1"), "--overlay=dev", "without GPUs"),
+    (("--with=spott",), "did you mean 'spot'", "known"),
+    (("--with=spot", "--grace=90"), "--grace=90", "leave one"),
+    (("--grace=5",), "no time for a checkpoint", "or more"),
+    (("--run-id=a/b",), "a/b", "63 at most"),
+    (("--run-id=..",), "'..'", "beginning and ending"),
+    ((f"--run-id={'a' * 300}",), "a" * 300, "63 at most"),
+    (("--run-id=",), "--run-id=''", "letters"),
+    (("--run-id=r\n1",), "r\\n1", "letters"),
+    (("--checkpoints=/mnt/nfs",), "/mnt/nfs", "class:NAME"),
+    (("--checkpoints=class:",), "--checkpoints=class=''", "RFC 1123"),
+    (("--checkpoints=class:Fast_Disk",), "'Fast_Disk'", "RFC 1123"),
+    (("--checkpoints=class:a..b",), "'a..b'", "RFC 1123"),
+    ((f"--checkpoints=class:{'a' * 254}",), "aaaa", "253"),
+    (("--checkpoints=claim:my claim",), "'my claim'", "RFC 1123"),
+    (("--checkpoints=s3://",), "s3://", "BUCKET"),
+    (("--checkpoints=s3://bucket/../other",), "s3://bucket/../other", "'..'"),
+    (("--checkpoints=s3://bucket/a b",), "a b", "spaces"),
+    (("--checkpoints=file:///mnt/runs",), "file:///mnt/runs", "class:NAME"),
+    (("--checkpoints=memory://runs",), "memory://runs", "s3://bucket/prefix"),
+    (("--namespace=Team_A",), "Team_A", "RFC 1123"),
+    ((f"--namespace={'a' * 64}",), "a" * 64, "63 at most"),
+    (("--namespace=kube-system",), "kube-system", "training jobs alone"),
+    (("--deploy=/nowhere",), "/nowhere", "deploy/"),
+    (("--overly=prod",), "--overly", "-h"),
+    # resources and placement
+    (("--cpu=lots",), "--cpu='lots'", "500m"),
+    (("--cpu=0",), "--cpu='0'", "above 0"),
+    (("--cpu=0.0001",), "--cpu=0.0001", "500m"),
+    (("--memory=64GB",), "--memory='64GB'", "256Gi"),
+    (("--memory=64",), "--memory=64 is 64 bytes", "256Gi"),
+    (("--memory=400m",), "--memory=400m", "256Gi"),
+    (("--storage-size=-1Gi",), "--storage-size='-1Gi'", "256Gi"),
+    (("--storage-size=1Ti", "--checkpoints=claim:mine"), "--storage-size=1Ti", "leave one"),
+    (("--node-selector=pool",), "--node-selector=pool", "KEY=VALUE"),
+    (("--node-selector=a/b/c=d",), "'a/b/c'", "DNS subdomain"),
+    (("--node-selector=pool=a b",), "'a b'", "63 at most"),
+    (("--node-selector=pool=a", "--node-selector=pool=b"), "'a' and as 'b'", "choose one"),
+    (("--toleration=dedicated:Never",), "'Never'", "NoSchedule"),
+    (("--toleration==x",), "''", "DNS subdomain"),
+    (("--priority-class=High",), "'High'", "RFC 1123"),
+    (("--label=app.kubernetes.io/instance=x",), "app.kubernetes.io/instance", "another key"),
+    (("--label=pod-security.kubernetes.io/enforce=privileged",), "pod-security", "another key"),
+    (("--label=kueue.x-k8s.io/queue-name=a",), "kueue.x-k8s.io/queue-name", "another key"),
+    (("--label=kubernetes.io/metadata.name=a",), "metadata.name", "another key"),
+    # access
+    (("--image-pull-secret=My Secret",), "'My Secret'", "RFC 1123"),
+    (("--env=AWS_REGION",), "--env=AWS_REGION", "KEY=VALUE"),
+    (("--env=A-B=c",), "'A-B'", "environment variable"),
+    (("--env=AWS_SECRET_ACCESS_KEY=x",), "AWS_SECRET_ACCESS_KEY", "--env-from-secret"),
+    (("--env=ELASTIC_HEALTH_PORT=9000",), "ELASTIC_HEALTH_PORT", "settings"),
+    (
+        ("--env=AWS_ENDPOINT_URL=minio:port", "--checkpoints=s3://b/x"),
+        "AWS_ENDPOINT_URL=minio:port",
+        "http://HOST:PORT",
+    ),
+    (("--env-from-secret=",), "--env-from-secret=''", "RFC 1123"),
+    (("--service-account-annotation=role",), "=role", "KEY=VALUE"),
+    # several jobs
+    (("--name=Llama",), "'Llama'", "RFC 1123"),
+    (("--name=7b",), "--name=7b", "begin with a letter"),
+    ((f"--name={'a' * 33}",), "a" * 33, "32 characters"),
+    (("--name=workers",), "--name=workers", "another"),
+    (("--name=llama", "--overlay=dev"), "--overlay=dev", "leave one"),
 )
+
+
+@pytest.mark.parametrize(("flags", "said", "rule"), REFUSED)
 def test_what_cannot_work_is_refused_before_anything_is_written(
-    tmp_path: Path, flags: tuple[str, ...], said: str
+    tmp_path: Path, flags: tuple[str, ...], said: str, rule: str
 ) -> None:
+    if flags and not any(f.startswith("--image") for f in flags) and "trainer" not in flags[0]:
+        flags = (IMAGE, *flags)
     with pytest.raises(ConfigError) as error:
         kube.main(["render", f"--deploy={DEPLOY}", f"--output={tmp_path / 'mine'}", *flags])
-    assert said in str(error.value)
+    assert said in error.value.args[0]
     assert error.value.hint
+    assert rule in str(error.value)
+    assert "--nnodes" not in str(error.value)
     assert not (tmp_path / "mine").exists()
 
 
-def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+def test_what_is_unusual_and_right_is_taken(render: Render) -> None:
+    for image in ("localhost:5000/a/b__c:v1", "[::1]:5000/train:1", f"r.example/t:1@{DIGEST}"):
+        (container,) = render(f"--image={image}").workers.spec["containers"]
+        assert container["image"] == image
+    got = render("--run-id=Llama_3.1-8b", f"--checkpoints=class:{'a' * 63}.b", "--memory=1.5Gi")
+    assert got.settings["PET_RDZV_ID"] == "Llama_3.1-8b"
+    (container,) = got.workers.spec["containers"]
+    assert container["resources"]["limits"]["memory"] == "1536Mi"
+
+
+def test_where_it_cannot_write_it_says_so(tmp_path: Path) -> None:
+    def refused(output: Path) -> str:
+        before = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+        with pytest.raises(ConfigError) as error:
+            kube.main(["render", f"--deploy={DEPLOY}", IMAGE, f"--output={output}"])
+        assert {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()} == before
+        assert error.value.hint
+        return str(error.value)
+
+    file = tmp_path / "file"
+    file.write_text("of somebody else")
+    assert f"--output={file} is a file" in refused(file)
+    assert f"--output={file / 'below'}" in refused(file / "below")
+    for name in ("kustomization.yml", "Kustomization"):
+        beside = tmp_path / f"with-{name}"
+        beside.mkdir()
+        (beside / name).write_text("resources: []\n")
+        assert name in refused(beside)
     (tmp_path / "kustomization.yaml").write_text("resources: []\n")
-    with pytest.raises(ConfigError, match="exists"):
-        kube.main(["render", f"--deploy={DEPLOY}", f"--output={tmp_path}"])
-    assert (tmp_path / "kustomization.yaml").read_text() == "resources: []\n"
+    assert "exists" in refused(tmp_path)
+
+
+def test_what_it_has_written_it_writes_again(render: Render) -> None:
+    assert render("--nodes=2:3").settings["PET_NNODES"] == "2:3"
+    assert render("--nodes=2:5").settings["PET_NNODES"] == "2:5"

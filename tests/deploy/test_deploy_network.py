@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manifests import COMPONENT, NAME, Rendered
-from network_rules import End, allowed
+from manifests import COMPONENT, INSTANCE, NAME, Rendered
+from network_rules import End, allowed, matches
 
 OUTSIDE = End(outside=True)
 STRANGER = End({"app": "other"})
@@ -12,18 +12,22 @@ MONITORING = End({"app": "prometheus"}, {"kubernetes.io/metadata.name": "monitor
 ELSEWHERE = End({NAME: "elastic", COMPONENT: "worker"}, {"kubernetes.io/metadata.name": "default"})
 
 
-def ours(component: str) -> End:
-    return End({NAME: "elastic", COMPONENT: component})
+def ours(component: str, job: str = "workers") -> End:
+    labels = {NAME: "elastic", COMPONENT: component}
+    return End(labels | ({INSTANCE: job} if component in ("worker", "finisher") else {}))
 
 
 WORKER, ETCD, FINISHER, UPKEEP = map(ours, ("worker", "etcd", "finisher", "etcd-upkeep"))
 
 
 def test_the_policies_are_about_pods_that_exist(manifests: Rendered) -> None:
-    components = {pod.component for pod in manifests.pods()}
+    pods = [pod.labels for pod in manifests.pods()]
     for policy in manifests.of("NetworkPolicy"):
-        labels = policy["spec"]["podSelector"].get("matchLabels")
-        assert labels is None or labels[COMPONENT] in components, policy["metadata"]["name"]
+        selector = policy["spec"]["podSelector"]
+        assert any(matches(selector, labels) for labels in pods), policy["metadata"]["name"]
+    for end in (WORKER, ETCD, FINISHER, UPKEEP):
+        for pod in manifests.pods(end.labels[COMPONENT]):
+            assert end.labels.items() <= pod.labels.items(), pod
 
 
 def test_nothing_is_open_that_is_not_named(manifests: Rendered) -> None:

@@ -12,7 +12,7 @@ import pytest
 from crd_schemas import SCHEMAS
 from jsonschema import Draft202012Validator
 from kubernetes_validate import utils
-from manifests import EVERYTHING, Object, Rendered
+from manifests import EVERYTHING, PARTS, Object, Rendered
 
 OLDEST = (1, 31)
 VERSIONS = [
@@ -35,7 +35,7 @@ def read_schemas_once() -> Any:
 def objects(render: Callable[[str], Rendered]) -> list[tuple[str, Object]]:
     """Everything that is rendered anywhere, each distinct object once; custom kinds' Jobs too."""
     distinct: dict[str, tuple[str, Object]] = {}
-    for name in EVERYTHING:
+    for name in (*EVERYTHING, *PARTS, "shared"):
         for whole in render(name).objects:
             for one in (whole, *jobs_inside(whole)):
                 distinct.setdefault(json.dumps(one, sort_keys=True), (name, one))

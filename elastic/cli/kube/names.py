@@ -1,0 +1,221 @@
+"""What Kubernetes takes for a name, a label, a quantity, an image. Pure: each value is checked as
+the API server would, before anything is written.
+
+Every function takes the flag first, to name it, and raises ConfigError with value and rule. Rules:
+kubernetes.io/docs/concepts/overview/working-with-objects (names, labels), apimachinery's
+``resource.Quantity``, and the grammar of github.com/distribution/reference.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from elastic.errors import ConfigError
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_QUALIFIED = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# What no manifest in git should hold. A file's name or a region may end otherwise.
+_SECRET = re.compile(r"SECRET|PASSWORD|PASSWD|(TOKEN|KEY)$", re.IGNORECASE)
+
+_HOST = r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?)"
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"(?P<name>(?:(?:{_HOST}(?:\.{_HOST})*|\[[a-fA-F0-9:]+\])(?::[0-9]+)?/)?"
+    rf"{_COMPONENT}(?:/{_COMPONENT})*)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?"
+    r"(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>m|[kMGTPE]|[KMGTPE]i|)")
+_UNITS = {
+    "m": Decimal("0.001"),
+    "": Decimal(1),
+    **{unit: Decimal(1000) ** power for power, unit in enumerate("kMGTPE", start=1)},
+    **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", start=1)},
+}
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+
+# Names -------------------------------------------------------------------------------------------
+
+
+def label_name(flag: str, name: str) -> str:
+    """A namespace, a Service: a DNS-1123 label."""
+    if not _LABEL.fullmatch(name):
+        raise ConfigError(
+            f"{flag}={name!r} is not a DNS label (RFC 1123)",
+            hint="use lower-case letters, digits and '-', 63 at most, beginning and ending with a "
+            "letter or digit",
+        )
+    return name
+
+
+def subdomain(flag: str, name: str) -> str:
+    """A storage class, a claim, a secret, a priority class: a DNS-1123 subdomain."""
+    if len(name) > 253 or not _SUBDOMAIN.fullmatch(name):
+        raise ConfigError(
+            f"{flag}={name!r} is not a DNS subdomain (RFC 1123)",
+            hint="use lower-case letters, digits, '-' and '.', 253 at most; each part begins and "
+            "ends with a letter or digit",
+        )
+    return name
+
+
+def run_id(flag: str, name: str) -> str:
+    """It becomes part of etcd's keys and a folder's name: what a label's value may be."""
+    if not _QUALIFIED.fullmatch(name):
+        raise ConfigError(
+            f"{flag}={name!r} cannot name a job's keys and its folder of checkpoints",
+            hint="use letters, digits, '-', '_' and '.', 63 at most, beginning and ending with a "
+            "letter or digit",
+        )
+    return name
+
+
+def image(flag: str, reference: str) -> tuple[str, str | None, str | None]:
+    """Name, tag and digest, of which at least one is there and does not move."""
+    match = _IMAGE.fullmatch(reference)
+    if match is None or len(match["name"]) > 255:
+        raise ConfigError(
+            f"{flag}={reference!r} is not an image reference",
+            hint="write [REGISTRY[:PORT]/]NAME:TAG or NAME@sha256:DIGEST; the name in lower case, "
+            "its parts joined by '/', '.', '_' or '-', 255 characters at most",
+        )
+    if match["digest"] is None and match["tag"] in (None, "latest"):
+        raise ConfigError(
+            f"{flag}={reference} does not name an exact version",
+            hint="write NAME:TAG with a tag that never moves, or NAME@sha256:DIGEST: a "
+            "replacement pod must run what the others run",
+        )
+    return match["name"], match["tag"], match["digest"]
+
+
+# Keys and values ---------------------------------------------------------------------------------
+
+
+def label(flag: str, text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` of a label or a node selector."""
+    key, value = _pair(flag, text)
+    if value and not _QUALIFIED.fullmatch(value):
+        raise ConfigError(
+            f"{flag}={text}: {value!r} is not the value of a label",
+            hint="use letters, digits, '-', '_' and '.', 63 at most, beginning and ending with a "
+            "letter or digit",
+        )
+    return _key(flag, text, key), value
+
+
+def annotation(flag: str, text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` of an annotation, whose value is free."""
+    key, value = _pair(flag, text)
+    _printable(flag, text)
+    return _key(flag, text, key), value
+
+
+def variable(flag: str, text: str) -> tuple[str, str]:
+    """``NAME=VALUE`` of a container's environment. Refuses what belongs into a secret."""
+    name, value = _pair(flag, text)
+    _printable(flag, text)
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigError(
+            f"{flag}={text}: {name!r} is not the name of an environment variable",
+            hint="use letters, digits and '_', not beginning with a digit",
+        )
+    if name.startswith(("PET_", "ELASTIC_")):
+        raise ConfigError(
+            f"{flag}={name}=…: {name} is a setting of the agents",
+            hint="use its own flag, or merge it into `settings` in an overlay: deploy/README.md",
+        )
+    if _SECRET.search(name):
+        raise ConfigError(
+            f"{flag}={name}=… would write a secret into the manifests",
+            hint="kubectl create secret generic NAME --from-env-file=FILE, and "
+            "--env-from-secret=NAME",
+        )
+    return name, value
+
+
+def toleration(flag: str, text: str) -> dict[str, str]:
+    """``KEY[=VALUE][:EFFECT]``, as `kubectl taint` writes taints.
+
+    >>> toleration("--toleration", "team=ml:NoSchedule")
+    {'key': 'team', 'operator': 'Equal', 'value': 'ml', 'effect': 'NoSchedule'}
+    >>> toleration("--toleration", "dedicated")
+    {'key': 'dedicated', 'operator': 'Exists'}
+    """
+    taint, colon, effect = text.partition(":")
+    if colon and effect not in EFFECTS:
+        raise ConfigError(
+            f"{flag}={text}: {effect!r} is not the effect of a taint",
+            hint=f"write KEY[=VALUE][:EFFECT]; effects are {', '.join(EFFECTS)}",
+        )
+    if "=" in taint:
+        key, value = label(flag, taint)
+        tolerated = {"key": key, "operator": "Equal", "value": value}
+    else:
+        tolerated = {"key": _key(flag, text, taint), "operator": "Exists"}
+    return {**tolerated, "effect": effect} if colon else tolerated
+
+
+def _pair(flag: str, text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{flag}={text} has no '='", hint=f"write {flag}=KEY=VALUE")
+    return key, value
+
+
+def _key(flag: str, text: str, key: str) -> str:
+    prefix, slash, name = key.rpartition("/")
+    good_prefix = not slash or (len(prefix) <= 253 and _SUBDOMAIN.fullmatch(prefix))
+    if not good_prefix or not _QUALIFIED.fullmatch(name):
+        raise ConfigError(
+            f"{flag}={text}: {key!r} is not a key of labels",
+            hint="write [PREFIX/]NAME: the prefix a DNS subdomain, the name of letters, digits, "
+            "'-', '_' and '.', 63 at most, beginning and ending with a letter or digit",
+        )
+    return key
+
+
+def _printable(flag: str, text: str) -> None:
+    if _UNPRINTABLE.search(text):
+        raise ConfigError(f"{flag}={text!r} has control characters", hint="leave them out")
+
+
+# Quantities --------------------------------------------------------------------------------------
+
+
+def cpu(flag: str, text: str) -> str:
+    """CPUs: more than 0, in thousandths at the finest."""
+    if _quantity(flag, text, "4, 1.5 or 500m") % Decimal("0.001"):
+        raise ConfigError(f"{flag}={text} is finer than 1m", hint="write 4, 1.5 or 500m")
+    return text
+
+
+def size_bytes(flag: str, text: str) -> int:
+    """Memory or storage, in bytes.
+
+    >>> size_bytes("--memory", "1.5Gi")
+    1610612736
+    """
+    size = _quantity(flag, text, "256Gi or 512Mi")
+    # `400m` of memory is a slip for 400M that Kubernetes accepts: 0.4 bytes.
+    if size != size.to_integral_value() or size < 2**20:
+        raise ConfigError(
+            f"{flag}={text} is {math.ceil(size)} bytes at most", hint="write 256Gi or 512Mi"
+        )
+    return int(size)
+
+
+def _quantity(flag: str, text: str, examples: str) -> Decimal:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or not (amount := Decimal(match["number"]) * _UNITS[match["unit"]]):
+        raise ConfigError(
+            f"{flag}={text!r} is not a quantity above 0",
+            hint=f"write {examples}: a number and one of "
+            f"{', '.join(unit for unit in _UNITS if unit)}",
+        )
+    return amount

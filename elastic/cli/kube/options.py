@@ -1,0 +1,416 @@
+"""``elastic kube render``'s flags, and what they mean together. Everything is checked here, before
+anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from elastic.cli.flags import node_range
+from elastic.cli.kube import names
+from elastic.cli.kube.job import (
+    SHARED_NAMESPACE,
+    WORKLOADS,
+    Access,
+    Image,
+    Overlay,
+    Placement,
+    Resources,
+    Store,
+)
+from elastic.cli.suggest import nearest
+from elastic.errors import ConfigError
+from elastic.tuning.timeouts import for_pod
+
+COMPONENTS = ("spot", "rdma", "kueue", "volcano")
+# `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and labels made of them have 63 at most.
+_LONGEST_NAME = 32
+# Labels that the manifests, the API server and the controllers of workloads live by.
+_OWN_LABELS = frozenset(
+    {
+        *(f"app.kubernetes.io/{name}" for name in ("name", "component", "instance")),
+        "kubernetes.io/metadata.name",
+    }
+)
+_OWN_PREFIXES = (
+    "elastic-training/",
+    "pod-security.kubernetes.io/",
+    "batch.kubernetes.io/",
+    "jobset.sigs.k8s.io/",
+    "trainer.kubeflow.org/",
+    "kueue.x-k8s.io/",  # would queue the finisher, too
+)
+# Of a store or a proxy that is reached at another port than 443.
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "FSSPEC_S3_ENDPOINT_URL",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+)
+_PORTS = {"http": 80, "https": 443}
+# Of a pod's own file system, or without writing.
+_NO_STORES = frozenset({"file", "local", "memory", "http", "https"})
+_GOOGLE = frozenset({"gs", "gcs"})
+
+_T = TypeVar("_T")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"`{self.prog} -h` tells more")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic kube``."""
+    kube = _Parser(prog="elastic kube", description="Manifests for Kubernetes.")
+    commands = kube.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    text = "set sizes, image, script and store of a job; print its manifests"
+    command = commands.add_parser(
+        "render",
+        help=text,
+        description=f"{text.capitalize()}. What is not given stays as the overlay has it.",
+        epilog="example: elastic kube render --image registry.example/train:1.4.2 --nodes 4:16 "
+        "--gpus-per-node 8 --run-id llama-7 --checkpoints s3://bucket/runs "
+        "--env-from-secret s3-credentials train.py --lr 3e-4 | kubectl apply -f -",
+    )
+    _add_job(command)
+    _add_resources(command)
+    _add_access(command)
+    command.add_argument(
+        "--deploy", type=Path, default=Path("deploy"), metavar="DIR", help="default: ./deploy"
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write a kustomization there, for git and `kubectl apply -k`, instead of printing",
+    )
+    command.add_argument("script", nargs="?", help="in the image, absolute or in /opt/elastic")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
+    return kube
+
+
+def _add_job(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--overlay", choices=tuple(WORKLOADS), default="prod")
+    command.add_argument(
+        "--with",
+        dest="components",
+        action="append",
+        default=[],
+        metavar="COMPONENT",
+        help=f"add one of {', '.join(COMPONENTS)}; may be repeated",
+    )
+    command.add_argument(
+        "--name",
+        metavar="NAME",
+        help="of one job among several: its objects are NAME-workers and so on, and it shares the "
+        "namespace and etcd of deploy/overlays/shared, under the prefix /elastic/NAME",
+    )
+    command.add_argument(
+        "--image", metavar="NAME:TAG", help="or NAME@sha256:DIGEST; only dev has one of its own"
+    )
+    command.add_argument("--nodes", metavar="MIN:MAX")
+    command.add_argument("--gpus-per-node", type=int, metavar="N", help="processes, too")
+    command.add_argument("--run-id", metavar="ID", help="a finished job stays finished: a new one")
+    command.add_argument(
+        "--checkpoints",
+        metavar="STORE",
+        help="class:NAME (a ReadWriteMany storage class), claim:NAME (an existing volume claim), "
+        "or a URL like s3://bucket/prefix",
+    )
+    command.add_argument(
+        "--grace", type=int, metavar="SECONDS", help="from SIGTERM to SIGKILL, for a last save"
+    )
+    command.add_argument("--namespace", metavar="NAME")
+    _repeated(command, "--label", "KEY=VALUE", "of all objects and pods")
+
+
+def _add_resources(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("resources and placement of a worker's pod")
+    group.add_argument("--cpu", metavar="N", help="requested; default: 4 for each of N GPUs")
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="requested, and the limit; a fourth may be shared memory; default: 32Gi for each GPU",
+    )
+    group.add_argument("--storage-size", metavar="SIZE", help="of the claim for checkpoints")
+    _repeated(group, "--node-selector", "KEY=VALUE", "a label that nodes must have")
+    _repeated(group, "--toleration", "KEY[=VALUE][:EFFECT]", "a taint that nodes may have")
+    group.add_argument("--priority-class", metavar="NAME")
+
+
+def _add_access(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("access to registries and object stores")
+    _repeated(group, "--image-pull-secret", "NAME", "for a private registry")
+    _repeated(group, "--env", "NAME=VALUE", "a worker's environment: a region, an endpoint")
+    _repeated(
+        group, "--env-from-secret", "NAME", "all keys of a secret as environment: credentials"
+    )
+    _repeated(
+        group,
+        "--service-account-annotation",
+        "KEY=VALUE",
+        "workload identity, as in eks.amazonaws.com/role-arn=arn:aws:iam::1:role/train",
+    )
+
+
+def _repeated(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
+    text = f"{text}; may be repeated"
+    group.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+
+
+# What the flags mean -----------------------------------------------------------------------------
+
+
+def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
+    """Check everything, for a kustomization that will stand in ``folder``. Raises ConfigError."""
+    if not (args.deploy / "overlays" / args.overlay / "kustomization.yaml").is_file():
+        raise ConfigError(
+            f"--deploy={args.deploy} holds no overlays/{args.overlay}",
+            hint="name the folder deploy/ of this project's source",
+        )
+    components = _components(args.components)
+    store = _store(args.checkpoints)
+    name = _name(args.name, args.overlay)
+    access = _access(args, store)
+    return Overlay(
+        overlay=args.overlay,
+        deploy=os.path.relpath(args.deploy.resolve(), folder.resolve()),
+        namespace=_namespace(args, "rdma" in components),
+        name=name,
+        components=(*components, *_store_components(store, access)),
+        nodes=node_range(args.nodes, "--nodes") if args.nodes is not None else None,
+        processes=_gpus(args.gpus_per_node, args.overlay),
+        run_id=_run_id(args.run_id, name),
+        grace_s=_grace(args.grace, components),
+        store=store,
+        script=(args.script, *args.arguments) if args.script else (),
+        resources=_resources(args, store),
+        placement=_placement(args),
+        access=access,
+        labels=_labels(args.label),
+        image=_image(args.image, args.overlay),  # last: a missing one hides no other mistake
+    )
+
+
+def _components(given: Sequence[str]) -> tuple[str, ...]:
+    for name in given:
+        if name not in COMPONENTS:
+            raise ConfigError(
+                f"unknown component --with={name}{nearest(name, COMPONENTS)}",
+                hint=f"known: {', '.join(COMPONENTS)}",
+            )
+    return tuple(dict.fromkeys(given))
+
+
+def _store_components(store: Store | None, access: Access) -> tuple[str, ...]:
+    if store is None or store.url is None:
+        return ()
+    google = urlsplit(store.url).scheme in _GOOGLE and not access.environment_secrets
+    return ("object-store", "gke-identity") if google else ("object-store",)
+
+
+def _name(name: str | None, overlay: str) -> str | None:
+    if name is None:
+        return None
+    if overlay == "dev":
+        raise ConfigError(
+            f"--name={name} with --overlay=dev, whose etcd is one job's",
+            hint="leave one of the two out",
+        )
+    names.label_name("--name", name)
+    if not name[0].isalpha() or len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"--name={name} cannot begin the names of Services and Jobs",
+            hint=f"begin with a letter, and use {_LONGEST_NAME} characters at most",
+        )
+    if name == "workers":
+        raise ConfigError(
+            f"--name={name} is what the job without a name is labelled with",
+            hint="leave it out, or choose another",
+        )
+    return name
+
+
+def _namespace(args: argparse.Namespace, locks_memory: bool) -> str:
+    if args.namespace is None:
+        own = SHARED_NAMESPACE if args.name else WORKLOADS[args.overlay].namespace
+        return own + ("-rdma" if locks_memory else "")
+    namespace = names.label_name("--namespace", args.namespace)
+    if namespace.startswith("kube-"):
+        raise ConfigError(
+            f"--namespace={namespace} is Kubernetes' own: nothing there would pass the policies",
+            hint="name one for training jobs alone",
+        )
+    return namespace
+
+
+def _image(image: str | None, overlay: str) -> Image | None:
+    if image is None:
+        if WORKLOADS[overlay].image:
+            return None
+        raise ConfigError(
+            f"--overlay={overlay} without --image: no registry has the image that it names",
+            hint="add --image=REGISTRY/NAME:TAG (deploy/README.md, Images)",
+        )
+    name, tag, digest = names.image("--image", image)
+    return Image(name=name, tag=tag, digest=digest)
+
+
+def _gpus(count: int | None, overlay: str) -> int | None:
+    if count is None:
+        return None
+    if count < 1 or not WORKLOADS[overlay].gpus:
+        raise ConfigError(
+            f"--gpus-per-node={count} with --overlay={overlay}",
+            hint="dev is the overlay without GPUs, all others have one or more per node",
+        )
+    return count
+
+
+def _run_id(run_id: str | None, name: str | None) -> str | None:
+    if run_id is None:
+        # Jobs may share a bucket: not all of them in its folder `job-1`.
+        return None if name is None else f"{name}-1"
+    return names.run_id("--run-id", run_id)
+
+
+def _grace(grace_s: int | None, components: Sequence[str]) -> int | None:
+    if grace_s is None:
+        return None
+    if "spot" in components:
+        raise ConfigError(
+            f"--grace={grace_s} with --with=spot, which sets it to what clouds give",
+            hint="leave one of the two out",
+        )
+    for_pod(grace_s)
+    return grace_s
+
+
+def _store(text: str | None) -> Store | None:
+    if text is None:
+        return None
+    kind, colon, rest = text.partition(":")
+    if colon and rest.startswith("//"):
+        return Store(url=_url(text))
+    if colon and kind == "class":
+        return Store(storage_class=names.subdomain("--checkpoints=class", rest))
+    if colon and kind == "claim":
+        return Store(claim=names.subdomain("--checkpoints=claim", rest))
+    raise ConfigError(
+        f"--checkpoints={text} names no store",
+        hint="class:NAME, claim:NAME, or a URL like s3://bucket/prefix",
+    )
+
+
+def _url(text: str) -> str:
+    scheme, _, path = text.partition("://")
+    if scheme in _NO_STORES:
+        raise ConfigError(
+            f"--checkpoints={text}: {scheme} is not a store that all nodes can write to",
+            hint="use s3://bucket/prefix, or a volume with class:NAME or claim:NAME",
+        )
+    bucket, *folders = path.rstrip("/").split("/")
+    wrong = not scheme.isalnum() or not bucket or not {"", ".", ".."}.isdisjoint(folders)
+    if wrong or not text.isprintable() or any(c in text for c in " ?#\\"):
+        raise ConfigError(
+            f"--checkpoints={text!r} is not the URL of a folder in an object store",
+            hint="write SCHEME://BUCKET/PREFIX, without '..', spaces, '?' and '#'",
+        )
+    return text
+
+
+def _resources(args: argparse.Namespace, store: Store | None) -> Resources:
+    if args.storage_size is not None and store is not None and store.storage_class is None:
+        raise ConfigError(
+            f"--storage-size={args.storage_size} with --checkpoints={args.checkpoints}: no claim "
+            "is made",
+            hint="leave one of the two out",
+        )
+    return Resources(
+        cpu=_given(names.cpu, "--cpu", args.cpu),
+        memory_bytes=_given(names.size_bytes, "--memory", args.memory),
+        storage_bytes=_given(names.size_bytes, "--storage-size", args.storage_size),
+    )
+
+
+def _placement(args: argparse.Namespace) -> Placement:
+    flag = "--node-selector"
+    return Placement(
+        node_selector=_mapping(flag, (names.label(flag, text) for text in args.node_selector)),
+        tolerations=tuple(names.toleration("--toleration", text) for text in args.toleration),
+        priority_class=_given(names.subdomain, "--priority-class", args.priority_class),
+    )
+
+
+def _access(args: argparse.Namespace, store: Store | None) -> Access:
+    flag = "--service-account-annotation"
+    environment = _mapping("--env", (names.variable("--env", text) for text in args.env))
+    url = store.url if store else None
+    return Access(
+        pull_secrets=_secrets("--image-pull-secret", args.image_pull_secret),
+        environment=environment,
+        environment_secrets=_secrets("--env-from-secret", args.env_from_secret),
+        account_annotations=_mapping(
+            flag, (names.annotation(flag, text) for text in args.service_account_annotation)
+        ),
+        ports=tuple(sorted(_ports(environment) - {443})) if url else (),
+    )
+
+
+def _secrets(flag: str, given: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names.subdomain(flag, name) for name in given))
+
+
+def _ports(environment: Mapping[str, str]) -> set[int]:
+    """Of the endpoints and proxies that the workers are told of."""
+    return {
+        _port(name, environment[name])
+        for name in (*_ENDPOINTS, *map(str.lower, _ENDPOINTS))
+        if name in environment
+    }
+
+
+def _port(name: str, url: str) -> int:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _PORTS.get(parts.scheme)
+    except ValueError:
+        port = None
+    if port is None or not parts.hostname:
+        raise ConfigError(
+            f"--env={name}={url} is not the URL of an endpoint",
+            hint="write http://HOST:PORT or https://HOST[:PORT]",
+        )
+    return port
+
+
+def _labels(given: Sequence[str]) -> Mapping[str, str]:
+    labels = _mapping("--label", (names.label("--label", text) for text in given))
+    for key in labels:
+        if key in _OWN_LABELS or key.startswith(_OWN_PREFIXES):
+            raise ConfigError(
+                f"--label={key}=…: selectors and policies of the manifests depend on {key}",
+                hint="choose another key, for example one of your organization: example.com/team",
+            )
+    return labels
+
+
+def _mapping(flag: str, pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise ConfigError(
+                f"{flag}={key} is given as {found[key]!r} and as {value!r}", hint="choose one"
+            )
+    return found
+
+
+def _given(check: Callable[[str, str], _T], flag: str, text: str | None) -> _T | None:
+    return None if text is None else check(flag, text)
