@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test beside check unit cluster compat soak bench format clean
+.PHONY: demo test beside check unit cluster compat soak bench gpu gpu-tests gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -19,7 +19,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for room in unit property contract integration idioms kill deploy security; do \
+	for room in unit property contract integration idioms kill deploy security gpu; do \
 	  MYPYPATH=tests/$$room:tests:tests/unit $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
 	done
 	MYPYPATH=benchmarks:benchmarks/scripts $(BIN)/mypy --explicit-package-bases benchmarks
@@ -33,7 +33,7 @@ beside: $(STAMP)
 	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST=$(BIN)/pytest
 
 unit: $(STAMP)
-	$(PYTEST) -m "not soak and not cluster"
+	$(PYTEST) -m "not soak and not cluster and not gpu"
 
 cluster: $(STAMP)
 	$(PYTEST) -m "cluster and not soak"
@@ -49,6 +49,15 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/checkpoint.py
+
+# Each of the two takes less than ten minutes. With two GPUs or more, NCCL proper as well.
+gpu: gpu-tests gpu-bench
+
+gpu-tests: $(STAMP)
+	$(BIN)/pytest tests/gpu tests/kill/test_nccl.py -m gpu
+
+gpu-bench: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -118,12 +118,16 @@ class PeerServer(Handler):
         if len(self._threads) >= self._limits.open_connections:
             raise ProtocolError(f"there are {len(self._threads)} connections already")
         sock, received = self._hub.detach(connection)
-        channel = Channel(sock, timeout_s=_EXCHANGE_S, received=received)
-        thread = threading.Thread(
-            target=self._serve, args=(channel,), name="checkpoint-peer-connection", daemon=True
-        )
-        self._threads[channel] = thread
-        thread.start()
+        try:
+            channel = Channel(sock, timeout_s=_EXCHANGE_S, received=received)
+            thread = threading.Thread(
+                target=self._serve, args=(channel,), name="checkpoint-peer-connection", daemon=True
+            )
+            thread.start()
+        except (OSError, RuntimeError):  # it is gone; or there are no threads left for now
+            sock.close()
+        else:
+            self._threads[channel] = thread
 
     def _serve(self, channel: Channel) -> None:
         try:

@@ -124,6 +124,7 @@ class Hub:
         self._deadlines: dict[Connection, float] = {}
         self._is_listening = False
         self._listen_at_s = 0.0
+        self._waits_for_room = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -296,7 +297,12 @@ class Hub:
     # -- connections that come ----------------------------------------------------------------
 
     def _listen(self) -> None:
-        if not self._is_listening and self._monotonic() >= self._listen_at_s:
+        if self._is_listening:
+            return
+        now_s = self._monotonic()
+        has_room = self._waits_for_room and not self._pending.room_in_s(now_s)
+        if has_room or now_s >= self._listen_at_s:
+            self._waits_for_room = False
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._is_listening = True
 
@@ -310,6 +316,7 @@ class Hub:
         for _ in range(ACCEPTS_PER_TURN):
             if room_in_s := self._pending.room_in_s(self._monotonic()):
                 self._listen_again_in(room_in_s)
+                self._waits_for_room = True
                 return
             try:
                 sock, _ = self._listener.accept()
@@ -337,8 +344,7 @@ class Hub:
             if oldest is not None:
                 self.drop(oldest, "too many connections that do not prove themselves")
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send_at_once(sock)
         connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
         connection.handshake = ServerHandshake(self._key(), self._identity)
         now_s = self._monotonic()
@@ -352,8 +358,9 @@ class Hub:
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
             self.drop(connection)
             return
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # it is gone: the next event says so
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _send_at_once(sock)
         connection.state = State.PROVING
         self._deadlines[connection] = self._monotonic() + self.limits.handshake_s
         assert isinstance(connection.handshake, ClientHandshake)
@@ -451,6 +458,12 @@ class Hub:
         self._pending.discard(connection)
         self._deadlines.pop(connection, None)
         self._selector.unregister(connection.socket)
+
+
+def _send_at_once(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):  # it is gone: the next event says so
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:

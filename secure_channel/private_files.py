@@ -12,7 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 16 << 20
 
 
 def make_folder(prefix: str, *, base: str | None = None) -> str:

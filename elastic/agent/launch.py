@@ -166,6 +166,7 @@ class Launch:
             resource_tracker.ensure_running()
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
+        self.service.keep_link_key()
         with _environment, _environment_of(self._variables):
             self._starting = threading.get_ident()
             try:

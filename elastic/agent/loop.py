@@ -121,6 +121,11 @@ class NodeLoop:
         """Where workers say hello; empty in restart mode."""
         return self._workers.path if self._workers is not None else ""
 
+    def keep_link_key(self) -> None:
+        """Workers are about to start. From any thread."""
+        if self._workers is not None:
+            self._workers.keep_key()
+
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()

@@ -309,6 +309,10 @@ class NodeService:
         """The socket for this node's workers; empty in restart mode."""
         return self._loop.link_path
 
+    def keep_link_key(self) -> None:
+        """Workers are about to start: the key of the link is where they look for it."""
+        self._loop.keep_link_key()
+
     def tell_guard(self, permit: Callable[[float], object]) -> None:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""
         self._loop.permission.tell_guard = permit

@@ -82,6 +82,10 @@ class Workers:
     def start(self) -> None:
         self._server.start()
 
+    def keep_key(self) -> None:
+        """Workers are about to start, and to read it. From any thread."""
+        self._server.keep_key()
+
     def close(self) -> None:
         self._server.close()
 

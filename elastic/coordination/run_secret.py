@@ -6,7 +6,6 @@ it in memory, and hand their workers derived keys only, one for each purpose.
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from elastic.coordination.keyvalue import KeyValue
@@ -45,9 +44,8 @@ class RunSecret:
         with self._lock:
             is_other, self._secret = found != self._secret, found
         if is_other:
-            get_logger().log(
-                logging.WARNING,
-                "etcd has another secret of this run than before (it was wiped): using that one",
+            get_logger().warning(
+                "etcd has another secret of this run than before (it was wiped): using that one"
             )
 
 

@@ -20,7 +20,7 @@ import tenacity
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
 from elastic.link import forks
-from elastic.link.greeting import Welcomed, key_path, say_hello
+from elastic.link.greeting import Welcomed, key_path, read_key, say_hello
 from elastic.link.outbox import Outbox
 from elastic.link.peer import has_ended
 from elastic.link.protocol import (
@@ -36,6 +36,7 @@ from elastic.link.protocol import (
 from elastic.telemetry.log import get_logger
 from secure_channel.errors import ProtocolError
 from secure_channel.frames import FrameReader, frame
+from secure_channel.keys import SecretKey
 
 CONNECT_WITHIN_S = 10.0
 LAST_WORDS_WITHIN_S = 0.5  # what close() waits for an agent that does not read
@@ -81,6 +82,7 @@ class LinkClient:
             library=importlib.metadata.version("torch-elastic-harness"),
         )
         self._outbox = Outbox()
+        self._key: SecretKey | None = None
         self._socket: socket.socket | None = None
         self._agent = -1  # pidfd
         self._received = FrameReader(MAX_MESSAGE)
@@ -171,9 +173,15 @@ class LinkClient:
             ) from error
 
     def _say_hello(self, deadline_s: float) -> Welcomed:
-        stop = self._wakee.fileno()
+        if self._key is None:  # once: what cleans /tmp may take the file away
+            self._key = read_key(self._path)
         return say_hello(
-            self._path, self._hello, deadline_s=deadline_s, stop=stop, clock=self._clock
+            self._path,
+            self._hello,
+            key=self._key,
+            deadline_s=deadline_s,
+            stop=self._wakee.fileno(),
+            clock=self._clock,
         )
 
     def _attach(self, made: Welcomed) -> None:

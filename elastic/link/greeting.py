@@ -38,13 +38,15 @@ class Welcomed:
     messages: list[Message]  # came right behind the welcome
 
 
-def say_hello(path: str, hello: Hello, *, deadline_s: float, stop: int, clock: Clock) -> Welcomed:
+def say_hello(
+    path: str, hello: Hello, *, key: SecretKey, deadline_s: float, stop: int, clock: Clock
+) -> Welcomed:
     """Connect, prove the link's key, have the agent prove it, and wait for the welcome, until
     ``stop`` can be read.
 
     Raises OSError where another attempt may help, LinkError where it will not.
     """
-    handshake = ClientHandshake(read_key(path), str(hello.pid))
+    handshake = ClientHandshake(key, str(hello.pid))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     agent = -1
     try:

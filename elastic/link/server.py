@@ -98,8 +98,8 @@ class LinkServer:
         self._node_id = node_id
         self._folder = _fresh_folder()
         self.path = os.path.join(self._folder, "link")
-        key = SecretKey.generate()
-        private_files.write(key_path(self.path), key.text.encode())
+        self._key = key = SecretKey.generate()
+        self.keep_key()
         self._hub = Hub(
             "elastic-link",
             listen_on_path(self.path, backlog=512),
@@ -118,6 +118,17 @@ class LinkServer:
     def start(self) -> None:
         """Listen."""
         self._hub.start()
+
+    def keep_key(self) -> None:
+        """Before workers start: their key is there, whatever has cleaned the folder since (after
+        days, systemd-tmpfiles takes the files that nobody has touched, and leaves live sockets).
+
+        Raises OSError where it cannot be written.
+        """
+        try:
+            os.utime(key_path(self.path), follow_symlinks=False)
+        except FileNotFoundError:
+            private_files.write(key_path(self.path), self._key.text.encode())
 
     def close(self) -> None:
         """Stop, join, remove the socket. Idempotent."""

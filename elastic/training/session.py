@@ -238,7 +238,7 @@ class Session:
             self.group.abort()
         for module in self.job.modules.values():
             module.leave_world()
-        self.group.destroy()
+        self.group.destroy(is_for_next=True)
 
     # -- attempts -----------------------------------------------------------------------------
 
@@ -366,12 +366,12 @@ class Session:
             raise self._second_step(loader)
         number = self.job.progress.step
         if self.commits.accumulated_since is None:
+            pending.settle()  # what the script has done since the last step counts from here on
             self.commits.call_back_again()
             if self.worlds is not None:
                 self.worlds.wait_until_permitted()
             self.between.pass_boundary()
             if self.can_roll_back:
-                pending.settle()  # what the script has done since counts from here on
                 self.recovery.before_step(number)
         step = Step(number, first, rest, self._begin_micro_batch, self.recovery.masked(number))
         for module in self.job.modules.values():

@@ -39,8 +39,10 @@ TORCH_STOPS_WORKERS_S = 60.0
 # An abort of NCCL's communicators takes milliseconds, or hangs. Nobody trains while a worker waits
 # for it, and to start the worker anew costs about as long as this.
 ABORT_S = 10.0
-# The same for a group whose building was given up: what is inside NCCL then cannot be aborted.
+# For a group whose building was given up: what is inside NCCL then cannot be aborted.
 GIVEN_UP_BUILD_S = 10.0
+# To destroy communicators in order, peers must do so, too.
+DESTROY_S = 30.0
 _LEASES_TO_TAKEOVER = 4.0
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
 # their agent again. An agent that is cut off from etcd ends them at three quarters (contact.py);

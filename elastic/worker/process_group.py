@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -211,14 +213,16 @@ class ProcessGroup:
                 watch.give_up()
             # While the group is being initialised there is nothing yet that could be aborted.
             if self._is_on_stream and dist.is_initialized() and self._communicators is None:
+                limit_s = timeouts.ABORT_S
                 self._communicators = CommunicatorAbort(
-                    self.device, timeout_s=timeouts.ABORT_S, expire=self._abort_is_stuck
+                    self.device,
+                    timeout_s=limit_s,
+                    expire=functools.partial(self._is_stuck, "aborting", limit_s),
                 )
 
-    def _abort_is_stuck(self) -> None:
+    def _is_stuck(self, what: str, limit_s: float) -> None:
         end_process(
-            f"aborting the communicators of {self._where} has not returned for "
-            f"{timeouts.ABORT_S:g} s",
+            f"{what} the communicators of {self._where} has not returned for {limit_s:g} s",
             self._journal,
         )
 
@@ -251,11 +255,13 @@ class ProcessGroup:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def destroy(self) -> None:
+    def destroy(self, *, is_for_next: bool = False) -> None:
         """Take the group down; a group the script made is left to it. Main thread.
 
         Never hangs on gloo: a group that does not give its collectives back is left behind (see
-        :mod:`elastic.worker.pending`). On NCCL, :meth:`abort` it first if a peer may be gone.
+        :mod:`elastic.worker.pending`). On NCCL, :meth:`abort` it first if a peer may be gone. If
+        one is nevertheless, and another group is to be built (``is_for_next``), the process ends
+        after a while; at the end of a job peers may take their time.
         """
         with self._lock:
             footprint, self._footprint = self._footprint, None
@@ -267,7 +273,7 @@ class ProcessGroup:
         sockets = footprint.sockets() if footprint is not None else {}
         if footprint is not None:
             footprint.shut_down()
-        is_left_behind = dist.is_initialized() and not self._destroy_group()
+        is_left_behind = dist.is_initialized() and not self._destroy_group(is_for_next)
         # A build that failed in the middle has counted: the next group would get another name
         # here than with a newcomer, and they would never find each other in the store.
         torch_private.forget_group_count()
@@ -280,21 +286,31 @@ class ProcessGroup:
         if not is_left_behind:
             _say_what_is_left(sockets)
 
-    def _destroy_group(self) -> bool:
+    def _destroy_group(self, is_for_next: bool) -> bool:
         """Says whether it is gone, and not only out of the way."""
         is_drained = pending.drain(_DRAIN_S)
         if not is_drained:
             keep_for_ever(torch_private.default_group())
         if self._is_on_stream and self._is_aborted:
-            # Not destroy: it waits for what is queued.
-            deadline = CallDeadline(
-                timeouts.ABORT_S, self._abort_is_stuck, name="elastic-abort-deadline"
-            )
-            torch_private.abort_groups()
-            deadline.end()
+            with self._limited("aborting", timeouts.ABORT_S):
+                # Not destroy: it waits for what is queued.
+                torch_private.abort_groups()
+        elif self._is_on_stream and is_for_next:
+            with self._limited("destroying", timeouts.DESTROY_S):
+                dist.destroy_process_group()
         else:
             dist.destroy_process_group()
         return is_drained
+
+    @contextmanager
+    def _limited(self, what: str, limit_s: float) -> Iterator[None]:
+        """What runs in here has to return in time, or the process ends."""
+        expire = functools.partial(self._is_stuck, what, limit_s)
+        deadline = CallDeadline(limit_s, expire, name="elastic-destroy-deadline")
+        try:
+            yield
+        finally:
+            deadline.end()
 
     def _put_back_excepthook(self) -> None:
         """Each init_process_group puts another hook around the last, with another rank."""

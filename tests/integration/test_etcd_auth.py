@@ -10,6 +10,8 @@ from etcd_fixtures import PATIENCE_S, Recorder
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.etcd_compat import load_grpc, load_rpc
+from elastic.coordination.keys import Keys
+from elastic.coordination.run_secret import RunSecret
 from elastic.errors import StoreRefused
 
 Connect = Callable[..., EtcdStore]
@@ -66,6 +68,17 @@ def test_a_confined_user_works_where_it_may(connect: Connect, guarded: EmbeddedE
     recorder.wait_for(lambda r: r.changes)
     with pytest.raises(StoreRefused, match="permission denied"):
         store.put("/yours/a", b"1")
+
+
+def test_a_role_for_the_jobs_prefix_is_enough_for_its_secret_and_for_no_others(
+    connect: Connect, guarded: EmbeddedEtcd
+) -> None:
+    """docs/security.md: one user per job."""
+    store = connect(guarded.endpoint, user="worker", password="bee", connect_timeout_s=PATIENCE_S)
+    mine = Keys.of("/mine", "job")
+    assert RunSecret.obtain(store, mine).key("x") == RunSecret.obtain(store, mine).key("x")
+    with pytest.raises(StoreRefused, match="permission denied"):
+        RunSecret.obtain(store, Keys.of("/mine-too", "job"))
 
 
 def test_a_token_that_died_with_etcd_is_renewed(connect: Connect, guarded: EmbeddedEtcd) -> None:

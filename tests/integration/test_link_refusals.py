@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from link_kit import DEADLINE_S, Agent, Processes, connect
+from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 from raw_peer import is_hung_up_on, prove
 
 from elastic.errors import LinkError
@@ -86,6 +86,19 @@ def test_an_agent_that_does_not_know_the_links_key_is_refused(agent: Agent) -> N
     with pytest.raises(LinkError, match="is not this worker's agent"):
         connect(agent.server.path)
     assert agent.said.empty()
+
+
+def test_a_key_that_was_cleaned_away_is_there_for_the_next_workers(agent: Agent) -> None:
+    """systemd-tmpfiles takes what nobody has touched for days, and leaves live sockets."""
+    client = connect(agent.server.path, beat_every_s=0.01)
+    agent.wait_for(Hello)
+    Path(key_path(agent.server.path)).unlink()
+    hang_up(client, agent.server.path)
+    agent.wait_for(Hello)  # who has read it needs no file
+    agent.server.keep_key()
+    agent.server.keep_key()
+    client.close()
+    connect(agent.server.path).close()
 
 
 @pytest.mark.parametrize("how", ["link", "open-to-others", "nonsense"])

@@ -21,6 +21,7 @@ WORKLOAD = Workload(samples=2000, batch=100, epochs=500, step_s=0.02, extra=("--
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(GPUS < 2, reason=f"NCCL takes a GPU for each rank: 2 needed, {GPUS} here"),
 ]

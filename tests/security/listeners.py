@@ -32,6 +32,7 @@ from elastic.link.greeting import read_key
 from elastic.link.protocol import Beat
 from elastic.link.server import LIMITS as LINK_LIMITS
 from elastic.link.server import LinkServer
+from elastic.telemetry.log import get_logger
 from elastic.worker import world_store
 from elastic.worker.world_store import StoreServer, connect
 from secure_channel.keys import SecretKey
@@ -237,6 +238,7 @@ def _memory(folder: Path, change: Change) -> Iterator[Listener]:
         identity="node",
         host="127.0.0.1",
         limits=change(MEMORY_LIMITS),
+        report=lambda line: get_logger().warning(line),
         on_error=fail,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from pathlib import Path
 
 import pytest
 from hostile import Attacker
 from listeners import ALL, Cost, assert_flat, listening
+
+from elastic.telemetry.log import get_logger
+from secure_channel.reports import EVERY_S
 
 FRAMES = 2_000  # hostile ones, on each listener
 WARM_UP = 200  # before memory is measured
@@ -16,12 +19,15 @@ SOAK_FRAMES = 100_000
 
 @pytest.mark.parametrize("kind", ALL)
 def test_hostile_frames_cost_their_connection_only(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        fuzz(kind, tmp_path, FRAMES, seed=1)
-    lines = [record for record in caplog.records if "disconnected" in record.getMessage()]
-    assert len(lines) <= 20, "a flood of bad clients floods the log"
+    lines: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda *words: lines.append(str(words)))
+    began_s = time.monotonic()
+    fuzz(kind, tmp_path, FRAMES, seed=1)
+    # Probes' port needs no lines: whoever asks there needs no right to.
+    most = 2 + (time.monotonic() - began_s) / EVERY_S
+    assert kind == "health" or 1 <= len(lines) <= most, "a flood of bad clients floods the log"
 
 
 @pytest.mark.soak

@@ -223,3 +223,23 @@ def test_where_worlds_change_by_a_restart_the_users_mode_counts() -> None:
     environ = {ASYNC: "3", OLD: "1"}
     leave_errors_to_us(environ, is_in_process=False)
     assert environ == {ASYNC: "3", OLD: "1"}
+
+
+def test_a_group_that_is_not_destroyed_in_time_ends_the_process(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before another one is built: a peer may have died since the switch was planned."""
+    ended, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(process_group, "end_process", lambda reason, journal: ended.set())
+    monkeypatch.setattr(timeouts, "DESTROY_S", 0.1)
+    default = distributed_c10d._get_default_group()
+    shutdown = default.shutdown
+
+    def shutting_down() -> None:
+        assert ended.wait(DEADLINE_S)
+        goes_on.set()
+        shutdown()
+
+    monkeypatch.setattr(default, "shutdown", shutting_down)
+    group.destroy(is_for_next=True)
+    assert goes_on.is_set()

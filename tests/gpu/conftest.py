@@ -1,0 +1,25 @@
+"""Skips everything here where there is no GPU; small worlds for the tests that want one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from elastic.testing.small_world import SmallWorld
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is false here"))
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[SmallWorld]:
+    """Its host uses no GPU; the workers that it forks do."""
+    with SmallWorld() as made:
+        yield made

@@ -1,0 +1,197 @@
+"""The parts of an authenticated connection, without one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pickle
+import pkgutil
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import secure_channel
+from secure_channel import strict_json
+from secure_channel.errors import AuthenticationError, ProtocolError
+from secure_channel.frames import FrameReader, frame
+from secure_channel.handshake import MAX_FRAME, MAX_IDENTITY, ClientHandshake, ServerHandshake
+from secure_channel.keys import SecretKey
+from secure_channel.limits import Limits, Pending
+from secure_channel.reports import LimitedReports
+
+KEY = SecretKey.generate()
+
+
+def test_the_examples_in_docstrings_are_true() -> None:
+    for module in pkgutil.iter_modules(secure_channel.__path__, "secure_channel."):
+        assert doctest.testmod(importlib.import_module(module.name)).failed == 0
+
+
+# The handshake --------------------------------------------------------------------------------
+
+
+def meet(client: ClientHandshake, server: ServerHandshake) -> None:
+    server.verify(client.answer(server.challenge(client.hello)))
+
+
+def test_both_ends_learn_who_the_other_is() -> None:
+    client, server = ClientHandshake(KEY, "ä"), ServerHandshake(KEY, "x" * MAX_IDENTITY)
+    meet(client, server)
+    assert (client.peer, server.peer) == ("x" * MAX_IDENTITY, "ä")
+
+
+def test_another_key_is_noticed_by_the_client_first() -> None:
+    other = SecretKey.generate()
+    with pytest.raises(AuthenticationError):
+        meet(ClientHandshake(other), ServerHandshake(KEY))
+    server = ServerHandshake(KEY)
+    server.challenge(ClientHandshake(other).hello)
+    with pytest.raises(AuthenticationError):
+        server.verify(bytes(32))
+
+
+def test_another_server_than_expected_is_noticed() -> None:
+    with pytest.raises(ProtocolError, match="'b' by now, not 'a'"):
+        meet(ClientHandshake(KEY, expected="a"), ServerHandshake(KEY, "b"))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_single_bit_that_is_changed_on_the_way_is_noticed(place: int, bit: int) -> None:
+    """Of any of the three frames."""
+    client, server = ClientHandshake(KEY, "client"), ServerHandshake(KEY, "server")
+    sizes = len(client.hello), len(server.challenge(client.hello)), 32
+
+    def changed(data: bytes, which: int) -> bytes:
+        at = place % sum(sizes) - sum(sizes[:which])
+        if not 0 <= at < len(data):
+            return data
+        return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+    with pytest.raises(ProtocolError):
+        challenge = server.challenge(changed(client.hello, 0))
+        proof = client.answer(changed(challenge, 1))
+        server.verify(changed(proof, 2))
+
+
+@given(st.binary(max_size=MAX_FRAME))
+def test_garbage_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        ServerHandshake(KEY).challenge(data)
+    with pytest.raises(ProtocolError):
+        ClientHandshake(KEY).answer(data)
+    server = ServerHandshake(KEY)
+    server.challenge(ClientHandshake(KEY).hello)
+    with pytest.raises(AuthenticationError):
+        server.verify(data)
+
+
+def test_it_costs_less_than_a_recovery_would_notice() -> None:
+    """Both ends' work; promised are 5 ms per recovery."""
+    began = time.process_time()
+    for _ in range(100):
+        meet(ClientHandshake(KEY, "a"), ServerHandshake(KEY, "b"))
+    assert (time.process_time() - began) / 100 < 0.005
+
+
+def test_a_key_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(KEY)
+
+
+# Frames and JSON ------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=20)), st.integers(1, 30))
+def test_frames_come_whole_however_they_are_cut(payloads: list[bytes], size: int) -> None:
+    sent = b"".join(map(frame, payloads)) + frame(b"half a frame")[:7]
+    reader, heard = FrameReader(20), list[bytes]()
+    for start in range(0, len(sent), size):
+        reader.feed(sent[start : start + size])
+        while (payload := reader.next()) is not None:
+            heard.append(payload)
+    assert heard == payloads
+    assert reader.is_partial and reader.missing == 9
+    assert reader.take(100) == frame(b"half a frame")[:7]
+
+
+def test_a_frame_is_refused_before_it_is_there() -> None:
+    reader = FrameReader(20)
+    reader.feed((21).to_bytes(4, "big"))
+    with pytest.raises(ProtocolError, match="21 bytes, more than 20"):
+        reader.next()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"id": Infinity}',
+        b'{"id": -Infinity}',
+        b'{"id": NaN}',
+        b'{"id": 1e999}',
+        b'{"id": %s}' % (b"9" * 5000),
+        b"[" * 5000,
+        b'{"a":' * 5000,
+        b'{"a": ' + b"[" * 17 + b"]" * 17 + b"}",
+        b'{"a": 1, "a": 2}',
+        b"[]",
+        b"3",
+        b"",
+        b"\xff",
+        b'{"a": "\x00"}',
+    ],
+)
+def test_what_is_no_message_is_a_protocol_error(text: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        strict_json.decode(text)
+
+
+def test_brackets_in_texts_are_no_depth() -> None:
+    message = {"a": '[{"' * 100, "b": "\\" * 7 + '"[', "c": [[[[1]]]]}
+    assert strict_json.decode(strict_json.encode(message)) == message
+
+
+@given(st.binary())
+def test_decoding_raises_nothing_else(data: bytes) -> None:
+    try:
+        strict_json.decode(data)
+    except ProtocolError:
+        pass
+
+
+# Budgets and reports --------------------------------------------------------------------------
+
+LIMITS = Limits(frame_bytes=1, pending_connections=3, pending_per_address=2)
+
+
+def test_the_oldest_makes_room_once_it_has_had_its_time() -> None:
+    pending = Pending[str](LIMITS)
+    for number, name in enumerate("abc"):
+        assert pending.room_in_s(number) == 0.0 and pending.to_evict() is None
+        pending.add(name, f"host-{number}", float(number))
+    assert pending.to_evict() == "a"
+    assert pending.room_in_s(0.01) == pytest.approx(0.04)
+    assert pending.room_in_s(3.0) == 0.0
+    pending.discard("b")  # it has proved itself
+    assert pending.to_evict() is None and list(pending) == ["a", "c"]
+
+
+def test_an_address_makes_room_for_itself() -> None:
+    pending = Pending[str](LIMITS)
+    pending.add("good", "other", 0.0)
+    pending.add("a", "bad", 1.0)
+    assert pending.to_evict_of("bad") is None
+    pending.add("b", "bad", 2.0)
+    assert pending.to_evict_of("bad") == "a"
+    assert pending.to_evict_of("new") is None
+
+
+def test_a_flood_of_reports_is_a_line_now_and_then() -> None:
+    lines, now_s = list[str](), [0.0]
+    report = LimitedReports(lines.append, every_s=10.0, monotonic=lambda: now_s[0])
+    for _ in range(100):
+        report("bad")
+    now_s[0] = 10.0
+    report("bad")
+    assert lines == ["bad", "bad (99 more such lines were left out)"]
