@@ -23,9 +23,18 @@ from elastic.worker.nccl_environment import leave_errors_to_us
 from elastic.worker.pending import pending
 from elastic.worker.process_group import GroupSpec, ProcessGroup
 from elastic.worker.worlds import Worlds
+from secure_channel.keys import SecretKey
 
 DEADLINE_S = 60.0
-SPEC = GroupSpec(generation=1, nonce="n", rank=0, size=1, store_host="127.0.0.1", store_port=1)
+SPEC = GroupSpec(
+    generation=1,
+    nonce="n",
+    rank=0,
+    size=1,
+    store_host="127.0.0.1",
+    store_port=1,
+    store_key=SecretKey(bytes(32)),
+)
 
 
 @pytest.fixture
@@ -112,6 +121,7 @@ def world_message(generation: int = 2, switch_at_step: int | None = None) -> Wor
     return WorldMessage(
         generation=generation,
         nonce="m",
+        store_key="",
         rank=0,
         size=1,
         local_rank=0,
