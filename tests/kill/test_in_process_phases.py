@@ -188,4 +188,4 @@ def test_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
 
 def test_only_the_world_and_its_end_are_left_in_the_store(job: TrainingJob) -> None:
     left = {entry.key for entry in job.store.list(job.keys.root).entries}
-    assert left == {job.keys.world, job.keys.done}
+    assert left == {job.keys.world, job.keys.done, job.keys.secret}

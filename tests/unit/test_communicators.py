@@ -24,6 +24,7 @@ from elastic.worker.nccl_environment import leave_errors_to_us
 from elastic.worker.pending import pending
 from elastic.worker.process_group import GroupSpec, ProcessGroup
 from elastic.worker.worlds import Worlds
+from secure_channel.keys import SecretKey
 
 DEADLINE_S = 60.0
 SPEC = GroupSpec(
@@ -121,6 +122,7 @@ def world_message(generation: int = 2, switch_at_step: int | None = None) -> Wor
     return WorldMessage(
         generation=generation,
         nonce="m",
+        store_key="",
         rank=0,
         size=1,
         local_rank=0,
