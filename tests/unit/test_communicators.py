@@ -24,7 +24,6 @@ from elastic.worker.nccl_environment import leave_errors_to_us
 from elastic.worker.pending import pending
 from elastic.worker.process_group import GroupSpec, ProcessGroup
 from elastic.worker.worlds import Worlds
-from secure_channel.keys import SecretKey
 
 DEADLINE_S = 60.0
 SPEC = GroupSpec(
@@ -131,7 +130,6 @@ def world_message(generation: int = 2, switch_at_step: int | None = None) -> Wor
         nodes=1,
         store_host="127.0.0.1",
         store_port=1,
-        store_key="",
         lineage=(),
         switch_at_step=switch_at_step,
         committed_step=None,
