@@ -320,8 +320,8 @@ def page(results: dict[str, Any]) -> str:
             *rows,
             "",
             "torch's bounds in `pyproject.toml` are the versions in this table. torch 2.15 needs "
-            "Python 3.11: on 3.10, `pip install` takes 2.14. grpcio has wheels from 1.49.1 on for Python 3.11, "
-            "1.59 for 3.12, 1.66.2 for 3.13 and 1.75.1 for 3.14.",
+            "Python 3.11: on 3.10, `pip install` takes 2.14. grpcio has wheels from 1.49.1 on for "
+            "Python 3.11, 1.59 for 3.12, 1.66.2 for 3.13 and 1.75.1 for 3.14.",
             "",
         ]
     )

@@ -30,7 +30,7 @@ KEY = SecretKey.generate()
 
 
 def test_the_examples_in_docstrings_are_true() -> None:
-    for module in pkgutil.iter_modules(elastic.secure_channel.__path__, "secure_channel."):
+    for module in pkgutil.iter_modules(elastic.secure_channel.__path__, "elastic.secure_channel."):
         assert doctest.testmod(importlib.import_module(module.name)).failed == 0
 
 
