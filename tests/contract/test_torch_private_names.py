@@ -43,6 +43,7 @@ PLACES = {
 ELSEWHERE = {
     "elastic/agent/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/flags.py": {"_actions"},  # argparse
+    "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
     "elastic/testing/small_world_worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
 OF_PYTHON = {"_exit", "_getframe"}  # os and sys: documented there
