@@ -68,11 +68,15 @@ class Consumer:
 def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     """Who has asked ``iterator``, a generator of the calling frame, for its first item.
 
-    ``everywhere`` looks at all objects (25 ms at 165,000 of them [measured]), else only at those
-    of the last few thousand allocations, where what a ``for`` statement has just made is.
+    ``everywhere`` looks at all objects (22 ms at 290,000 of them; 110 ms behind a progress bar
+    [measured]), else only at those of the last few thousand allocations, where what a ``for``
+    statement has just made is.
     """
     frames = _frames_of_progress_bars(sys._getframe(1).f_back)
-    found = gc.get_objects() if everywhere else gc.get_objects(0) + gc.get_objects(1)
+    if not everywhere:
+        found = gc.get_objects(0) + gc.get_objects(1)
+    else:
+        found = gc.get_objects() if frames else _holders(iterator)
     counts_from: int | None = None
     is_cycle = is_slice = False
     for holder in found:
@@ -85,6 +89,15 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
         elif type(holder) is itertools.islice:
             is_slice = is_slice or any(read is iterator for read in gc.get_referents(holder))
     return Consumer(counts_from, is_cycle, is_slice)
+
+
+def _holders(iterator: object) -> list[Any]:
+    """What refers to the iterator, itself or by way of a ``zip``. The collector looks for it much
+    faster than a loop over all objects: a joining process keeps all others waiting meanwhile."""
+    found = gc.get_referrers(iterator)
+    parts = [holder for holder in found if type(holder) is tuple]
+    zips = [holder for holder in gc.get_referrers(*parts) if type(holder) is zip] if parts else []
+    return found + gc.get_referrers(*zips) if zips else found
 
 
 def _reads(reader: object, iterator: object, frames: list[Any]) -> bool:
