@@ -140,7 +140,7 @@ class Leadership:
             self.roster.put(entry, self._at.clock.monotonic())
 
     def on_closed(self, node_id: str) -> None:
-        """A follower's connection closed."""
+        """A follower's connection closed, or this node's to a former leader."""
         self._at.journal.emit(
             NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
             level=logging.DEBUG,

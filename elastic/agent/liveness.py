@@ -3,6 +3,8 @@
 Every agent listens on one port and proves there that it is itself. It also holds one
 connection to the leader: when either process dies the kernel closes it, and the other side
 hears of it at once. A close is a suspicion; :mod:`elastic.agent.probe` turns it into a verdict.
+The connection to the leader before this one stays open, too: word that another node has deposed
+it often comes before the kernel's word that it has died, and whoever leads next needs both.
 Peers are reached by address: to resolve a name may take longer than a lease, and nobody would be
 answered meanwhile.
 
@@ -42,8 +44,9 @@ class LivenessServer(Handler):
 
     All callbacks run on that thread: ``on_opened(node_id, is_leader)`` when a follower has proved
     itself or the leader has, ``on_closed(node_id, is_leader)`` when such a connection closes, or
-    ours to the leader could not be made, ``on_world(record)`` when the leader sent a world,
-    ``on_error`` if the thread dies.
+    ours to the leader could not be made, ``on_dropped(node_id)`` when this node closes one to a
+    former leader, ``on_world(record)`` when the leader sent a world, ``on_error`` if the thread
+    dies.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class LivenessServer(Handler):
         on_error: Callable[[BaseException], None] = lambda error: None,
         on_world: Callable[[bytes], None] = lambda record: None,
         on_opened: Callable[[str, bool], None] = lambda node_id, is_leader: None,
+        on_dropped: Callable[[str], None] = lambda node_id: None,
         *,
         key: Callable[[], SecretKey],
         limits: Limits = LIMITS,
@@ -63,6 +67,7 @@ class LivenessServer(Handler):
         self._on_error = on_error
         self._on_world = on_world
         self._on_opened = on_opened
+        self._on_dropped = on_dropped
         listener = listen(host, backlog=512)
         self._port = int(listener.getsockname()[1])
         self._hub = Hub(
@@ -77,6 +82,7 @@ class LivenessServer(Handler):
             monotonic=clock.monotonic,
         )
         self._leader: Connection | None = None
+        self._former: Connection | None = None
         self._announcement = b""
 
     # ── from any thread ──────────────────────────────────────────────────────────────────
@@ -93,8 +99,8 @@ class LivenessServer(Handler):
         self._hub.post(lambda: self._connect(node_id, host, port))
 
     def unfollow(self) -> None:
-        """Drop the connection to the leader."""
-        self._hub.post(self._forget_leader)
+        """There is no leader now, or this node is it."""
+        self._hub.post(self._leave_leader)
 
     def announce(self, record: bytes) -> None:
         """As the leader: send this world's record to every follower, also to later ones.
@@ -136,20 +142,31 @@ class LivenessServer(Handler):
     def closed(self, connection: Connection) -> None:
         """Handler's."""
         if connection.is_outgoing:
-            self._leader = None
+            if connection is self._former:
+                self._former = None
+            else:
+                self._leader = None
             self._on_closed(str(connection.data), True)
         elif connection.was_open and connection.identity:
             self._on_closed(connection.identity, False)
 
-    def _forget_leader(self) -> None:
+    def _leave_leader(self) -> None:
         leader, self._leader = self._leader, None
+        if leader is None:
+            return
+        if leader.was_open:
+            leader, self._former = self._former, leader
         if leader is not None:
             self._hub.drop(leader, tell=False)
+            self._on_dropped(str(leader.data))
 
     def _connect(self, node_id: str, host: str, port: int) -> None:
         """Begin to connect. Never blocks: a node that waits for a vanished machine would be
         silent itself, and taken for lost with it."""
-        self._forget_leader()
+        self._leave_leader()
+        if self._former is not None and self._former.data == node_id:
+            self._leader, self._former = self._former, None  # it leads again
+            return
         try:
             # Agents publish addresses. (A name of an older one is left to the probe's thread.)
             self._leader = self._hub.connect(

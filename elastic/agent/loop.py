@@ -21,6 +21,7 @@ from elastic.agent.messages import (
     ChangeNode,
     Close,
     ConnectionClosed,
+    ConnectionDropped,
     ConnectionOpened,
     LeaseEnded,
     PushedWorld,
@@ -97,6 +98,7 @@ class NodeLoop:
             board.fail,
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
+            on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
             key=lambda: secret.key(LIVENESS),
             clock=clock,
         )
@@ -239,6 +241,8 @@ class NodeLoop:
                 self._succession.on_connection_opened(node_id, is_leader)
             case ConnectionClosed(node_id, was_leader):
                 self._succession.on_connection_closed(node_id, was_leader)
+            case ConnectionDropped(node_id):
+                self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
                 self._succession.on_probed(message)
             case LinkSaid(worker, said):

@@ -38,6 +38,13 @@ class ConnectionClosed:
 
 
 @dataclass(frozen=True)
+class ConnectionDropped:
+    """This node closed its connection to a former leader."""
+
+    node_id: str
+
+
+@dataclass(frozen=True)
 class PushedWorld:
     """The leader sent the world it has written, ahead of the store's watch."""
 

@@ -108,7 +108,6 @@ class Succession:
             return
         self._at.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
         self._follow_at_s = None
-        self._connections.let_go()
         if after != self._my_id:
             self.end_term()
         if entry is None or after == self._my_id:
@@ -156,10 +155,14 @@ class Succession:
         if self.term is not None and not is_leader:
             self.term.on_opened(node_id)
 
+    def on_connection_dropped(self, node_id: str) -> None:
+        """This node gave up its connection to a former leader."""
+        self._connections.dropped(node_id)
+
     def on_connection_closed(self, node_id: str, was_leader: bool) -> None:
         """A liveness connection closed: a suspicion, to be probed."""
         self._connections.closed(node_id, was_leader)
-        if self.term is not None and not was_leader:
+        if self.term is not None:
             self.term.on_closed(node_id)
         entry = self._entry
         if not was_leader or entry is None or entry.leader.node_id != node_id:

@@ -18,6 +18,7 @@ import pytest
 from elastic.agent import probe as probes
 from elastic.agent.board import JobSucceeded
 from elastic.agent.identity import current_process
+from elastic.agent.messages import Close
 from elastic.agent.probe import Verdict
 from elastic.agent.service import NodeService
 from elastic.config import AgentOptions
@@ -152,9 +153,16 @@ class TestNode:
         eventually(self.service.newer_world)
         return self.again()
 
+    def stop(self) -> None:
+        """Do nothing any more, without a word; the port still answers."""
+        loop = self.service._loop
+        loop._end = lambda: None  # type: ignore[method-assign]
+        loop.post(Close())
+        loop._thread.join()
+
     def crash(self) -> None:
         """Vanish without a word: no resignation, no deletion; the port refuses from now on."""
-        self.service._loop._end = lambda: None  # type: ignore[method-assign]
+        self.stop()
         self.service._loop.close()
         self.service._loop._succession.end_term()
 
@@ -240,6 +248,21 @@ def test_the_leader_crashes(start: Callable[..., TestNode], server: MemoryServer
     leader.crash()
     rest = [n for n in nodes if n is not leader]
     assert {n.follow().generation for n in rest} == {2}
+
+
+def test_the_leader_is_deposed_before_the_others_notice_its_death(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    """Whoever notices first deletes its key. The next leader hears of that first, and of the end
+    of its own connection afterwards: both together prove the death, in either order."""
+    nodes = trio(start)
+    leader = next(n for n in nodes if n.id == leader_in(server))
+    rest = [n for n in nodes if n is not leader]
+    leader.stop()
+    server.delete(KEYS.leader)
+    eventually(lambda: leader_in(server) in {n.id for n in rest})
+    leader.crash()
+    assert {n.follow().node_ids for n in rest} == {tuple(n.id for n in rest)}
 
 
 def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(

@@ -30,6 +30,7 @@ class Agent:
     def __init__(self, node_id: str) -> None:
         self.closed: queue.Queue[tuple[str, bool]] = queue.Queue()
         self.opened: queue.Queue[tuple[str, bool]] = queue.Queue()
+        self.dropped: queue.Queue[str] = queue.Queue()
         self.worlds: queue.Queue[bytes] = queue.Queue()
         self.server = LivenessServer(
             node_id,
@@ -37,6 +38,7 @@ class Agent:
             lambda n, w: self.closed.put((n, w)),
             on_world=self.worlds.put,
             on_opened=lambda n, w: self.opened.put((n, w)),
+            on_dropped=self.dropped.put,
             key=lambda: KEY,
         )
         self.server.start()
@@ -171,14 +173,53 @@ def test_following_a_refusing_leader_is_reported(follower: Agent) -> None:
     assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
 
 
-def test_dropping_the_leader_on_purpose_is_not_reported(follower: Agent) -> None:
+def test_the_end_of_a_former_leader_is_reported(leader: Agent, follower: Agent) -> None:
+    """Word that it was deposed may come before the kernel says that it has died."""
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
+    follower.server.unfollow()
+    assert follower.closed.empty()
+    leader.server.close()
+    assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
+
+
+def test_a_leader_before_the_former_one_is_dropped_and_not_reported(follower: Agent) -> None:
+    names = ["first", "second", "third"]
+    leaders = [Agent(name) for name in names]
+    try:
+        for leader, name in zip(leaders, names, strict=True):
+            follower.server.follow(name, "127.0.0.1", leader.server.port)
+            assert follower.opened.get(timeout=DEADLINE_S) == (name, True)
+        assert follower.dropped.get(timeout=DEADLINE_S) == "first"
+        assert leaders[0].closed.get(timeout=DEADLINE_S) == ("follower", False)
+        leaders[0].server.close()
+        leaders[1].server.close()
+        assert follower.closed.get(timeout=DEADLINE_S) == ("second", True)
+    finally:
+        for leader in leaders:
+            leader.server.close()
+    assert follower.dropped.empty()
+
+
+def test_a_leader_that_leads_again_keeps_its_connection(leader: Agent, follower: Agent) -> None:
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    assert leader.opened.get(timeout=DEADLINE_S) == ("follower", False)
+    follower.server.unfollow()
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    leader.server.announce(WORLD)
+    assert follower.worlds.get(timeout=DEADLINE_S) == WORLD
+    assert leader.opened.empty() and leader.closed.empty()
+    leader.server.close()
+    assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
+
+
+def test_a_leader_that_has_not_answered_is_dropped_on_purpose(follower: Agent) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
         connection, _ = listener.accept()
         with connection:
-            assert serve(connection, KEY, "leader") == "follower"
             follower.server.unfollow()
-            assert connection.recv(100) == b""
+            assert follower.dropped.get(timeout=DEADLINE_S) == "leader"
     follower.server.close()
     assert follower.closed.empty()
 

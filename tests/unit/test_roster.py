@@ -153,7 +153,7 @@ def test_one_of_two_connections_is_no_loss() -> None:
 def test_a_connection_given_up_is_no_loss() -> None:
     connections = Connections()
     connections.opened("leader", True)
-    connections.let_go()
+    connections.dropped("leader")
     connections.closed("leader", True)
     assert not connections.is_lost("leader")
 
