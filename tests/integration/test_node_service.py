@@ -171,6 +171,11 @@ class TestNode:
         self.crash()
         self.store.server.expire(self.lease_id())
 
+    def is_connected(self) -> bool:
+        """It is connected with the leader; the leader, with both followers."""
+        connections = self.service._loop._succession._connections
+        return bool(connections._leaders) or len(connections._followers) == 2
+
     def lease_id(self) -> int:
         lease = self.service._loop._lease
         return lease.id if lease is not None else 0
@@ -215,6 +220,8 @@ def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
     worlds = [node.enter() for node in nodes]
     assert len({world.nonce for world in worlds}) == 1
     assert set(worlds[0].node_ids) == {node.id for node in nodes}
+    # Half of the proof of a death is the end of a connection that was open.
+    eventually(lambda: all(node.is_connected() for node in nodes))
     return sorted(nodes, key=lambda node: worlds[0].node_ids.index(node.id))
 
 
