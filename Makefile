@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test beside check unit cluster compat soak bench gpu gpu-tests gpu-bench format clean
+.PHONY: demo test beside check unit cluster compat soak streams bench gpu gpu-tests gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -42,8 +42,14 @@ cluster: $(STAMP)
 compat: $(STAMP)
 	$(BIN)/python scripts/compat.py $(COMPAT_ARGS)
 
-soak: $(STAMP)
+soak: $(STAMP) streams
 	$(BIN)/pytest -m soak --timeout 7200
+
+# The in-process kill suite on a backend with NCCL's semantics: results land after a collective's
+# end, and aborted ones look complete.
+streams: $(STAMP)
+	TRAINING_BACKEND=nccl_semantics $(BIN)/pytest -m "cluster and not soak" \
+	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recovery.py

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import elastic
+from elastic.testing import nccl_semantics
 
 
 def batch(number: int, rank: int, size: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +42,8 @@ def main() -> None:
     options = parser.parse_args()
     steps = options.epochs * -(-options.samples // options.batch)
     hurry = options.folder / "hurry"
+    if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
+        nccl_semantics.use_by_default()
 
     torch.manual_seed(0)
     run = elastic.join()
