@@ -54,6 +54,7 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.events import JobEnded, LeaseLost, StoreTrouble
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 
 RETRY_S = 0.5
@@ -76,6 +77,7 @@ class NodeLoop:
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
+        tls: Tls | None = None,
     ) -> None:
         self._at = NodeContext(
             store=store,
@@ -87,6 +89,7 @@ class NodeLoop:
             clock=clock,
             journal=journal,
             post=self.post,
+            tls=tls,
         )
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         node = board.node
@@ -98,6 +101,7 @@ class NodeLoop:
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             key=lambda: secret.key(LIVENESS),
+            tls=tls,
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
