@@ -30,6 +30,7 @@ SAME_EVERYWHERE = f"set {', '.join(SETTINGS[:2])} and {SETTINGS[2]} on all nodes
 RECORD_BYTES = 1 << 14
 LOAD_AGAIN_S = 1.0  # files that could not be used, and have not changed since
 _FLIGHTS = 8  # of a handshake, at most; TLS 1.3 has three
+_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: protocol_version (RFC 8446, 6.2)
 _RECORD_TYPES = (0x14, 0x15, 0x16, 0x17)
 # Of X509_verify_cert_error_string(3).
 _REMEDIES = {
@@ -119,8 +120,11 @@ def shake_hands(sock: ssl.SSLSocket) -> int:
         if event := awaited_event(error):
             return event
         with contextlib.suppress(OSError):
-            # What has come is left unread no longer, so that closing does not reset the connection
-            # before the other end has read the alert that tells it what is wrong.
+            # OpenSSL says nothing to who speaks no TLS (behind an alert of its own this one is not
+            # read). And what has come must not stay unread: the connection would be reset by
+            # closing it, perhaps before the other end has read what is wrong.
+            if sock.server_side:
+                socket.socket.send(sock, _ALERT)
             socket.socket.recv(sock, RECORD_BYTES)
         raise failure(error, is_handshake=True) from None
     return 0
@@ -221,7 +225,8 @@ def _load_authority(context: ssl.SSLContext, name: str, path: str) -> None:
         context.load_verify_locations(cafile=path)
     except ssl.SSLError as error:
         raise CertificateError(
-            f"{name}={path} holds no certificate ({error.reason})", "name a PEM file of them"
+            f"{name}={path} holds no certificate ({error.reason or error})",
+            "name a PEM file of them",
         ) from None
     except OSError as error:
         raise _unreadable(name, path, error) from None
@@ -244,7 +249,8 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
                 "name a pair that was issued together",
             ) from None
         raise CertificateError(
-            f"node_cert={files.cert} with node_key={files.key} cannot be used ({error.reason})",
+            f"node_cert={files.cert} with node_key={files.key} cannot be used "
+            f"({error.reason or error})",
             "name a PEM certificate and its PEM private key",
         ) from None
     except CertificateError:
