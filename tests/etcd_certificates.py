@@ -69,6 +69,11 @@ class Authority:
         )
         return Pair(str(cert_path), str(key_path))
 
+    def node_settings(self, name: str) -> dict[str, object]:
+        """``--rdzv-conf`` of a node that has a certificate of this authority."""
+        pair = self.issue(name)
+        return {"node_cacert": self.cacert, "node_cert": pair.cert, "node_key": pair.key}
+
     def _build(
         self,
         subject: x509.Name,

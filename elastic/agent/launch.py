@@ -78,7 +78,7 @@ class Launch:
         self._log = get_logger()
         self._starting: int | None = None  # the thread that starts workers now
         self._health: HealthServer | None = None
-        node = _describe_node(parameters, options, store, has_tls=tls is not None)
+        node = _describe_node(parameters, options, store)
         self._node_id = node.node_id
         self._ending = Path(private_files.make_folder("elastic-ending-")) / "told"
         self._origin = LogOrigin(node.name)
@@ -336,7 +336,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _describe_node(
-    parameters: RendezvousParameters, options: AgentOptions, store: EtcdStore, *, has_tls: bool
+    parameters: RendezvousParameters, options: AgentOptions, store: EtcdStore
 ) -> Node:
     return Node(
         node_id=secrets.token_hex(8),
@@ -362,5 +362,4 @@ def _describe_node(
         failure=None,
         failure_exit_code=None,
         joined_at_s=SYSTEM_CLOCK.wall(),
-        tls=has_tls,
     )

@@ -64,6 +64,7 @@ class NodeService:
         self._options = options
         self._journal = journal
         self._clock = clock
+        node = replace(node, tls=tls is not None)  # for all to see who can mix
         self._board = Board(node, keys, clock.monotonic())
         self._loop = NodeLoop(
             store=store,
