@@ -51,7 +51,7 @@ def test_a_job_with_tls_loses_a_node_and_takes_one_and_nobody_else(
         job.node_of_rank(1).kill()
         job.wait_training(nodes=2, after_generation=generation)
 
-        refusals = {
+        refusals: dict[str, tuple[Mapping[str, object], str]] = {
             "without": (dict.fromkeys(NODE_TLS, ""), "has no TLS between"),
             "expired": (expired(authority), "certificate has expired"),
         }
