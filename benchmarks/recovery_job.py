@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,7 +133,13 @@ class Job:
 
 
 @contextmanager
-def a_job(etcd: EmbeddedEtcd, loader_workers: int, rng: random.Random) -> Iterator[Job]:
+def a_job(
+    etcd: EmbeddedEtcd,
+    loader_workers: int,
+    rng: random.Random,
+    *,
+    conf: Mapping[str, object] | None = None,
+) -> Iterator[Job]:
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
     suffix = f" with {loader_workers} data workers" if loader_workers else ""
     try:
@@ -144,7 +150,7 @@ def a_job(etcd: EmbeddedEtcd, loader_workers: int, rng: random.Random) -> Iterat
             args=[f"--loader-workers={loader_workers}", f"--stop={folder / 'stop'}"],
             min_nodes=1,
             max_nodes=3,
-            conf={"cool_down_s": 0.5, "failure_budget": 100_000},
+            conf={"cool_down_s": 0.5, "failure_budget": 100_000, **(conf or {})},
         ) as cluster:
             cluster.start_nodes(3)
             yield Job(cluster, suffix, rng)

@@ -17,6 +17,7 @@ from checkpoints.naming import CheckpointName, parse_part_file, part_file, write
 from checkpoints.node_memory import NodeMemory
 from checkpoints.peers import PeerAddress, PeerStorage
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls
 
 _LOOK_AGAIN_S = 0.1
 _FIRST_PAUSE_S = 1.0
@@ -49,6 +50,7 @@ class Copier:
         peer: Callable[[], PeerAddress | None],
         *,
         key: Callable[[], SecretKey],
+        tls: Tls | None = None,
         on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
         timeout_s: float = 5.0,
@@ -57,6 +59,7 @@ class Copier:
         self._own = own
         self._peer = peer
         self._key = key
+        self._tls = tls
         self._on_outcome = on_outcome
         self._on_error = on_error
         self._timeout_s = timeout_s
@@ -104,7 +107,11 @@ class Copier:
         self._address, self._failures, self._not_before_s = address, 0, 0.0
         self._client = (
             PeerStorage(
-                address, key=self._key, timeout_s=self._timeout_s, monotonic=self._monotonic
+                address,
+                key=self._key,
+                tls=self._tls,
+                timeout_s=self._timeout_s,
+                monotonic=self._monotonic,
             )
             if address is not None
             else None

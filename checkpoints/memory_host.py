@@ -33,6 +33,7 @@ from checkpoints.storage import Root
 from elastic.secure_channel import private_files
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.reports import Report
+from elastic.secure_channel.tls import Tls, TlsFiles
 
 NODE_FILE = "node.json"
 KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one
@@ -51,7 +52,8 @@ class MemoryHost:
 
     ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` and ``key`` are asked again
     and again, and by :meth:`look`; all hosts of a job have one key, and each has an ``identity`` of
-    its own. Without a key nobody else can come.
+    its own. Without a key nobody else can come. With ``tls`` all connections to and from other
+    hosts are, those of this node's workers included.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class MemoryHost:
         host: str = "",
         key: Callable[[], SecretKey] | None = None,
         identity: str = "",
+        tls: Tls | None = None,
         limit_bytes: int | None = None,
         neighbours: Callable[[], Neighbours] = Neighbours,
         report: Report = lambda line: None,
@@ -72,6 +75,7 @@ class MemoryHost:
         self._neighbours = neighbours
         alone = SecretKey.generate()
         self._key = key if key is not None else lambda: alone
+        self._tls = tls
         self._known = Neighbours()
         self._known_key = self._key()
         self._lock = threading.Lock()
@@ -91,12 +95,13 @@ class MemoryHost:
                 identity=identity,
                 host=host,
                 keep=KEEP,
+                tls=tls,
                 report=report,
                 on_error=on_error,
             )
             undo.callback(self._server.close)
             self._copier = Copier(
-                own, self.look, key=self._key, on_outcome=on_outcome, on_error=on_error
+                own, self.look, key=self._key, tls=tls, on_outcome=on_outcome, on_error=on_error
             )
             undo.pop_all()
 
@@ -125,7 +130,12 @@ class MemoryHost:
 
     def _write(self) -> None:
         peers = [asdict(peer) for peer in self._known.peers]
-        told = {"limit_bytes": self._limit_bytes, "key": self._known_key.text, "peers": peers}
+        told = {
+            "limit_bytes": self._limit_bytes,
+            "key": self._known_key.text,
+            "tls": asdict(self._tls.files) if self._tls is not None else None,
+            "peers": peers,
+        }
         text = json.dumps(told)
         descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds the key
         with os.fdopen(descriptor, "w") as file:
@@ -144,10 +154,14 @@ def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> l
     Raises ``OSError`` if nobody hosts that folder.
     """
     told = _read(folder)
+    tls = Tls(told.tls) if told.tls is not None else None
     return [
         NodeMemory(Path(folder) / OWN),
         NodeMemory(Path(folder) / COPIES),
-        *(PeerStorage(peer, key=lambda: told.key, timeout_s=timeout_s) for peer in told.peers),
+        *(
+            PeerStorage(peer, key=lambda: told.key, tls=tls, timeout_s=timeout_s)
+            for peer in told.peers
+        ),
     ]
 
 
@@ -157,6 +171,7 @@ class _Told:
 
     limit_bytes: int | None
     key: SecretKey
+    tls: TlsFiles | None
     peers: tuple[PeerAddress, ...]
 
 
@@ -166,5 +181,6 @@ def _read(folder: str | os.PathLike[str]) -> _Told:
         data = json.loads(text)
         names = [field.name for field in fields(PeerAddress)]
         peers = (PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"])
-        return _Told(data["limit_bytes"], SecretKey.parse(data["key"]), tuple(peers))
+        tls = TlsFiles(**data["tls"]) if data["tls"] is not None else None
+        return _Told(data["limit_bytes"], SecretKey.parse(data["key"]), tls, tuple(peers))
     raise OSError(f"{folder}/{NODE_FILE} is not what an agent writes")

@@ -31,11 +31,14 @@ from checkpoints.node_memory import NodeMemory
 from checkpoints.sealed import MAX_SEALED_BYTES
 from checkpoints.storage import Source
 from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
-from elastic.secure_channel.hub import Connection, Handler, Hub, listen
+from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.listener import listen
 from elastic.secure_channel.reports import Report
+from elastic.secure_channel.tls import Tls
 
 MAX_REQUEST = 16 << 10
 MAX_ANSWER = 4 << 20
@@ -70,6 +73,7 @@ class PeerServer(Handler):
         host: str = "",
         keep: Keep = LatestN(3),  # noqa: B008  frozen
         limits: Limits = LIMITS,
+        tls: Tls | None = None,
         report: Report = lambda line: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
@@ -90,6 +94,7 @@ class PeerServer(Handler):
             identity=identity,
             limits=limits,
             report=report,
+            tls=tls,
             on_error=on_error,
         )
         self._hub.start()

@@ -22,6 +22,7 @@ from checkpoints.storage import Sink, Source
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls
 
 T = TypeVar("T")
 
@@ -46,11 +47,13 @@ class PeerStorage:
         address: PeerAddress,
         *,
         key: Callable[[], SecretKey],
+        tls: Tls | None = None,
         timeout_s: float = 5.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
         self._key = key
+        self._tls = tls
         self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -188,7 +191,9 @@ class PeerStorage:
     def _connect(self) -> Channel:
         at = self._address
         connection = socket.create_connection((at.host, at.port), timeout=self._timeout_s)
-        channel = Channel(connection, timeout_s=self._timeout_s, monotonic=self._monotonic)
+        channel = Channel(
+            connection, timeout_s=self._timeout_s, tls=self._tls, monotonic=self._monotonic
+        )
         try:
             self._take(channel)
             channel.authenticate(self._key(), expected=at.identity)

@@ -19,6 +19,7 @@ from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
+NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
 
@@ -93,6 +94,10 @@ class AgentOptions:
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
+    # TLS between nodes, and nothing to do with etcd's (elastic/agent/node_tls.py). All or none.
+    node_cacert: str | None = None
+    node_cert: str | None = None
+    node_key: str | None = None
     user: str | None = None
     password_file: str | None = None
     prefix: str = "/elastic"
@@ -151,6 +156,15 @@ class AgentOptions:
         if self.password_file and not self.user:
             raise ConfigError(
                 "password_file is set and user is not", hint=timeouts.where_to_set("user")
+            )
+        given = [name for name in NODE_TLS if getattr(self, name)]
+        missing = [name for name in NODE_TLS if name not in given]
+        if given and missing:
+            raise ConfigError(
+                f"{' and '.join(given)} {'are' if given[1:] else 'is'} set and "
+                f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} not: TLS between nodes "
+                "takes all three",
+                hint="; ".join(map(timeouts.where_to_set, missing)),
             )
 
 

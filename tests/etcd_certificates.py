@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+BOTH_USES = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,19 @@ class Authority:
         path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         self.cacert = str(path)
 
-    def issue(self, name: str, *, address: str = "127.0.0.1") -> Pair:
-        """A certificate for server and client use, valid for one address."""
+    def issue(
+        self,
+        name: str,
+        *,
+        address: str = "127.0.0.1",
+        hours: tuple[float, float] = (-1, 1),
+        uses: Sequence[x509.ObjectIdentifier] = BOTH_USES,
+    ) -> Pair:
+        """A certificate for server and client use, valid for one address, ``hours`` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            self._build(_named(name), key.public_key())
+            self._build(_named(name), key.public_key(), hours)
             .add_extension(alternative, critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(self._key, hashes.SHA256())
@@ -60,8 +69,16 @@ class Authority:
         )
         return Pair(str(cert_path), str(key_path))
 
+    def node_settings(self, name: str) -> dict[str, object]:
+        """``--rdzv-conf`` of a node that has a certificate of this authority."""
+        pair = self.issue(name)
+        return {"node_cacert": self.cacert, "node_cert": pair.cert, "node_key": pair.key}
+
     def _build(
-        self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey
+        self,
+        subject: x509.Name,
+        public_key: ec.EllipticCurvePublicKey,
+        hours: tuple[float, float] = (-1, 1),
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.timezone.utc)
         return (
@@ -70,8 +87,8 @@ class Authority:
             .issuer_name(self._subject)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
+            .not_valid_before(now + datetime.timedelta(hours=hours[0]))
+            .not_valid_after(now + datetime.timedelta(hours=hours[1]))
         )
 
 

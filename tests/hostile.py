@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Port:
     connect: Callable[[], socket.socket]
     key: SecretKey | None = None  # of one who has got it: a worker that was taken over
     identity: str = ""
+    # With TLS, ``connect`` is one's who has a certificate; this is everybody else's.
+    connect_as_stranger: Callable[[], socket.socket] | None = None
+
+    def stranger(self) -> socket.socket:
+        """A connection of somebody who has nothing of this job."""
+        return (self.connect_as_stranger or self.connect)()
 
 
 class Attacker:
@@ -74,6 +81,10 @@ class Attacker:
                 lambda: b'{"hello": "anyone"}\n',
                 lambda: b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * pick.randrange(2000),
                 lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + pick.randbytes(200),
+                lambda: client_hello(),
+                lambda: self.flipped(client_hello()),
+                lambda: client_hello() + pick.randbytes(pick.randrange(200)),
+                lambda: client_hello()[: pick.randrange(1, 100)],
                 lambda: frame(hello),
                 lambda: frame(self.flipped(hello)),
                 lambda: frame(hello[: pick.randrange(len(hello))]),
@@ -120,20 +131,34 @@ class Attacker:
     def attack(self, port: Port) -> None:
         """One connection with one hostile frame, and perhaps a wait for what that does."""
         pick = self.random
-        with contextlib.suppress(OSError), port.connect() as sock:
+        proves = port.key is not None and pick.random() < 0.5
+        has_certificate = proves or pick.random() < 0.3
+        connect = port.connect if has_certificate else port.stranger
+        with contextlib.suppress(OSError), connect() as sock:
             sock.settimeout(PATIENCE_S)
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            if port.key is not None and pick.random() < 0.5:
+            if proves and port.key is not None:
                 prove(sock, port.key, port.identity)
                 sock.sendall(frame(self.json(port.kind)))
             else:
                 sock.sendall(self.bytes())
             self.sent += 1
             if pick.random() < 0.6:  # the others are gone before they are read
-                sock.shutdown(socket.SHUT_WR)
+                socket.socket.shutdown(sock, socket.SHUT_WR)  # not TLS' own, which forgets its keys
                 while sock.recv(1 << 16):
                     pass
+
+
+def client_hello() -> bytes:
+    """What a client of TLS 1.3 begins with."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
 
 
 def from_many_addresses(port: int, pick: random.Random) -> socket.socket:

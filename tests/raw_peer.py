@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 
 from elastic.secure_channel.frames import HEADER_BYTES, frame
 from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
@@ -44,7 +45,8 @@ def serve(sock: socket.socket, key: SecretKey, identity: str) -> str:
 
 def is_hung_up_on(sock: socket.socket) -> bool:
     """Wait until the other end closes, whatever it says before."""
-    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+    # (SSLError: what TLS says of an end that nobody has announced.)
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError, ssl.SSLError):
         while sock.recv(1 << 16):
             pass
     return True

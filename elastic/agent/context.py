@@ -12,6 +12,7 @@ from elastic.coordination.keyvalue import KeyValue
 from elastic.coordination.membership import Policy
 from elastic.coordination.records import Keys
 from elastic.coordination.run_secret import RunSecret
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 
 
@@ -28,3 +29,4 @@ class NodeContext:
     clock: Clock
     journal: EventSink
     post: Callable[[object], None]
+    tls: Tls | None = None  # between nodes

@@ -29,6 +29,7 @@ from elastic.agent.board import JobSucceeded
 from elastic.agent.endings import ending
 from elastic.agent.launch import Launch
 from elastic.agent.leaving import Phase, told_to_leave
+from elastic.agent.node_tls import node_tls
 from elastic.agent.replacement import CALL_JOIN
 from elastic.agent.signals import ProgramSignals
 from elastic.agent.torch_private import Launcher
@@ -38,6 +39,7 @@ from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.etcd_options import etcd_config
 from elastic.coordination.records import Keys
 from elastic.errors import ConfigError, ElasticError
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
 
 # What torchrun calls every job that is not given an id.
@@ -50,7 +52,8 @@ def create(
     """Check the options and reach etcd; nothing is written before the first rendezvous.
 
     Raises:
-        ConfigError: an option, endpoint or run id is wrong, or torch lacks what is used of it.
+        ConfigError: an option, endpoint, certificate or run id is wrong, or torch lacks what is
+            used of it.
         CoordinationError: etcd cannot be used.
     """
     torch_private.check()
@@ -58,6 +61,7 @@ def create(
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
     keys = Keys.of(options.prefix, run_id)
+    tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
     launches: list[Launch] = []  # filled later: the store comes first
 
@@ -68,7 +72,7 @@ def create(
 
     store = EtcdStore(config, on_crash=on_crash)
     handler = EtcdRendezvousHandler(
-        parameters, run_id, options, keys, store, launcher, signals, launches
+        parameters, run_id, options, keys, store, launcher, signals, launches, tls
     )
     # torch may fail before it uses the handler, and nobody is told to close it then.
     weakref.finalize(handler, store.close).atexit = False
@@ -111,6 +115,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launcher: Launcher,
         signals: ProgramSignals,
         launches: list[Launch],
+        tls: Tls | None,
     ) -> None:
         self._parameters = parameters
         self._run_id = run_id
@@ -119,6 +124,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = store
         self._launcher = launcher
         self._signals = signals
+        self._tls = tls
         self._launches = launches  # none before the first rendezvous, then one
         self._handled_outside = sys.exc_info()[1]  # a program may launch in its except clause
         self._closed = False
@@ -189,6 +195,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             signals=self._signals,
             agent=agent,
             end_told_to_leave=leave_on_sigterm(self._launcher),
+            tls=self._tls,
         )
         self._launches.append(launch)
         torch_private.attach(

@@ -46,6 +46,7 @@ from elastic.coordination.records import Keys, Node, NodeState
 from elastic.coordination.run_secret import MEMORY, RunSecret
 from elastic.events import HealthServed
 from elastic.secure_channel import private_files
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
 
@@ -67,6 +68,7 @@ class Launch:
         signals: ProgramSignals,
         agent: CallingAgent,
         end_told_to_leave: Callable[[], BaseException],
+        tls: Tls | None = None,
     ) -> None:
         self._options = options
         self._launcher = launcher
@@ -100,6 +102,7 @@ class Launch:
                 self._journal,
                 lambda: services[0].running if services else None,
                 key=lambda: secret.key(MEMORY),
+                tls=tls,
                 on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
             )
             made.callback(self.memory.close)
@@ -111,6 +114,7 @@ class Launch:
                 options=options,
                 journal=self._journal,
                 last_contact_s=lambda: store.last_contact_s,
+                tls=tls,
             )
             services.append(self.service)
             made.callback(self.service.close)

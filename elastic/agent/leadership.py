@@ -283,7 +283,9 @@ class Leadership:
         else:
             timeout_s, clock = self._at.options.probe_s, self._at.clock
             key = self._at.secret.key(LIVENESS)
-            verdict = probe(host, port, node_id, key=key, timeout_s=timeout_s, clock=clock)
+            verdict = probe(
+                host, port, node_id, key=key, timeout_s=timeout_s, tls=self._at.tls, clock=clock
+            )
         self._at.post(Probed(node_id, verdict))
 
     def _act(

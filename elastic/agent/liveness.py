@@ -21,10 +21,13 @@ from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.secure_channel import strict_json
+from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
-from elastic.secure_channel.hub import Connection, Handler, Hub, listen
+from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.listener import listen
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
 
 MAX_WORLD = 1 << 20  # etcd takes no value that is much larger
@@ -60,6 +63,7 @@ class LivenessServer(Handler):
         on_dropped: Callable[[str], None] = lambda node_id: None,
         *,
         key: Callable[[], SecretKey],
+        tls: Tls | None = None,
         limits: Limits = LIMITS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -78,6 +82,7 @@ class LivenessServer(Handler):
             identity=node_id,
             limits=limits,
             report=get_logger().warning,
+            tls=tls,
             on_error=self._died,
             monotonic=clock.monotonic,
         )

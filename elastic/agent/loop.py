@@ -55,6 +55,7 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.events import JobEnded, LeaseLost, StoreTrouble
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 
 RETRY_S = 0.5
@@ -77,6 +78,7 @@ class NodeLoop:
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
+        tls: Tls | None = None,
     ) -> None:
         self._at = NodeContext(
             store=store,
@@ -88,6 +90,7 @@ class NodeLoop:
             clock=clock,
             journal=journal,
             post=self.post,
+            tls=tls,
         )
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         node = board.node
@@ -100,6 +103,7 @@ class NodeLoop:
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
             key=lambda: secret.key(LIVENESS),
+            tls=tls,
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)

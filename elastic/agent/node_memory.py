@@ -27,6 +27,7 @@ from elastic.config import AgentOptions
 from elastic.coordination.records import Member, Node, ProcessIdentity, World
 from elastic.events import PartNotCopied
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.memory import shm_shortages
@@ -75,6 +76,7 @@ def host_memory(
     running: Callable[[], World | None],
     *,
     key: Callable[[], SecretKey],
+    tls: Tls | None = None,
     on_error: Callable[[BaseException], object],
     parent: Path = PARENT,
 ) -> AgentMemory:
@@ -93,6 +95,7 @@ def host_memory(
             parent / _name(node),
             host=node.address,
             key=key,
+            tls=tls,
             identity=node.node_id,
             limit_bytes=_limit_bytes(options, shm_bytes),
             neighbours=lambda: neighbours(running(), node.node_id),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from elastic.coordination.view import Liveness
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls
 
 RESET_AGAIN_S = 0.05
 
@@ -31,6 +33,7 @@ def probe(
     *,
     key: SecretKey,
     timeout_s: float,
+    tls: Tls | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Verdict:
     """Ask the agent at ``host:port`` to prove that it is ``node_id``.
@@ -41,17 +44,21 @@ def probe(
     agents of this run know ``key``. A connection that is accepted and reset has met an agent
     dying: it is asked again, when its port refuses.
     """
-    verdict = _probe(host, port, node_id, key, timeout_s)
+    verdict = _probe(host, port, node_id, key, timeout_s, tls)
     if verdict.reset:
         clock.sleep(RESET_AGAIN_S)
-        verdict = _probe(host, port, node_id, key, timeout_s)
+        verdict = _probe(host, port, node_id, key, timeout_s, tls)
     return verdict
 
 
-def _probe(host: str, port: int, node_id: str, key: SecretKey, timeout_s: float) -> Verdict:
+def _probe(
+    host: str, port: int, node_id: str, key: SecretKey, timeout_s: float, tls: Tls | None
+) -> Verdict:
     try:
-        with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            channel = Channel(connection, timeout_s=timeout_s)
+        with (
+            socket.create_connection((host, port), timeout=timeout_s) as connection,
+            contextlib.closing(Channel(connection, timeout_s=timeout_s, tls=tls)) as channel,
+        ):
             # Without our proof it counts as no follower.
             found = channel.authenticate(key, expected=None, proves=False)
     except ConnectionRefusedError:

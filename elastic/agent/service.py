@@ -33,6 +33,7 @@ from elastic.coordination.records import (
 from elastic.coordination.run_secret import RunSecret
 from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 
 # Main-thread waits are sliced so that signal handlers run.
@@ -56,12 +57,14 @@ class NodeService:
         journal: EventSink,
         clock: Clock = SYSTEM_CLOCK,
         last_contact_s: Callable[[], float] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._options = options
         self._journal = journal
         self._clock = clock
+        node = replace(node, tls=tls is not None)  # for all to see who can mix
         self._board = Board(node, keys, clock.monotonic())
         self._loop = NodeLoop(
             store=store,
@@ -80,6 +83,7 @@ class NodeService:
             clock=clock,
             journal=journal,
             last_contact_s=last_contact_s,
+            tls=tls,
         )
 
     @property
@@ -152,7 +156,8 @@ class NodeService:
         if said is not None:
             raise NodeRefused(
                 f"node {node.name} cannot join {self._keys.root}: {said}",
-                hint="start it with the same --nnodes and library version as the others, "
+                hint="start it with the same --nnodes, library version and kind of connections "
+                "(with TLS or without) as the others, "
                 "or use another --rdzv-id",
             )
 

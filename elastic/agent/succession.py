@@ -186,6 +186,7 @@ class Succession:
                 leader.node_id,
                 key=self._at.secret.key(LIVENESS),
                 timeout_s=self._at.options.probe_s,
+                tls=self._at.tls,
                 clock=self._at.clock,
             )
         self._at.post(LeaderProbed(entry, verdict))

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from elastic.agent.context import NodeContext
 from elastic.agent.messages import ChangeNode
@@ -332,6 +332,7 @@ class Workers:
             store_host=world.store_host,
             store_port=world.store_port,
             store_key=self._at.secret.key(STORE).text,
+            store_tls=astuple(tls.files) if (tls := self._at.tls) is not None else (),
             switch_at_step=world.switch_at_step,
             state="paused" if world.state is WorldState.PAUSED else "active",
             lineage=world.lineage,

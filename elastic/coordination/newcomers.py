@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from elastic.config import NODE_TLS
 from elastic.coordination.records import Node, NodeState, World
 from elastic.coordination.view import Liveness, NodeView, View
 
@@ -34,6 +35,13 @@ def refusal(node: Node, reference: World | Node) -> str | None:
         return (
             f"{node.name} has torch-elastic-harness {node.library}, "
             f"the job runs with {reference.library}"
+        )
+    if node.tls != reference.tls:
+        names = ", ".join(NODE_TLS)
+        return (
+            f"{node.name} has TLS between nodes ({names}), the job runs without"
+            if node.tls
+            else f"{node.name} has no TLS between nodes ({names} are not set), the job runs with it"
         )
     return None
 

@@ -32,6 +32,7 @@ def propose(
         min_nodes=reference.min_nodes,
         max_nodes=reference.max_nodes,
         library=reference.library,
+        tls=reference.tls,
         planned=planned and in_process,
     )
 
@@ -73,6 +74,7 @@ def world_of(
         min_nodes=proposal.min_nodes,
         max_nodes=proposal.max_nodes,
         library=proposal.library,
+        tls=proposal.tls,
         lineage=lineage[-LINEAGE_LENGTH:],
         cause=proposal.cause,
         reason=proposal.reason,

@@ -129,6 +129,7 @@ class World:
     time_s: float  # wall clock, for people
     committed_step: int | None = None  # a floor: if set, a start from zero is refused
     library: str = ""  # torch-elastic-harness version of the job; "": not known
+    tls: bool = False  # its nodes connect with TLS
     breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
     version: int = RECORD_VERSION
 
@@ -175,6 +176,7 @@ class Node:
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for people and seniority among newcomers
     memory_port: int = 0
+    tls: bool = False  # it connects to other nodes with TLS, and serves them so
     version: int = RECORD_VERSION
 
     def as_member(self) -> Member:

@@ -97,6 +97,7 @@ class Proposal:
     min_nodes: int  # the job's, from its first node
     max_nodes: int
     library: str  # the job's version of this library
+    tls: bool = False  # the job's nodes connect with TLS
     planned: bool = False  # switch at a step boundary (in-process joins and leaves)
 
 

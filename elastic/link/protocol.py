@@ -106,6 +106,8 @@ class WorldMessage:
     store_host: str
     store_port: int
     store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
+    # Files of certificates for the store, of this node: authority, own, its key. None: no TLS.
+    store_tls: tuple[str, ...] = ()
     switch_at_step: int | None
     state: str  # "active" | "paused"
     lineage: tuple[int, ...]

@@ -8,6 +8,7 @@ received is executed.
 - ``hub.Hub``: many connections on one thread, without blocking; listeners.
 - ``channel.Channel``: one blocking connection, with bulk bytes that are not copied; clients, and
   threads that serve one client each.
+- ``tls``: what both are wrapped in where nodes have certificates.
 - ``strict_json``, ``frames``: what is inside.
 
 Uses the standard library alone, and nothing else of ``elastic``, so that ``checkpoints`` may import

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,13 +17,17 @@ from elastic.secure_channel import strict_json
 from elastic.secure_channel.frames import FrameReader, frame
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls, failure
 
 SLOWEST_BYTES_PER_S = 2 << 20
 _READ_BYTES = 1 << 16
 
 
 class Channel:
-    """Not for several threads at once, but for :meth:`cut`.
+    """Not for several threads at once, but for :meth:`cut`. Owns the connection from now on.
+
+    With ``tls`` it is a client's, and :meth:`authenticate` begins with the handshake of TLS. (What
+    a hub gives away has made its own.)
 
     ``look`` is called every ``slice_s`` while it waits, and may raise to give up. Where it does,
     and after a deadline, a message that was half received is completed by the next receive.
@@ -33,19 +38,21 @@ class Channel:
         connection: socket.socket,
         *,
         timeout_s: float,
+        tls: Tls | None = None,
         received: bytes = b"",
         slice_s: float = float("inf"),
         look: Callable[[], object] = lambda: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._socket = connection
         self._timeout_s = timeout_s
         self._slice_s = slice_s
         self._look = look
         self._monotonic = monotonic
         self._reader = FrameReader(MAX_FRAME, received)
         self._by_s = 0.0
+        self._is_secured = tls is None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection if tls is None else tls.wrap(connection, server_side=False)
         self.expect(0)
 
     def authenticate(
@@ -58,9 +65,11 @@ class Channel:
 
         Raises:
             AuthenticationError: the server does not know the key.
+            TlsError: it has TLS and this node has not, or the other way; or a wrong certificate.
             ProtocolError: it does not speak this protocol, or is another than ``expected``.
             OSError: it is gone, or silent.
         """
+        self._secure()
         handshake = ClientHandshake(key, identity, expected=expected)
         self.send_frame(handshake.hello)
         challenge = self.receive_frame(MAX_FRAME)
@@ -70,6 +79,12 @@ class Channel:
         if proves:
             self.send_frame(proof)
         return handshake.peer
+
+    def _secure(self) -> None:
+        """The handshake of TLS, where there is one. One round trip."""
+        if not self._is_secured and isinstance(self._socket, ssl.SSLSocket):
+            self._wait(lambda sock: sock.do_handshake(), self._socket)
+            self._is_secured = True
 
     # -- deadlines ----------------------------------------------------------------------------
 
@@ -137,7 +152,9 @@ class Channel:
         Closed under its user's hands, its number would soon be another connection's.
         """
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own, which forgets its keys first: the other thread would send the
+            # next message without them.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
@@ -152,3 +169,5 @@ class Channel:
                 return operate(argument)
             except TimeoutError:
                 self._look()
+            except ssl.SSLError as error:
+                raise failure(error, is_handshake=not self._is_secured) from None

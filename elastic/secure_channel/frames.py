@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.errors import ProtocolError, TlsError
+from elastic.secure_channel.tls import SAME_EVERYWHERE, is_record
 
 _LENGTH = struct.Struct("!I")
 HEADER_BYTES = _LENGTH.size
@@ -59,5 +60,7 @@ class FrameReader:
     def _announced(self) -> int:
         (length,) = _LENGTH.unpack_from(self._received)
         if length > self.limit:
+            if is_record(self._received):
+                raise TlsError(f"it speaks TLS, and this node does not: {SAME_EVERYWHERE}")
             raise ProtocolError(f"a frame of {length} bytes, more than {self.limit}")
         return int(length)

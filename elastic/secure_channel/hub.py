@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 
+from elastic.secure_channel.connection import Connection, Handler, State
 from elastic.secure_channel.errors import ProtocolError
-from elastic.secure_channel.frames import FrameReader, frame
-from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits, Pending
 from elastic.secure_channel.reports import LimitedReports, Report
+from elastic.secure_channel.tls import RECORD_BYTES, Tls, awaited_event, failure, shake_hands
 
 ACCEPTS_PER_TURN = 16
 ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
@@ -33,63 +34,11 @@ _MAX_READS_OF_REST = 64  # a dead process's children may write for ever
 OnError = Callable[[BaseException], object]
 
 
-class State(Enum):
-    """Of a connection, in this order; CLOSED from any."""
-
-    CONNECTING = "connecting"
-    PROVING = "proving"
-    OPEN = "open"
-    CLOSED = "closed"
-
-
-class Connection:
-    """One connection of a hub. For the hub's thread; ``data`` is its owner's."""
-
-    def __init__(self, sock: socket.socket, address: str, *, is_outgoing: bool, limit: int) -> None:
-        self.socket = sock
-        self.address = address  # of the peer, for its budget and for people
-        self.is_outgoing = is_outgoing
-        self.identity = ""  # of the peer, as it has proved with the key
-        self.was_open = False
-        self.data: object = None
-        self.state = State.CONNECTING if is_outgoing else State.PROVING
-        self.handshake: ClientHandshake | ServerHandshake | None = None
-        self.has_greeted = False  # the client's hello has been answered
-        self.reader = FrameReader(MAX_FRAME)
-        self.open_limit = limit
-        self.unsent = bytearray()
-        self.frames = 0  # received
-        self.timed_frame = -1  # the one that the deadline is for
-
-    @property
-    def is_closed(self) -> bool:
-        return self.state is State.CLOSED
-
-
-class Handler:
-    """What a hub's owner does with its connections, all on the hub's thread.
-
-    A :class:`ProtocolError` from ``admit``, ``opened`` or ``received`` ends that connection. Any
-    other exception is a fault of this program, and ends the hub.
-    """
-
-    def admit(self, sock: socket.socket) -> str:
-        """Who connects: the address whose budget it is. Refuse by raising ProtocolError."""
-        address = sock.getpeername()
-        return str(address[0]) if isinstance(address, tuple) else str(address)
-
-    def opened(self, connection: Connection) -> None:
-        """Both ends have proved that they know the key."""
-
-    def received(self, connection: Connection, payload: bytes) -> None:
-        """A frame has come."""
-
-    def closed(self, connection: Connection) -> None:
-        """It has ended, open or not, other than by ``drop(tell=False)``."""
-
-
 class Hub:
-    """Owned by whoever calls :meth:`close`. ``key`` is asked for at every handshake."""
+    """Owned by whoever calls :meth:`close`. ``key`` is asked for at every handshake.
+
+    With ``tls`` all its connections are, in both directions; what has no TLS is a stranger.
+    """
 
     def __init__(
         self,
@@ -101,6 +50,7 @@ class Hub:
         identity: str,
         limits: Limits,
         report: Report,
+        tls: Tls | None = None,
         on_error: OnError = lambda error: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,6 +60,7 @@ class Hub:
         self._handler = handler
         self._key = key
         self._identity = identity
+        self._tls = tls
         self._report = LimitedReports(report, monotonic=monotonic)
         self._on_error = on_error
         self._monotonic = monotonic
@@ -271,9 +222,12 @@ class Hub:
         if connection.state is State.CONNECTING:
             self._connected(connection)
             return
-        if events & selectors.EVENT_WRITE and not connection.is_closed:
+        if connection.state is State.SECURING:
+            self._secure(connection)
+            return
+        if connection.unsent and events & connection.send_awaits and not connection.is_closed:
             self._flush(connection)
-        if events & selectors.EVENT_READ and not connection.is_closed:
+        if events & connection.read_awaits and not connection.is_closed:
             self._read(connection)
 
     def _patience_s(self) -> float | None:
@@ -345,7 +299,13 @@ class Hub:
                 self.drop(oldest, "too many connections that do not prove themselves")
         sock.setblocking(False)
         _send_at_once(sock)
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap(sock, server_side=True)
+            except OSError:  # it has gone again
+                return
         connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
+        connection.state = State.PROVING if self._tls is None else State.SECURING
         connection.handshake = ServerHandshake(self._key(), self._identity)
         now_s = self._monotonic()
         self._connections.add(connection)
@@ -361,8 +321,40 @@ class Hub:
         with contextlib.suppress(OSError):  # it is gone: the next event says so
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         _send_at_once(sock)
-        connection.state = State.PROVING
         self._deadlines[connection] = self._monotonic() + self.limits.handshake_s
+        if self._tls is None:
+            self._prove_to_server(connection)
+            return
+        try:  # (The same descriptor, by which the selector knows it.)
+            connection.socket = self._tls.wrap(sock, server_side=False)
+        except OSError:
+            self.drop(connection)
+            return
+        connection.state = State.SECURING
+        self._secure(connection)
+
+    def _secure(self, connection: Connection) -> None:
+        """The next step of the handshake of TLS; behind its last one the protocol begins."""
+        assert isinstance(connection.socket, ssl.SSLSocket)
+        try:
+            awaited = shake_hands(connection.socket)
+        except ProtocolError as error:
+            self.drop(connection, str(error))
+            return
+        except OSError as error:  # it is gone, or has no TLS and hung up on what it took for noise
+            self.drop(connection, str(error) if connection.is_outgoing else "")
+            return
+        self._selector.modify(connection.socket, awaited or connection.awaits, connection)
+        if awaited:
+            return
+        connection.state = State.PROVING
+        if connection.is_outgoing:
+            self._prove_to_server(connection)
+        else:
+            self._read(connection)
+
+    def _prove_to_server(self, connection: Connection) -> None:
+        connection.state = State.PROVING
         assert isinstance(connection.handshake, ClientHandshake)
         self._queue(connection, connection.handshake.hello)
 
@@ -374,11 +366,17 @@ class Hub:
             chunk = connection.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return False
+        except ssl.SSLError as error:
+            self._fail(connection, error, is_read=True)
+            return False
         except OSError:
             chunk = b""
         if not chunk:
             self.drop(connection)
             return False
+        if connection.read_awaits != selectors.EVENT_READ:
+            connection.read_awaits = selectors.EVENT_READ
+            self._selector.modify(connection.socket, connection.awaits, connection)
         connection.reader.feed(chunk)
         try:
             self._take_frames(connection)
@@ -439,16 +437,34 @@ class Hub:
         self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
+        connection.send_awaits = selectors.EVENT_WRITE
         try:
-            while connection.unsent:
-                del connection.unsent[: connection.socket.send(connection.unsent)]
+            while unsent := connection.unsent:
+                if self._tls is not None:
+                    # OpenSSL takes all of it or nothing, and the same again where it took nothing.
+                    unsent = unsent[:RECORD_BYTES]
+                del connection.unsent[: connection.socket.send(unsent)]
         except BlockingIOError:
             pass
+        except ssl.SSLError as error:
+            self._fail(connection, error, is_read=False)
+            return
         except OSError:
             self.drop(connection)
             return
-        unsent = selectors.EVENT_WRITE if connection.unsent else 0
-        self._selector.modify(connection.socket, selectors.EVENT_READ | unsent, connection)
+        self._selector.modify(connection.socket, connection.awaits, connection)
+
+    def _fail(self, connection: Connection, error: ssl.SSLError, *, is_read: bool) -> None:
+        """TLS cannot read, or send: not now, or no more."""
+        if awaited := awaited_event(error):
+            if is_read:
+                connection.read_awaits = awaited
+            else:
+                connection.send_awaits = awaited
+            self._selector.modify(connection.socket, connection.awaits, connection)
+            return
+        why = failure(error)
+        self.drop(connection, str(why) if isinstance(why, ProtocolError) else "")
 
     def _forget(self, connection: Connection) -> None:
         if connection.state is State.OPEN and not connection.is_outgoing:
@@ -464,24 +480,3 @@ def _send_at_once(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):  # it is gone: the next event says so
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
-    """A TCP listener at that address; on all, where it is none of this machine's own (NAT)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=backlog)
-    except OSError:
-        return socket.create_server(("", port), family=family, backlog=backlog)
-
-
-def listen_on_path(path: str | os.PathLike[str], *, backlog: int) -> socket.socket:
-    """A Unix socket listener."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(os.fspath(path))
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

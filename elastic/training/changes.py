@@ -12,6 +12,7 @@ from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import Beat, WorldMessage
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import TlsFiles
 from elastic.training.recovery import Recovery
 from elastic.training.step import Step
 from elastic.worker.faults import causes
@@ -203,6 +204,7 @@ class Changes:
             store_host=message.store_host,
             store_port=message.store_port,
             store_key=SecretKey.parse(message.store_key),
+            store_tls=TlsFiles(*message.store_tls) if message.store_tls else None,
         )
         with self._lap("build_s"):
             session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)

@@ -13,6 +13,7 @@ up.
 from __future__ import annotations
 
 import datetime
+import functools
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.telemetry.log import get_logger
 from elastic.worker.faults import GroupBuildFailed
 from elastic.worker.world_store import StoreServer, WorldStore, connect
 
@@ -48,6 +51,7 @@ class GroupSpec:
     store_host: str  # rank 0's
     store_port: int
     store_key: SecretKey  # that it is opened with
+    store_tls: TlsFiles | None = None  # this node's certificates; None: without TLS
 
 
 class _Patience:
@@ -113,7 +117,13 @@ def open_store(
 def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreServer | Store:
     if use_torchs:
         return _tcp_store(spec, patience, is_server=True)
-    return StoreServer(spec.store_port, nonce=spec.nonce, size=spec.size, key=spec.store_key)
+    return StoreServer(
+        spec.store_port,
+        nonce=spec.nonce,
+        size=spec.size,
+        key=spec.store_key,
+        tls=_tls_of(spec),
+    )
 
 
 def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: bool) -> Store:
@@ -131,6 +141,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
                 spec.store_port,
                 nonce=spec.nonce,
                 key=spec.store_key,
+                tls=_tls_of(spec),
                 timeout_s=max(1.0, patience.left_s),
                 give_up=give_up,
             )
@@ -143,6 +154,17 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
                     hint="look at the log of its node, and whether a firewall is between",
                 ) from None
         patience.pause()
+
+
+def _tls_of(spec: GroupSpec) -> Tls | None:
+    """Raises OSError for certificates that cannot be used."""
+    return _loaded(spec.store_tls) if spec.store_tls is not None else None
+
+
+@functools.cache
+def _loaded(files: TlsFiles) -> Tls:
+    """Once for all worlds: to read and check them takes milliseconds."""
+    return Tls(files, report=get_logger().warning)
 
 
 def first_line(error: BaseException) -> str:

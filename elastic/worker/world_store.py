@@ -31,10 +31,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.channel import Channel
+from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
-from elastic.secure_channel.hub import Connection, Handler, Hub
+from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
 
 _SLICE_S = 0.1  # between two looks whether to give up; signal handlers run as well
@@ -72,7 +74,9 @@ def limits_of(size: int) -> Limits:
 class StoreServer(Handler):
     """Rank 0's: holds the values. Raises OSError if the port is taken."""
 
-    def __init__(self, port: int, *, nonce: str, size: int, key: SecretKey) -> None:
+    def __init__(
+        self, port: int, *, nonce: str, size: int, key: SecretKey, tls: Tls | None = None
+    ) -> None:
         self._nonce = nonce
         self._values: dict[str, bytes] = {}
         self._awaited: dict[Connection, tuple[int, list[str]]] = {}  # a request, and its keys
@@ -85,6 +89,7 @@ class StoreServer(Handler):
             identity=nonce,
             limits=limits,
             report=get_logger().warning,
+            tls=tls,
             on_error=self._died,
         )
         self._hub.start()
@@ -178,16 +183,22 @@ class WorldStore(Store):
         key: SecretKey,
         timeout_s: float,
         give_up: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         super().__init__()
-        self._channel = Channel(connection, timeout_s=timeout_s, slice_s=_SLICE_S, look=give_up)
+        self._channel = Channel(
+            connection, timeout_s=timeout_s, tls=tls, slice_s=_SLICE_S, look=give_up
+        )
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._next = 0
         self._seen: dict[str, bytes] = {}  # told with the last wait(): torch asks for it next
         try:
             self._channel.authenticate(key, nonce, expected=nonce)
-        except OSError as error:
+        except BaseException as error:
+            self._channel.close()
+            if not isinstance(error, OSError):
+                raise
             raise DistNetworkError(
                 f"what listens there is not this world's store: {error}"
             ) from None
@@ -271,12 +282,15 @@ def connect(
     key: SecretKey,
     timeout_s: float,
     give_up: Callable[[], None],
+    tls: Tls | None = None,
 ) -> WorldStore:
     """One try. Raises OSError if nobody listens, DistNetworkError if it is another world's, or
     does not know the run's key."""
     connection = socket.create_connection((host, port), timeout=_SLICE_S)
     try:
-        return WorldStore(connection, nonce=nonce, key=key, timeout_s=timeout_s, give_up=give_up)
+        return WorldStore(
+            connection, nonce=nonce, key=key, timeout_s=timeout_s, give_up=give_up, tls=tls
+        )
     except BaseException:
         connection.close()
         raise

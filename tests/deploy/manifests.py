@@ -33,9 +33,13 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trainer+spot+rdma+volcano": ("trainer", ("spot", "rdma", "volcano")),
     "prod+object-store": ("prod", ("object-store",)),
     "prod+own-certificates": ("prod", ("own-certificates",)),
+    "prod+node-tls": ("prod", ("node-tls",)),
+    "dev+node-tls": ("dev", ("node-tls",)),
+    "jobset+node-tls": ("jobset", ("node-tls",)),
+    "prod+node-tls+own-certificates": ("prod", ("node-tls", "own-certificates")),
 }
 # What a platform gives where cert-manager does not make it (the runbook's table).
-OWN_CERTIFICATES = frozenset({"etcd-server-tls", "etcd-peer-tls", "etcd-client-tls"})
+OWN_CERTIFICATES = frozenset({"etcd-server-tls", "etcd-peer-tls", "etcd-client-tls", "node-tls"})
 # The runbook's patch of etcd, on top of prod.
 RESTORE = "prod, etcd being restored"
 NAMESPACES = {

@@ -100,8 +100,11 @@ def test_the_times_of_a_dead_node_are_those_of_the_control_plane(prod: Rendered)
     assert f"| {QUARANTINE_S} to {latest_s} s | pkg/controller/podgc: `quarantineTime`" in section
 
 
-def test_given_certificates_are_those_that_cert_manager_would_make(prod: Rendered) -> None:
-    row = r"^\| `(etcd-[\w-]+)` \| (\w+)' authority \|\s*(.*?)\s*\|\s+([^|]+) \|$"
+def test_given_certificates_are_those_that_cert_manager_would_make(
+    render: Callable[[str], Rendered],
+) -> None:
+    prod = render("prod+node-tls")
+    row = r"^\| `((?:etcd|node)-[\w-]+)` \| (\w+)' authority \|\s*(.*?)\s*\|\s+([^|]+) \|$"
     table = {secret: rest for secret, *rest in re.findall(row, RUNBOOK, re.MULTILINE)}
     assert set(table) == OWN_CERTIFICATES
     made = {c["spec"]["secretName"]: c["spec"] for c in prod.of("Certificate")}
@@ -114,7 +117,7 @@ def test_given_certificates_are_those_that_cert_manager_would_make(prod: Rendere
         ]
         assert usages.split(", ") == [u for u in spec["usages"] if u.endswith("auth")]
         issuers.setdefault(authority, set()).add(spec["issuerRef"]["name"])
-    assert sorted(map(sorted, issuers.values())) == [["etcd-ca"], ["etcd-peer-ca"]]
+    assert sorted(map(sorted, issuers.values())) == [["etcd-ca"], ["etcd-peer-ca"], ["node-ca"]]
 
 
 def test_commands_within_sentences_are_mentions_of_known_ones() -> None:

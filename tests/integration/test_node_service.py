@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_certificates import Authority
 
 from elastic.agent import probe as probes
 from elastic.agent.board import JobSucceeded
@@ -46,6 +48,7 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.events import Event, NodeLost
+from elastic.secure_channel.tls import Tls, TlsFiles
 
 KEYS = Keys.of("/elastic", "job")
 OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
@@ -87,6 +90,7 @@ class TestNode:
         options: AgentOptions = OPTIONS,
         library: str = "0.1.0",
         contact: Callable[[], float] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         number = next(_ids)
         self.store = MemoryStore(server)
@@ -119,6 +123,7 @@ class TestNode:
             options=options,
             journal=self.journal,
             last_contact_s=contact,
+            tls=tls,
         )
         self.service.start()
         self.id = self.service.node_id
@@ -493,6 +498,24 @@ def test_a_newcomer_that_cannot_mix_is_refused_and_the_job_unharmed(
         start(**more).arrive()
     assert not a.service.newer_world()
     start().arrive().enter()
+
+
+@pytest.mark.parametrize("job_has_tls", [True, False])
+def test_with_and_without_tls_is_refused_in_a_sentence_and_the_job_unharmed(
+    start: Callable[..., TestNode], tmp_path: Path, job_has_tls: bool
+) -> None:
+    authority = Authority(tmp_path, "nodes")
+    pair = authority.issue("node")
+    given = Tls(TlsFiles(authority.cacert, pair.cert, pair.key))
+    own, other = (given, None) if job_has_tls else (None, given)
+    a, b = start(tls=own).arrive(), start(tls=own).arrive()
+    assert a.enter().tls is job_has_tls
+    b.enter()
+    with pytest.raises(NodeRefused, match=r"TLS between nodes \(node_cacert, node_cert, node_key"):
+        start(tls=other).arrive()
+    assert not a.service.newer_world()
+    b.crash()
+    start(tls=own).arrive().enter()
 
 
 def test_a_spare_waits_beyond_the_join_timeout(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_certificates import Authority
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
@@ -27,9 +28,11 @@ def restored(job: TrainingJob) -> list[dict[str, Any]]:
     return [e for e in found if e["event"] == "state-restored"]
 
 
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
-    etcd: EmbeddedEtcd, tmp_path: Path
+    etcd: EmbeddedEtcd, tmp_path: Path, has_tls: bool
 ) -> None:
+    tls = Authority(tmp_path, "nodes").node_settings("node") if has_tls else {}
     undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "disk-full").touch()
@@ -40,7 +43,7 @@ def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
         workload=replace(WORKLOAD, extra=(f"--memory-every={EVERY}",)),
         min_nodes=2,
         max_nodes=3,
-        conf={"mode": "restart"},
+        conf={"mode": "restart", **tls},
     ) as job:
         job.bring_to(3)
         for fault in ("workers", "node"):

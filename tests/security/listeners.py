@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
+from etcd_certificates import Authority
 from hostile import Port, from_many_addresses, unix
 
 from checkpoints.node_memory import NodeMemory
@@ -34,13 +36,16 @@ from elastic.link.server import LIMITS as LINK_LIMITS
 from elastic.link.server import LinkServer
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
 from elastic.worker import world_store
 from elastic.worker.world_store import StoreServer, connect
 
 KEY = SecretKey.generate()
 DEADLINE_S = 30.0
-AUTHENTICATED = ("link", "liveness", "store", "memory")
+BETWEEN_NODES = ("liveness", "store", "memory")
+WITH_TLS = tuple(f"{kind}+tls" for kind in BETWEEN_NODES)
+AUTHENTICATED = ("link", *BETWEEN_NODES, *WITH_TLS)
 ALL = (*AUTHENTICATED, "health")
 
 
@@ -99,8 +104,19 @@ def listening(
 ) -> Iterator[Listener]:
     """One of :data:`ALL`, with other limits where given."""
     change = limits or (lambda given: given)
-    with _MAKERS[kind](folder, change) as listener:
+    if not kind.endswith("+tls"):
+        with _MAKERS[kind](folder, change) as listener:
+            yield listener
+        return
+    tls = tls_of(Authority(folder, "nodes"))
+    with _TLS_MAKERS[kind.removesuffix("+tls")](folder, change, tls) as listener:
         yield listener
+
+
+def tls_of(authority: Authority, name: str = "node", **issue: Any) -> Tls:
+    """A node's, with a certificate of this authority."""
+    pair = authority.issue(name, **issue)
+    return Tls(TlsFiles(authority.cacert, pair.cert, pair.key))
 
 
 def tight(given: Limits) -> Limits:
@@ -111,9 +127,25 @@ def tight(given: Limits) -> Limits:
 Change = Callable[[Limits], Limits]
 
 
-def _tcp(kind: str, port: int, identity: str = "") -> Port:
+def _tcp(kind: str, port: int, identity: str = "", tls: Tls | None = None) -> Port:
     pick = random.Random(port)
-    return Port(kind, lambda: from_many_addresses(port, pick), KEY, identity)
+
+    def plain() -> socket.socket:
+        return from_many_addresses(port, pick)
+
+    def secured() -> socket.socket:
+        assert tls is not None
+        sock = tls.wrap(plain(), server_side=False)
+        try:
+            sock.do_handshake()
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    if tls is None:
+        return Port(kind, plain, KEY, identity)
+    return Port(kind, secured, KEY, identity, connect_as_stranger=plain)
 
 
 @contextlib.contextmanager
@@ -142,7 +174,7 @@ def _link(folder: Path, change: Change) -> Iterator[Listener]:
 
 
 @contextlib.contextmanager
-def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
+def _liveness(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Listener]:
     lost: list[str] = []
     opened = threading.Event()
     leader = LivenessServer(
@@ -151,6 +183,7 @@ def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
         lambda node_id, is_leader: lost.append(node_id),
         fail,
         key=lambda: KEY,
+        tls=tls,
         limits=change(LIVENESS_LIMITS),
     )
     follower = LivenessServer(
@@ -160,6 +193,7 @@ def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
         fail,
         on_opened=lambda node_id, is_leader: opened.set(),
         key=lambda: KEY,
+        tls=tls,
     )
     leader.start()
     follower.start()
@@ -167,7 +201,7 @@ def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
     assert opened.wait(DEADLINE_S)
 
     def ask(port: int, key: SecretKey) -> None:
-        verdict = probe("127.0.0.1", port, "leader", key=key, timeout_s=DEADLINE_S)
+        verdict = probe("127.0.0.1", port, "leader", key=key, timeout_s=DEADLINE_S, tls=tls)
         if verdict.liveness is not Liveness.ALIVE:
             raise ConnectionError(verdict.reason)
 
@@ -177,7 +211,7 @@ def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
 
     try:
         yield Listener(
-            _tcp("liveness", leader.port, "n1"),
+            _tcp("liveness", leader.port, "n1", tls),
             serve,
             connect_with=lambda key: ask(leader.port, key),
             real_client=lambda port: ask(port, KEY),
@@ -188,26 +222,26 @@ def _liveness(folder: Path, change: Change) -> Iterator[Listener]:
 
 
 @contextlib.contextmanager
-def _store(folder: Path, change: Change) -> Iterator[Listener]:
+def _store(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Listener]:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     original = world_store.limits_of
     world_store.limits_of = lambda size: change(original(size))
     try:
-        server = StoreServer(port, nonce="aa", size=4, key=KEY)
+        server = StoreServer(port, nonce="aa", size=4, key=KEY, tls=tls)
     finally:
         world_store.limits_of = original
 
     def client(at: int, key: SecretKey) -> None:
         store = connect(
-            "127.0.0.1", at, nonce="aa", key=key, timeout_s=DEADLINE_S, give_up=lambda: None
+            *("127.0.0.1", at), nonce="aa", key=key, timeout_s=DEADLINE_S, give_up=_never, tls=tls
         )
         store.set("good", b"1")
         assert store.get("good") == b"1"
         store.close()
 
     held = connect(
-        "127.0.0.1", port, nonce="aa", key=KEY, timeout_s=DEADLINE_S, give_up=lambda: None
+        *("127.0.0.1", port), nonce="aa", key=KEY, timeout_s=DEADLINE_S, give_up=_never, tls=tls
     )
 
     def serve() -> None:
@@ -216,7 +250,7 @@ def _store(folder: Path, change: Change) -> Iterator[Listener]:
 
     try:
         yield Listener(
-            _tcp("store", port, "aa"),
+            _tcp("store", port, "aa", tls),
             serve,
             connect_with=lambda key: client(port, key),
             real_client=lambda at: client(at, KEY),
@@ -227,7 +261,7 @@ def _store(folder: Path, change: Change) -> Iterator[Listener]:
 
 
 @contextlib.contextmanager
-def _memory(folder: Path, change: Change) -> Iterator[Listener]:
+def _memory(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Listener]:
     own, copies = NodeMemory(folder / "own"), NodeMemory(folder / "copies")
     for memory in (own, copies):
         memory.make_folder("")
@@ -235,6 +269,7 @@ def _memory(folder: Path, change: Change) -> Iterator[Listener]:
         own,
         copies,
         key=lambda: KEY,
+        tls=tls,
         identity="node",
         host="127.0.0.1",
         limits=change(MEMORY_LIMITS),
@@ -244,7 +279,10 @@ def _memory(folder: Path, change: Change) -> Iterator[Listener]:
 
     def client(at: int, key: SecretKey) -> None:
         storage = PeerStorage(
-            PeerAddress("n", "127.0.0.1", at, "node"), key=lambda: key, timeout_s=DEADLINE_S
+            PeerAddress("n", "127.0.0.1", at, "node"),
+            key=lambda: key,
+            tls=tls,
+            timeout_s=DEADLINE_S,
         )
         try:
             storage.list("")
@@ -258,7 +296,7 @@ def _memory(folder: Path, change: Change) -> Iterator[Listener]:
 
     try:
         yield Listener(
-            _tcp("memory", server.port),
+            _tcp("memory", server.port, "", tls),
             serve,
             connect_with=lambda key: client(server.port, key),
             real_client=lambda at: client(at, KEY),
@@ -286,6 +324,11 @@ def _health(folder: Path, change: Change) -> Iterator[Listener]:
         server.close()
 
 
+def _never() -> None:
+    """Nothing to give up for."""
+
+
+_TLS_MAKERS = {"liveness": _liveness, "store": _store, "memory": _memory}
 _MAKERS = {
     "link": _link,
     "liveness": _liveness,

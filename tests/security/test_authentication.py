@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from listeners import AUTHENTICATED, KEY, Listener, listening
+from listeners import AUTHENTICATED, BETWEEN_NODES, KEY, Listener, listening
 from raw_peer import is_hung_up_on, prove, receive_frame
 
 from elastic.errors import LinkError
@@ -20,10 +20,8 @@ from elastic.secure_channel import private_files
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
-from elastic.secure_channel.hub import listen_on_path
 from elastic.secure_channel.keys import SecretKey
-
-TCP = ("liveness", "store", "memory")
+from elastic.secure_channel.listener import listen_on_path
 
 
 @pytest.fixture(params=AUTHENTICATED)
@@ -33,7 +31,7 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listene
         made.serve()
 
 
-@pytest.fixture(params=TCP)
+@pytest.fixture(params=BETWEEN_NODES)
 def tcp_listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
     with listening(request.param, tmp_path) as made:
         yield made

@@ -104,6 +104,10 @@ def test_worker_variables_are_no_options() -> None:
         ({"cert": "/c.pem"}, "key is not"),
         ({"user": "u"}, "password_file is not"),
         ({"password_file": "/p"}, "user is not"),
+        ({"node_cert": "/c", "node_key": "/k"}, "node_cacert is not"),
+        ({"node_cacert": "/ca", "node_key": "/k"}, "node_cert is not"),
+        ({"node_cacert": "/ca", "node_cert": "/c"}, "node_key is not"),
+        ({"node_key": "/k"}, "node_key is set and node_cacert and node_cert are not"),
     ],
 )
 def test_unusable_values_are_named(conf: dict[str, str], said: str) -> None:

@@ -112,6 +112,18 @@ def test_other_torch_versions_mix_and_a_world_without_version_takes_all() -> Non
     assert refusal(node("n9", library="9.9"), replace(world("n1"), library="")) is None
 
 
+def test_nodes_with_and_without_tls_do_not_mix() -> None:
+    with_tls, settings = replace(node("n9"), tls=True), "node_cacert, node_cert, node_key"
+    said = refusal(with_tls, world("n1"))
+    assert said == f"n9 has TLS between nodes ({settings}), the job runs without"
+    said = refusal(node("n9"), replace(world("n1"), tls=True))
+    assert said == f"n9 has no TLS between nodes ({settings} are not set), the job runs with it"
+    first, plain, third = (seen(replace(node(f"n{i}"), tls=i != 2)) for i in (1, 2, 3))
+    p = proposal(view(None, first, plain, third))
+    assert named(p) == ["n1", "n3"] and p.tls
+    assert world_of(p, None, nonce="ab", time_s=0.0).tls
+
+
 def test_a_newcomer_that_cannot_mix_leaves_the_job_alone() -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), seen(node("n3", limits=(3, 3))))
     w = wait(v)

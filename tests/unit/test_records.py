@@ -114,6 +114,7 @@ WORLD = {
     "time_s": 1.5,
     "committed_step": None,
     "library": "0.1.0",
+    "tls": True,
     "breakages": [
         {
             "generation": 6,

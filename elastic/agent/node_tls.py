@@ -1,0 +1,26 @@
+"""TLS between nodes, from an agent's options."""
+
+from __future__ import annotations
+
+import os
+
+from elastic.config import AgentOptions
+from elastic.errors import ConfigError
+from elastic.secure_channel.errors import CertificateError
+from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.telemetry.log import get_logger
+
+
+def node_tls(options: AgentOptions) -> Tls | None:
+    """What this node's connections to others are wrapped in; None: nothing was given.
+
+    Raises ConfigError for files that cannot be used.
+    """
+    if not (options.node_cacert and options.node_cert and options.node_key):
+        return None  # none of them: AgentOptions takes all or none
+    given = options.node_cacert, options.node_cert, options.node_key
+    # Workers may be elsewhere. (Links stay: another target is how Kubernetes changes files.)
+    try:
+        return Tls(TlsFiles(*map(os.path.abspath, given)), report=get_logger().warning)
+    except CertificateError as error:
+        raise ConfigError(error.message, hint=error.remedy) from None

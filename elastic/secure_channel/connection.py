@@ -1,0 +1,75 @@
+"""One connection of a hub, and what a hub's owner does with it."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from enum import Enum
+
+from elastic.secure_channel.frames import FrameReader
+from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+
+
+class State(Enum):
+    """Of a connection, in this order; CLOSED from any."""
+
+    CONNECTING = "connecting"
+    SECURING = "securing"  # TLS
+    PROVING = "proving"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Connection:
+    """One connection of a hub. For the hub's thread; ``data`` is its owner's."""
+
+    def __init__(self, sock: socket.socket, address: str, *, is_outgoing: bool, limit: int) -> None:
+        self.socket = sock
+        self.address = address  # of the peer, for its budget and for people
+        self.is_outgoing = is_outgoing
+        self.identity = ""  # of the peer, as it has proved with the key
+        self.was_open = False
+        self.data: object = None
+        self.state = State.CONNECTING if is_outgoing else State.PROVING
+        self.handshake: ClientHandshake | ServerHandshake | None = None
+        self.has_greeted = False  # the client's hello has been answered
+        self.reader = FrameReader(MAX_FRAME)
+        self.open_limit = limit
+        self.unsent = bytearray()
+        self.frames = 0  # received
+        self.timed_frame = -1  # the one that the deadline is for
+        # What the selector is to wait for before the next try. TLS may have to read in order to
+        # write, and the other way.
+        self.read_awaits = selectors.EVENT_READ
+        self.send_awaits = selectors.EVENT_WRITE
+
+    @property
+    def awaits(self) -> int:
+        """The events that the selector is to tell of."""
+        return self.read_awaits | (self.send_awaits if self.unsent else 0)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is State.CLOSED
+
+
+class Handler:
+    """What a hub's owner does with its connections, all on the hub's thread.
+
+    A :class:`ProtocolError` from ``admit``, ``opened`` or ``received`` ends that connection. Any
+    other exception is a fault of this program, and ends the hub.
+    """
+
+    def admit(self, sock: socket.socket) -> str:
+        """Who connects: the address whose budget it is. Refuse by raising ProtocolError."""
+        address = sock.getpeername()
+        return str(address[0]) if isinstance(address, tuple) else str(address)
+
+    def opened(self, connection: Connection) -> None:
+        """Both ends have proved that they know the key."""
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        """A frame has come."""
+
+    def closed(self, connection: Connection) -> None:
+        """It has ended, open or not, other than by ``drop(tell=False)``."""

@@ -1,0 +1,223 @@
+"""Listeners with TLS: who has no certificate of the job's is told so, and has a bounded cost."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from etcd_certificates import Authority
+from hostile import client_hello
+from listeners import KEY, WITH_TLS, Cost, Listener, assert_flat, eventually, listening, tight
+from raw_peer import is_hung_up_on, prove
+
+from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import ClientHandshake
+from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.log import get_logger
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda *words: said.append(str(words)))
+    return said
+
+
+@pytest.fixture(params=WITH_TLS)
+def listener(
+    request: pytest.FixtureRequest, tmp_path: Path, lines: list[str]
+) -> Iterator[Listener]:
+    with listening(request.param, tmp_path, tight) as made:
+        made.serve()
+        before = Cost.now()
+        yield made
+        made.serve()
+        assert_flat(before)
+
+
+@contextlib.contextmanager
+def stranger(listener: Listener) -> Iterator[socket.socket]:
+    with listener.port.stranger() as sock:
+        sock.settimeout(30)
+        yield sock
+
+
+def context(authority: Authority | None = None, name: str = "x") -> ssl.SSLContext:
+    """A client's that takes any server, with a certificate of this authority if there is one."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    if authority is not None:
+        pair = authority.issue(name)
+        made.load_cert_chain(pair.cert, pair.key)
+    return made
+
+
+def old(made: ssl.SSLContext) -> ssl.SSLContext:
+    made.maximum_version = ssl.TLSVersion.TLSv1_2
+    return made
+
+
+def with_own_pair(folder: Path) -> ssl.SSLContext:
+    (folder / "theirs").mkdir()
+    return context(Authority(folder / "theirs", "other"))
+
+
+def with_expired_pair(folder: Path) -> ssl.SSLContext:
+    # The listener's authority, which `listening` has made here.
+    made = context()
+    pair = _the_jobs(folder).issue("late", hours=(-2, -1))
+    made.load_cert_chain(pair.cert, pair.key)
+    return made
+
+
+_authorities: dict[Path, Authority] = {}
+
+
+def _the_jobs(folder: Path) -> Authority:
+    return _authorities[folder]
+
+
+@pytest.fixture(autouse=True)
+def remembered_authorities(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The one that ``listening`` makes."""
+
+    def make(folder: Path, name: str) -> Authority:
+        return _authorities.setdefault(folder, Authority(folder, name))
+
+    monkeypatch.setattr("listeners.Authority", make)
+    yield
+    _authorities.clear()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: context(), "shows no certificate"),
+        (with_own_pair, "its certificate is refused"),
+        (with_expired_pair, "its certificate is refused: certificate has expired"),
+        (lambda folder: old(context()), "does not speak TLS 1.3"),
+    ],
+    ids=["none", "another authority's", "expired", "TLS 1.2"],
+)
+def test_who_has_no_good_certificate_gets_nothing_even_with_the_secret(
+    listener: Listener,
+    tmp_path: Path,
+    lines: list[str],
+    make: Callable[[Path], ssl.SSLContext],
+    said: str,
+) -> None:
+    with stranger(listener) as plain, pytest.raises(OSError):
+        sock = make(tmp_path).wrap_socket(plain)
+        with sock:
+            prove(sock, KEY, listener.port.identity)
+            raise AssertionError("it was let in")
+    eventually(lambda: any(said in line for line in lines), said)  # it is said after the closing
+
+
+def test_a_peer_with_a_certificate_and_without_the_secret_gets_nothing(listener: Listener) -> None:
+    with listener.port.connect() as sock:
+        sock.settimeout(30)
+        with pytest.raises(OSError, match="does not prove"):
+            prove(sock, SecretKey.generate(), listener.port.identity)
+
+
+def test_a_plain_peer_is_answered_with_an_alert_and_nothing_else(
+    listener: Listener, lines: list[str]
+) -> None:
+    """So the port speaks TLS only; that alert is what makes a node without it say so."""
+    with stranger(listener) as sock:
+        sock.sendall(frame(ClientHandshake(KEY, listener.port.identity).hello))
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := sock.recv(100):
+                answer += chunk
+    assert answer == b"\x15\x03\x03\x00\x02\x02\x46"
+    eventually(lambda: lines, "a line")
+    assert "does not speak TLS 1.3" in lines[0] and "node_cacert" in lines[0]
+
+
+@pytest.mark.parametrize("begins", [b"", b"\x16\x03\x01", "half a hello", "a hello"])
+def test_a_handshake_that_does_not_go_on_is_cut_by_its_deadline(
+    listener: Listener, begins: bytes | str
+) -> None:
+    hello = client_hello()
+    sent = {"half a hello": hello[: len(hello) // 2], "a hello": hello}.get(str(begins), b"")
+    with stranger(listener) as sock:
+        sock.sendall(begins if isinstance(begins, bytes) else sent)
+        assert is_hung_up_on(sock)
+
+
+def test_a_handshake_a_byte_now_and_then_is_cut_by_the_same_deadline(listener: Listener) -> None:
+    with stranger(listener) as sock:
+        sock.settimeout(0.02)
+        with contextlib.suppress(ConnectionError):
+            for byte in client_hello():
+                sock.sendall(bytes([byte]))
+                with contextlib.suppress(TimeoutError):
+                    if not sock.recv(1):
+                        break
+            else:
+                raise AssertionError("it was given all the time it took")
+
+
+def test_an_open_connection_and_good_clients_are_served_beside_a_flood_of_hellos(
+    listener: Listener,
+) -> None:
+    """Each makes the listener sign something: what TLS costs more than a plain stranger does."""
+    hello = client_hello()
+    with contextlib.ExitStack() as held:
+        for number in range(150):
+            sock = held.enter_context(listener.port.stranger())
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(hello)
+            if number % 50 == 0:
+                listener.serve()
+        listener.serve()
+
+
+class Impostor:
+    """Listens on a port that was a node's, with TLS of its own; remembers what it is told."""
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        self.told = b""
+        self._tls = tls
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._run, name="impostor")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.settimeout(30)
+            with self._tls.wrap_socket(connection, server_side=True) as sock:
+                self.told += sock.recv(1000)
+
+
+@pytest.mark.parametrize("kind", ["another authority's", "expired"])
+def test_a_client_tells_a_server_with_a_bad_certificate_nothing(
+    listener: Listener, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "impostor").mkdir()
+    if kind == "expired":
+        pair = _the_jobs(tmp_path).issue("late", hours=(-2, -1))
+    else:
+        pair = Authority(tmp_path / "impostor", "other").issue("x")
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(pair.cert, pair.key)
+    impostor = Impostor(server)
+    assert listener.real_client is not None
+    with pytest.raises(Exception, match="its certificate is refused"):
+        listener.real_client(impostor.port)
+    impostor.close()
+    assert impostor.told == b""
