@@ -22,7 +22,7 @@ from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=40, step_s=0.1)

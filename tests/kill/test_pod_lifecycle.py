@@ -26,9 +26,9 @@ from elastic.testing.cluster import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-# Slow steps, not many: the job must outlast five minutes of changes on a busy machine, and is over
+# Slow steps, not many: the job must outlast ten minutes of changes on a busy machine, and is over
 # in seconds once it is told to hurry.
-WORKLOAD = Workload(samples=500, epochs=35, step_s=0.4, save_every=40)
+WORKLOAD = Workload(samples=500, epochs=50, step_s=0.4, save_every=40)
 PREEMPTED = 75
 # A drain takes a step or two, and the agent's end: 2 s. The grace period is 60 s, and nothing of it
 # may be spent on waiting for something that does not come.
