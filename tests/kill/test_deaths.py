@@ -15,9 +15,9 @@ from training_job import TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedCluster
 from elastic.coordination.records import Cause, Member
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
 WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
 

@@ -13,9 +13,9 @@ import pytest
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import freeze, is_alive
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 

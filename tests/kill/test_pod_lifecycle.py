@@ -22,7 +22,7 @@ from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights,
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import WorldState
-from elastic.testing.cluster import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 

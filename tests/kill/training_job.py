@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from elastic.testing.cluster import PATIENCE_S, LocalCluster
+from elastic.testing.cluster import LocalCluster
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SESSION = SCRIPTS / "session.py"  # written with this project's API

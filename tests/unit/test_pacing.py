@@ -3,19 +3,22 @@ that fits the machine."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from elastic.testing import pacing, slowness
+from elastic.clock import ManualClock
+from elastic.testing import slowness
 from elastic.testing.pacing import LATE_STEP_S, pause_after_step
 
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     durations: list[float] = []
-    monkeypatch.setattr(pacing.time, "sleep", durations.append)
+    monkeypatch.setattr(time, "sleep", durations.append)
     return durations
 
 
@@ -33,29 +36,16 @@ def test_no_step_waits_once_the_test_says_so(tmp_path: Path, slept: list[float])
     assert slept == []
 
 
-class ClockOf:
-    """Each look at it is later by what the work takes."""
-
-    def __init__(self, work_s: float) -> None:
-        self._work_s = work_s
-        self._now_s = 0.0
-
-    def monotonic(self) -> float:
-        self._now_s += self._work_s
-        return self._now_s
-
-    def time(self) -> float:
-        raise NotImplementedError
-
-    def sleep(self, seconds: float) -> None:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(("work_s", "factor"), [(0.1, 1.0), (6 * slowness.IDLE_S, 6.0)])
 def test_a_limit_grows_with_the_time_that_known_work_takes(
     monkeypatch: pytest.MonkeyPatch, work_s: float, factor: float
 ) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(slowness.subprocess, "run", lambda command, **_: commands.append(command))
-    assert slowness.measure_slowness(ClockOf(work_s)) == pytest.approx(factor)
+    clock, commands = ManualClock(), []
+
+    def work(command: list[str], *, check: bool) -> None:
+        commands.append(command)
+        clock.advance(work_s)
+
+    monkeypatch.setattr(subprocess, "run", work)
+    assert slowness.measure_slowness(clock) == pytest.approx(factor)
     assert commands == [[sys.executable, "-c", "import torch"]]
