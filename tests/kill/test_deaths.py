@@ -155,14 +155,10 @@ def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNod
     assert victim.processes() == []
 
 
-def test_the_job_ends_as_if_nothing_had_happened(
+def test_the_job_ends_as_if_nothing_had_happened_and_who_comes_later_has_nothing_to_do(
     job: TrainingJob, nodes: list[LocalNode], undisturbed: Path
 ) -> None:
     job.assert_finishes_whole(undisturbed)
-
-
-def test_a_node_that_comes_after_the_end_has_nothing_to_do(job: TrainingJob) -> None:
-    assert not job.running, "the job should have ended in the test before"
     steps = len(job.ledger().steps)
     late = job.start_node("late")
     assert late.wait(PATIENCE_S) == 0, late.log_tail()
