@@ -60,7 +60,7 @@ class Attacker:
         self.random = random.Random(seed)
         self.sent = 0  # hostile frames that a listener took
 
-    def bytes(self) -> bytes:
+    def from_stranger(self) -> bytes:
         """What somebody sends who does not know the secret, in one go."""
         pick = self.random
         hello = ClientHandshake(SecretKey(pick.randbytes(32)), "x" * pick.choice([0, 1, 128])).hello
@@ -128,7 +128,7 @@ class Attacker:
                 prove(sock, port.key, port.identity)
                 sock.sendall(frame(self.json(port.kind)))
             else:
-                sock.sendall(self.bytes())
+                sock.sendall(self.from_stranger())
             self.sent += 1
             if pick.random() < 0.6:  # the others are gone before they are read
                 sock.shutdown(socket.SHUT_WR)

@@ -15,7 +15,7 @@ _POLL_S = 0.01
 
 
 def eventually(
-    condition: Callable[[], T], what: str = "the condition", within_s: float = PATIENCE_S
+    condition: Callable[[], T | None], what: str = "the condition", within_s: float = PATIENCE_S
 ) -> T:
     """Poll until ``condition()`` is true, and return its value.
 
