@@ -99,6 +99,9 @@ class Running:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell ignores SIGINT for what it starts in the background, and that is
+                # inherited.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def text(self) -> str:
