@@ -47,7 +47,7 @@ class MemoryBackend:
 
 def open_etcd(endpoint: str) -> EtcdStore:
     return EtcdStore(
-        EtcdConfig(endpoints=parse_endpoints(endpoint), connect_timeout_s=20, request_timeout_s=20)
+        EtcdConfig(endpoints=parse_endpoints(endpoint), connect_timeout_s=90, request_timeout_s=90)
     )
 
 
@@ -60,7 +60,7 @@ def revoke(endpoint: str, lease: Lease) -> None:
             with load_grpc().insecure_channel(address) as channel:
                 try:
                     request = load_rpc().LeaseRevokeRequest(ID=lease.id)
-                    load_rpc().LeaseStub(channel).LeaseRevoke(request, timeout=5)
+                    load_rpc().LeaseStub(channel).LeaseRevoke(request, timeout=30)
                     return True
                 except load_grpc().RpcError:
                     continue

@@ -21,7 +21,7 @@ from checkpoints.tiers import Tiers
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.waiting import eventually
 
-LONG_S = 30.0
+LONG_S = 90.0
 KEY = SecretKey.generate()
 
 

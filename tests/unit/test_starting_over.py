@@ -15,7 +15,6 @@ from elastic.agent.file_reads import FileReads
 from elastic.agent.starting_over import StartingOver, places, written_since
 from elastic.testing.waiting import eventually
 
-WITHIN_S = 30.0
 STATE = {"weights": torch.zeros(1000)}
 
 
