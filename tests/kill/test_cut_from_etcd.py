@@ -70,7 +70,12 @@ def cluster(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[CutOff]:
             workload=WORKLOAD,
             min_nodes=2,
             max_nodes=4,
-            conf={"lease_s": LEASE_S, "takeover_s": TAKEOVER_S * slowness, "last_call_s": 1.0},
+            conf={
+                "lease_s": LEASE_S,
+                # A takeover has to come within PATIENCE_S all the same.
+                "takeover_s": TAKEOVER_S * min(slowness, 4.0),
+                "last_call_s": 1.0,
+            },
         ) as job,
     ):
         yield CutOff(etcd, job, proxies, slowness)
