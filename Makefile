@@ -3,8 +3,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What took longest is said at the end.
+SLOWEST := --durations=25 --durations-min=1
 # Two files at a time.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST)
 
 .PHONY: demo test beside check unit cluster compat soak streams bench gpu gpu-tests gpu-bench format clean
 
@@ -30,7 +32,7 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
 
 beside: $(STAMP)
-	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST=$(BIN)/pytest
+	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST="$(BIN)/pytest $(SLOWEST)"
 
 unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster and not gpu"

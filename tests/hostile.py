@@ -67,35 +67,34 @@ class Attacker:
         self.random = random.Random(seed)
         self.sent = 0  # hostile frames that a listener took
 
-    def bytes(self) -> bytes:
+    def from_stranger(self) -> bytes:
         """What somebody sends who does not know the secret, in one go."""
         pick = self.random
         hello = ClientHandshake(SecretKey(pick.randbytes(32)), "x" * pick.choice([0, 1, 128])).hello
-        return pick.choice(
-            [
-                lambda: pick.randbytes(pick.randrange(300)),
-                lambda: pick.randbytes(pick.randrange(1, 5)),
-                lambda: struct.pack("!I", pick.getrandbits(32)) + pick.randbytes(20),
-                lambda: frame(b""),
-                lambda: frame(self.json("store")),
-                lambda: b'{"hello": "anyone"}\n',
-                lambda: b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * pick.randrange(2000),
-                lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + pick.randbytes(200),
-                lambda: client_hello(),
-                lambda: self.flipped(client_hello()),
-                lambda: client_hello() + pick.randbytes(pick.randrange(200)),
-                lambda: client_hello()[: pick.randrange(1, 100)],
-                lambda: frame(hello),
-                lambda: frame(self.flipped(hello)),
-                lambda: frame(hello[: pick.randrange(len(hello))]),
-                lambda: frame(hello + b"\xff" * pick.randrange(200)),
-                lambda: frame(hello) + frame(pick.randbytes(32)),
-                lambda: frame(hello) + frame(pick.randbytes(pick.randrange(200))),
-                lambda: frame(hello) + frame(hello),
-                lambda: frame(MAGIC + pick.randbytes(32) + b"\xff\xfe"),
-                lambda: frame(hello)[: pick.randrange(1, 20)],
-            ]
-        )()
+        frames: list[Callable[[], bytes]] = [
+            lambda: pick.randbytes(pick.randrange(300)),
+            lambda: pick.randbytes(pick.randrange(1, 5)),
+            lambda: struct.pack("!I", pick.getrandbits(32)) + pick.randbytes(20),
+            lambda: frame(b""),
+            lambda: frame(self.json("store")),
+            lambda: b'{"hello": "anyone"}\n',
+            lambda: b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * pick.randrange(2000),
+            lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + pick.randbytes(200),
+            lambda: client_hello(),
+            lambda: self.flipped(client_hello()),
+            lambda: client_hello() + pick.randbytes(pick.randrange(200)),
+            lambda: client_hello()[: pick.randrange(1, 100)],
+            lambda: frame(hello),
+            lambda: frame(self.flipped(hello)),
+            lambda: frame(hello[: pick.randrange(len(hello))]),
+            lambda: frame(hello + b"\xff" * pick.randrange(200)),
+            lambda: frame(hello) + frame(pick.randbytes(32)),
+            lambda: frame(hello) + frame(pick.randbytes(pick.randrange(200))),
+            lambda: frame(hello) + frame(hello),
+            lambda: frame(MAGIC + pick.randbytes(32) + b"\xff\xfe"),
+            lambda: frame(hello)[: pick.randrange(1, 20)],
+        ]
+        return pick.choice(frames)()
 
     def json(self, kind: str) -> bytes:
         """What somebody sends who knows the secret: almost a request."""
@@ -142,7 +141,7 @@ class Attacker:
                 prove(sock, port.key, port.identity)
                 sock.sendall(frame(self.json(port.kind)))
             else:
-                sock.sendall(self.bytes())
+                sock.sendall(self.from_stranger())
             self.sent += 1
             if pick.random() < 0.6:  # the others are gone before they are read
                 socket.socket.shutdown(sock, socket.SHUT_WR)  # not TLS' own, which forgets its keys

@@ -31,12 +31,10 @@ from elastic.coordination.records import Keys, Leader, Node, World, decode
 from elastic.testing.ledger import Ledger, LedgerReader
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
+from elastic.testing.waiting import PATIENCE_S
 
 T = TypeVar("T")
 C = TypeVar("C", bound="LocalCluster")
-# For whatever must happen some day: a wait that succeeds costs nothing, and a machine that other
-# tests use, too, may be ten times slower. Promised times are compared with times of the ledger.
-PATIENCE_S = 180.0
 _POLL_S = 0.05
 
 

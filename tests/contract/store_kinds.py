@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from etcd_fixtures import wait_until
-
 from elastic.coordination.embedded import EmbeddedCluster, EmbeddedEtcd
 from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
 from elastic.coordination.keyvalue import KeyValue, Lease
 from elastic.coordination.memory import MemoryServer, MemoryStore
+from elastic.testing.waiting import eventually
 
 
 class Backend(Protocol):
@@ -48,7 +47,7 @@ class MemoryBackend:
 
 def open_etcd(endpoint: str) -> EtcdStore:
     return EtcdStore(
-        EtcdConfig(endpoints=parse_endpoints(endpoint), connect_timeout_s=20, request_timeout_s=20)
+        EtcdConfig(endpoints=parse_endpoints(endpoint), connect_timeout_s=90, request_timeout_s=90)
     )
 
 
@@ -61,13 +60,13 @@ def revoke(endpoint: str, lease: Lease) -> None:
             with load_grpc().insecure_channel(address) as channel:
                 try:
                     request = load_rpc().LeaseRevokeRequest(ID=lease.id)
-                    load_rpc().LeaseStub(channel).LeaseRevoke(request, timeout=5)
+                    load_rpc().LeaseStub(channel).LeaseRevoke(request, timeout=30)
                     return True
                 except load_grpc().RpcError:
                     continue
         return False
 
-    wait_until(attempt, "the lease is revoked")
+    eventually(attempt, "the lease is revoked")
 
 
 class SingleBackend:
@@ -106,7 +105,7 @@ class ClusterBackend:
         """Kill the member that the client uses, with all members up again afterwards."""
         assert isinstance(client, EtcdStore)
         self._cluster.start()
-        used = wait_until(lambda: client.endpoint, "the client is connected")
+        used = eventually(lambda: client.endpoint, "the client is connected")
         assert used is not None
         next(m for m in self._cluster.members if m.port == used.port).restart()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from etcd_fixtures import Recorder, wait_until
+from etcd_fixtures import Recorder
 
 from elastic.coordination.keyvalue import Disconnected, Reconnected, Reset
 from elastic.coordination.memory import MemoryServer, MemoryStore
 from elastic.errors import LeaseGone, StoreUnreachable
+from elastic.testing.waiting import eventually
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_a_wipe_takes_keys_leases_and_revisions(server: MemoryServer, store: Mem
     recorder.wait_for(lambda r: len(r.resets) == 2)
     assert kinds(recorder) == ["started", "Disconnected", "wiped"]
     assert recorder.resets[1].snapshot.revision < recorder.resets[0].snapshot.revision
-    wait_until(lambda: lease.lost, "the lease is lost")
+    eventually(lambda: lease.lost, "the lease is lost")
     with pytest.raises(LeaseGone):
         store.put("/a", b"", lease=lease)
 
@@ -95,4 +96,4 @@ def test_a_lease_does_not_end_while_nobody_can_say_so(
     witness.wait_for(lambda r: r.disconnections)
     assert not lease.lost
     server.reconnect()
-    wait_until(lambda: lease.lost, "the lease is lost")
+    eventually(lambda: lease.lost, "the lease is lost")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from etcd_fixtures import wait_until
+from elastic.testing.waiting import eventually
 
 REPOSITORY = Path(__file__).parents[2]
 UID = 10001
@@ -77,7 +77,7 @@ class Container:
         """PID 1's pid outside."""
         parent = self._unshare.pid
         children = Path(f"/proc/{parent}/task/{parent}/children")
-        return int(wait_until(lambda: children.read_text().split(), "the container's PID 1")[0])
+        return int(eventually(lambda: children.read_text().split(), "the container's PID 1")[0])
 
     def status(self, field: str) -> str:
         """A line of PID 1's /proc/.../status."""

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from container import REPOSITORY, UID, Container, why_not
 from dockerfile import Dockerfile
-from etcd_fixtures import wait_until
 from manifests import DEPLOY, Rendered
 from test_deploy_settings import environment
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.waiting import eventually
 
 REFUSED = why_not()
 pytestmark = [
@@ -98,7 +98,7 @@ def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:
             assert not container.ended, container.output
             return start.probe("/readyz") == 200 and any(start.checkpoints.rglob("manifest.json"))
 
-        wait_until(training, "ready, with a checkpoint", within_s=200)
+        eventually(training, "ready, with a checkpoint", within_s=200)
         assert start.probe("/livez") == 200
         assert container.status("Uid").split() == [str(UID)] * 4
         assert container.status("NoNewPrivs") == "1"
@@ -112,7 +112,7 @@ def test_sigterm_ends_a_pod_that_has_only_just_started(start: Start) -> None:
     """As PID 1 itself, Python would not have a handler yet, and the kernel drops the signal."""
     with start() as container:
         # Until dumb-init has its handlers, a few instructions long, PID 1 loses signals.
-        wait_until(lambda: catches_sigterm(container), "dumb-init is PID 1")
+        eventually(lambda: catches_sigterm(container), "dumb-init is PID 1")
         container.terminate()
         assert container.wait(timeout_s=90) in (PREEMPTED, TERMINATED), container.output
 

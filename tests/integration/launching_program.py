@@ -107,7 +107,7 @@ def in_threads(launches: list[Callable[[], Any]]) -> list[dict[str, Any]]:
 
 def command_line(name: str) -> list[str]:
     given = [f"--rdzv-id={ID}-{name}", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={ENDPOINT}"]
-    given += [f"--rdzv-conf='prefix={PREFIX},connect_timeout_s=2'", "--local-addr=127.0.0.1"]
+    given += [f"--rdzv-conf='prefix={PREFIX}'", "--local-addr=127.0.0.1"]
     return [*given, "--nnodes=1", "--no-python", "true"]
 
 

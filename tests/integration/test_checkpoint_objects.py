@@ -177,7 +177,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
     killed = subprocess.run(
         [*command, str(PART_BYTES), str(2 * LARGE_BYTES)],
         env={**os.environ, **environment(server, tmp_path)},
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL

@@ -35,7 +35,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
     yield process
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=180) == 0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from elastic.cli import processes
 
 pytestmark = pytest.mark.cluster
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0  # two agents with a worker each, on a busy machine
 
 MEET = r"""
 import os, torch, torch.distributed as dist
@@ -99,6 +99,9 @@ class Running:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell ignores SIGINT for what it starts in the background, and that is
+                # inherited.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def text(self) -> str:

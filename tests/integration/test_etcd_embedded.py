@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from etcd_fixtures import PATIENCE_S, wait_until
+from etcd_fixtures import PATIENCE_S
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.etcd import EtcdStore
 from elastic.errors import StoreUnreachable
+from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]
 
@@ -74,7 +75,7 @@ def test_the_owner_s_sudden_death_takes_etcd_along(tmp_path: Path) -> None:
         assert not is_gone(pid)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    wait_until(lambda: is_gone(pid), "etcd ends with its owner")
+    eventually(lambda: is_gone(pid), "etcd ends with its owner")
 
 
 def test_the_end_of_the_starting_thread_does_not_end_etcd(connect: Connect) -> None:

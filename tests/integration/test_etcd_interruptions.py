@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from etcd_fixtures import PATIENCE_S, Recorder, wait_until
+from etcd_fixtures import PATIENCE_S, Recorder
 from etcd_proxy import CuttingProxy
 
 from elastic.coordination.embedded import EmbeddedCluster, EmbeddedEtcd
@@ -16,6 +16,7 @@ from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.etcd_compat import load_grpc, load_rpc
 from elastic.coordination.keyvalue import Disconnected, Reconnected, Reset
 from elastic.errors import LeaseGone, StoreUnreachable
+from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]
 
@@ -41,7 +42,7 @@ def follow(store: EtcdStore, *prefixes: str) -> Recorder:
 
 def member_of(cluster: EmbeddedCluster, store: EtcdStore) -> EmbeddedEtcd:
     """The member that the store uses now."""
-    used = wait_until(lambda: store.endpoint, "the store is connected")
+    used = eventually(lambda: store.endpoint, "the store is connected")
     return next(m for m in cluster.members if used is not None and m.port == used.port)
 
 
@@ -227,7 +228,7 @@ def test_calls_fail_while_etcd_is_down_and_work_when_it_is_back(
         except StoreUnreachable:
             return False
 
-    wait_until(back, "the store works again")
+    eventually(back, "the store works again")
     assert store.last_contact_s > contact_s
 
 
@@ -245,7 +246,7 @@ def test_a_call_outlasts_a_short_outage(connect: Connect, own_etcd: EmbeddedEtcd
 def test_contact_is_kept_while_nobody_calls(connect: Connect, own_etcd: EmbeddedEtcd) -> None:
     store = connect(own_etcd.endpoint)
     for _ in range(2):
-        wait_until(contact_since(store, store.last_contact_s), "etcd is asked")
+        eventually(contact_since(store, store.last_contact_s), "etcd is asked")
 
 
 # -- three members --------------------------------------------------------------------------
@@ -334,7 +335,7 @@ def test_killing_each_member_in_turn_loses_no_event(
         for member in cluster.members:
             member.kill()
             goal = len(written) + 5
-            wait_until(functools.partial(reached, written, goal), "writes go on")
+            eventually(functools.partial(reached, written, goal), "writes go on")
             member.start()
     finally:
         stop.set()

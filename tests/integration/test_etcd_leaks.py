@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 
 import psutil
-from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads, wait_until
+from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
 from elastic.coordination.keyvalue import WatchEvent
+from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]
 
@@ -31,8 +32,8 @@ def test_threads_and_descriptors_come_back(shared_etcd: EmbeddedEtcd, root: str)
     descriptors, threads = process.num_fds(), threading.active_count()
     for _ in range(10):
         use_and_close(shared_etcd.endpoint, root)
-    wait_until(lambda: process.num_fds() <= descriptors + 2, "descriptors are closed")
-    wait_until(lambda: threading.active_count() <= threads, "threads have ended")
+    eventually(lambda: process.num_fds() <= descriptors + 2, "descriptors are closed")
+    eventually(lambda: threading.active_count() <= threads, "threads have ended")
     assert elastic_threads() == set()
 
 
@@ -64,7 +65,7 @@ def test_a_callback_that_raises_is_reported_to_the_owner(
         raise mistake
 
     watch = store.watch([root], callback, name="broken")
-    wait_until(lambda: crashes, "the crash is reported")
+    eventually(lambda: crashes, "the crash is reported")
     assert crashes == [("elastic-watch-broken", mistake)]
     assert store.put(f"{root}a", b"") > 0  # the others go on
     watch.close()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
-from etcd_fixtures import PATIENCE_S, wait_until
+from etcd_fixtures import PATIENCE_S
 from etcd_proxy import CuttingProxy
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.etcd import EtcdStore
+from elastic.testing.waiting import eventually
 
 T = TypeVar("T")
 Connect = Callable[..., EtcdStore]
@@ -41,7 +42,7 @@ def lose_reply_of(
     proxy.lose_replies()
     thread = threading.Thread(target=lambda: results.append(call()))
     thread.start()
-    wait_until(carried_out, "etcd carries the request out")
+    eventually(carried_out, "etcd carries the request out")
     proxy.restore()
     thread.join(PATIENCE_S)
     return results[0]

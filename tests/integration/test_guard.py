@@ -10,13 +10,13 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elastic.agent.guard import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
 from elastic.testing.processes import is_alive
+from elastic.testing.waiting import eventually
 
 AGENT = textwrap.dedent(
     """
@@ -40,13 +40,6 @@ AGENT = textwrap.dedent(
 )
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "condition not met in time"
-        time.sleep(0.01)
-
-
 def ignores_sigterm(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
@@ -66,8 +59,8 @@ class FakeAgent:
         )
         assert self.process.stdout is not None
         self.guard_pid = int(self.process.stdout.readline().split()[1])
-        wait_until(lambda: len(marked_processes(self.token)) == 2)
-        wait_until(lambda: ignores_sigterm(self.guard_pid))
+        eventually(lambda: len(marked_processes(self.token)) == 2)
+        eventually(lambda: ignores_sigterm(self.guard_pid))
 
     def permit(self, for_s: float) -> None:
         """Let the workers train for so long."""
@@ -98,8 +91,8 @@ def test_workers_of_a_killed_agent_end_and_so_does_the_guard(agent: FakeAgent) -
     try:
         agent.process.kill()
         agent.process.wait()
-        wait_until(lambda: not marked_processes(agent.token))
-        wait_until(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
+        eventually(lambda: not marked_processes(agent.token))
+        eventually(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
     finally:
         agent.end()
 
@@ -117,7 +110,7 @@ def test_the_memory_of_a_killed_agent_is_given_back(
             assert folder.exists()
             agent.process.kill()
             agent.process.wait()
-            wait_until(lambda pid=agent.guard_pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
+            eventually(lambda pid=agent.guard_pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
             assert folder.exists() is stays
         finally:
             agent.end()
@@ -134,7 +127,7 @@ def test_the_link_of_a_killed_agent_is_removed(
     try:
         agent.process.kill()
         agent.process.wait()
-        wait_until(lambda: not folder.exists())
+        eventually(lambda: not folder.exists())
     finally:
         agent.end()
 
@@ -144,7 +137,7 @@ def test_workers_end_even_if_the_agent_was_told_to_terminate_and_died(agent: Fak
         os.kill(agent.guard_pid, signal.SIGTERM)  # as a group-wide signal would: ignored
         agent.process.terminate()
         agent.process.wait()
-        wait_until(lambda: not marked_processes(agent.token))
+        eventually(lambda: not marked_processes(agent.token))
     finally:
         agent.end()
 
@@ -154,8 +147,8 @@ def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent
         assert agent.process.stdin is not None
         agent.process.stdin.write("release\n")
         agent.process.stdin.flush()
-        agent.process.wait(timeout=10)
-        wait_until(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
+        agent.process.wait(timeout=60)
+        eventually(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
         assert len(marked_processes(agent.token)) == 2
     finally:
         agent.end()
@@ -206,8 +199,8 @@ def test_forked_workers_of_a_killed_agent_end_and_its_other_children_do_not() ->
         assert sorted(marked) == sorted([agent.pid, *workers])
         agent.kill()
         agent.wait()
-        wait_until(lambda: not any(is_alive(pid) for pid in workers))
-        wait_until(lambda: not Path(f"/proc/{said['guard']}").exists())
+        eventually(lambda: not any(is_alive(pid) for pid in workers))
+        eventually(lambda: not Path(f"/proc/{said['guard']}").exists())
         assert is_alive(int(said["bystander"]))
     finally:
         os.killpg(agent.pid, signal.SIGKILL)
@@ -230,7 +223,7 @@ def test_a_dead_workers_forked_data_worker_is_a_stray_and_a_worker_is_not() -> N
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
         assert end_strays("no such node", mark) == 1
-        wait_until(lambda: not is_alive(data_worker))
+        eventually(lambda: not is_alive(data_worker))
     finally:
         for pid in (worker, data_worker):
             with contextlib.suppress(ProcessLookupError):
@@ -264,12 +257,12 @@ def test_strays_of_a_dead_worker_end_and_services_in_their_own_session_do_not() 
     assert worker.stdout is not None
     data_worker, service = map(int, worker.stdout.readline().split())
     try:
-        wait_until(lambda: len(marked_processes(token)) == 3)
+        eventually(lambda: len(marked_processes(token)) == 3)
         assert end_strays(token) == 0, "the worker lives: nothing is a stray"
         worker.kill()
         worker.wait()
         assert end_strays(token) == 1
-        wait_until(lambda: marked_processes(token) == [service])
+        eventually(lambda: marked_processes(token) == [service])
         assert data_worker != service
     finally:
         worker.kill()
@@ -283,7 +276,7 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAge
         agent.permit(3600.0)
         agent.permit(1.0)
         os.kill(agent.process.pid, signal.SIGSTOP)
-        wait_until(lambda: not marked_processes(agent.token), deadline_s=30.0)
+        eventually(lambda: not marked_processes(agent.token))
         assert Path(f"/proc/{agent.guard_pid}").exists()
         os.kill(agent.process.pid, signal.SIGCONT)
         agent.permit(3600.0)  # it is back, and guarded as before: its new workers live
@@ -293,7 +286,7 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAge
         assert len(marked_processes(agent.token)) == 1
         agent.process.kill()
         agent.process.wait()
-        wait_until(lambda: not is_running(agent.guard_pid))
+        eventually(lambda: not is_running(agent.guard_pid))
     finally:
         agent.end()
 

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,24 +25,17 @@ from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
+from elastic.testing.waiting import eventually
 
-DEADLINE_S = 60.0  # for agents, which import torch
+DEADLINE_S = 180.0  # for agents, which import torch
 HUNG_AFTER_S = 3.0  # an idle node's thread turns once a second
 T = TypeVar("T")
 
 SLEEPER = "import time\ntime.sleep(600)\n"
 
 
-def eventually(condition: Callable[[], T | None], what: str) -> T:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-    return found
-
-
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -118,7 +110,7 @@ def test_an_agent_that_waits_for_others_is_live_and_not_ready_and_goes_when_told
     assert (status, body["node"]) == (503, "workers-0")
     assert "waits for a world" in body["reason"]
     agent.node.terminate()
-    assert agent.node.wait(15.0) == 75
+    assert agent.node.wait(DEADLINE_S) == 75
     assert agent.node.processes() == []
 
 

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from etcd_fixtures import wait_until
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.records import Keys
 from elastic.testing.processes import is_alive
+from elastic.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 
 PROGRAM = Path(__file__).parent / "forking_program.py"
-PATIENCE_S = 90.0  # a restart that needs SIGKILL takes 30 s more; a slow machine needs as long
+PATIENCE_S = 180.0  # a restart that needs SIGKILL takes 30 s more
 
 
 class Program:
@@ -47,7 +47,7 @@ class Program:
     def noted(self, name: str) -> str:
         """What a process has said, as soon as it has."""
         file = self.folder / name
-        wait_until(
+        eventually(
             lambda: file.exists() or self.process.poll() is not None, name, within_s=PATIENCE_S
         )
         assert file.exists(), f"{name}: the program ended first\n{self.log}"
@@ -96,8 +96,8 @@ def test_a_killed_program_takes_its_workers_with_it_and_nothing_else(
     assert program.noted("bystander").split()[1] == "of_the_program"
     os.kill(program.process.pid, signal.SIGKILL)
     program.process.wait()
-    wait_until(lambda: not any(map(is_alive, workers)), "no worker is left", within_s=PATIENCE_S)
-    wait_until(lambda: program.left() == [], "its folders are gone", within_s=PATIENCE_S)
+    eventually(lambda: not any(map(is_alive, workers)), "no worker is left", within_s=PATIENCE_S)
+    eventually(lambda: program.left() == [], "its folders are gone", within_s=PATIENCE_S)
     assert is_alive(bystander)
 
 

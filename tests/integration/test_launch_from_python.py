@@ -34,7 +34,7 @@ def seen(shared_etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) ->
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            timeout=280,
+            timeout=540,  # twenty launches
             check=False,
         )
     log_tail = "\n".join((folder / "log").read_text().splitlines()[-40:])

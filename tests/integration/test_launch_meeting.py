@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from etcd_fixtures import wait_until
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -64,7 +64,7 @@ def nodes(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> Iterator[list
 def test_a_node_that_comes_seconds_later_is_part_of_a_short_job(nodes: list[Node]) -> None:
     first, second = nodes
     first.launch()
-    wait_until(lambda: "node-arrived" in first.log.read_text(), "the first one has arrived")
+    eventually(lambda: "node-arrived" in first.log.read_text(), "the first one has arrived")
     with contextlib.suppress(subprocess.TimeoutExpired):  # ended: the job is over already
         first.process.wait(APART_S)
     second.launch()

@@ -10,10 +10,11 @@ import subprocess
 import threading
 
 import pytest
-from link_kit import DEADLINE_S, Agent, Processes, connect, eventually, hang_up
+from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 
 from elastic.link.client import LinkClient
 from elastic.link.protocol import Beat, Entered, Hello, Message, Ready, SigtermAnswer
+from elastic.testing.waiting import eventually
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 

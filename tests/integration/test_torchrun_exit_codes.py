@@ -16,6 +16,7 @@ from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.etcd import EtcdStore
 from elastic.coordination.records import Done, Keys, Outcome, encode
 from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -32,7 +33,6 @@ def environment(endpoint: str, run_id: str, settings: dict[str, str]) -> dict[st
         "PET_RDZV_ID": run_id,
         "PET_LOCAL_ADDR": "127.0.0.1",
         "PET_MAX_RESTARTS": "1000000",
-        "ELASTIC_CONNECT_TIMEOUT_S": "1",
         "ELASTIC_LAST_CALL_S": "0.1",
         **settings,
     }
@@ -49,7 +49,7 @@ def torchrun(
         env=environment(endpoint, run_id, settings),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_S,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -72,7 +72,7 @@ def test_no_etcd_is_69(tmp_path: Path, run_id: str) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
-        code, said = torchrun(tmp_path, endpoint, run_id, "", {})
+        code, said = torchrun(tmp_path, endpoint, run_id, "", {"ELASTIC_CONNECT_TIMEOUT_S": "1"})
     assert code == 69
     assert endpoint in said
     assert "Traceback" not in said
@@ -133,12 +133,12 @@ def test_a_newcomer_to_a_failed_job_ends_like_it(
 
 def test_told_to_go_while_etcd_is_being_reached_is_75(tmp_path: Path, run_id: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        mute.settimeout(60.0)
+        mute.settimeout(PATIENCE_S)
         node = LocalNode(
             "early",
             [sys.executable, "-m", "torch.distributed.run", "train.py"],
             environment(
-                f"127.0.0.1:{mute.getsockname()[1]}", run_id, {"ELASTIC_CONNECT_TIMEOUT_S": "60"}
+                f"127.0.0.1:{mute.getsockname()[1]}", run_id, {"ELASTIC_CONNECT_TIMEOUT_S": "3600"}
             ),
             run_id,
             tmp_path / "log",
@@ -146,7 +146,7 @@ def test_told_to_go_while_etcd_is_being_reached_is_75(tmp_path: Path, run_id: st
         try:
             client, _ = mute.accept()  # it waits for an answer now
             node.terminate()
-            assert node.wait(20.0) == 75, node.log_tail()
+            assert node.wait(PATIENCE_S) == 75, node.log_tail()
             client.close()
         finally:
             node.kill()

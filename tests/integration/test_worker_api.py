@@ -20,7 +20,7 @@ import checkpoints
 from elastic.testing.ledger import Ledger, read_ledger
 
 SCRIPT = Path(script.__file__)
-DEADLINE_S = 120
+DEADLINE_S = 240
 pytestmark = pytest.mark.cluster
 
 

@@ -34,9 +34,9 @@ from typing import Any, TypeVar
 import yaml
 from training_job import TrainingJob
 
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import kill_at_once
+from elastic.testing.waiting import PATIENCE_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NAME = "workers"

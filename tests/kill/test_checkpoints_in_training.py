@@ -16,8 +16,8 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 

@@ -9,8 +9,8 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -35,21 +35,23 @@ def test_a_newcomer_that_crashes_every_time_disturbs_once(
         before = {node.name: node.workers()[0].pid for node in healthy}
         job.start_node("crashing", env={"CRASH_AFTER_STEPS": "3"})
 
-        def has_crashed() -> bool:
-            """As its agent tells it, or torchrun, if that looks first."""
+        def crashed() -> float | None:
+            """When, as its agent tells it, or torchrun, if that looks first."""
             journal = read_journal(job.folder / "journal")
-            return any(e["event"] == "worker-died" or e.get("exit_code") for e in journal)
+            crashes = (e for e in journal if e["event"] == "worker-died" or e.get("exit_code"))
+            return next((float(e["monotonic"]) for e in crashes), None)
 
-        job.wait_for(has_crashed, PATIENCE_S, "the first crash")
-        crashed = time.monotonic()
         # Its worker is back and ready again within seconds, and stays out.
-        while time.monotonic() - crashed < 0.7 * COOL_DOWN_S:
-            job.wait_progress(1, timeout_s=10.0)
+        until_s = job.wait_for(crashed, PATIENCE_S, "the first crash") + 0.7 * COOL_DOWN_S
+        while time.monotonic() < until_s:
+            job.wait_progress(1)
         joined = [
             event
             for event in read_journal(job.folder / "journal")
             if event["event"] == "world-formed" and event["cause"] == "joined"
+            if event["monotonic"] < until_s
         ]
         assert len(joined) == 1, joined
-        assert job.node("crashing").workers(), "its workers are kept ready"
+        node = job.node("crashing")
+        job.wait_for(node.workers, PATIENCE_S, "its workers, which are kept ready")
         assert {node.name: node.workers()[0].pid for node in healthy} == before

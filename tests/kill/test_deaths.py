@@ -15,11 +15,11 @@ from training_job import TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedCluster
 from elastic.coordination.records import Cause, Member
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
+from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
-# Promised are 2 s; the rest is for a machine that is busy with other tests.
-WORKERS_GONE_S = 4.0
+WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
 
 pytestmark = pytest.mark.cluster
 
@@ -83,10 +83,11 @@ def test_a_killed_agent_takes_its_workers_along(job: TrainingJob, nodes: list[Lo
     generation = job.generation()
     victim = bystander(job)
     workers = [p.pid for p in victim.workers().values()]
+    limit_s = WORKERS_GONE_S * measure_slowness()
     victim.kill_agent()
-    victim.wait_gone(workers, timeout_s=WORKERS_GONE_S)
+    victim.wait_gone(workers, timeout_s=limit_s)
     job.wait_training(nodes=2, after_generation=generation)
-    job.wait_for(lambda: not victim.processes(), 5.0, "the end of everything of the node")
+    job.wait_for(lambda: not victim.processes(), limit_s, "the end of everything of the node")
 
 
 def test_a_dead_etcd_member_changes_nothing_and_a_killed_node_is_left_behind(
@@ -154,14 +155,10 @@ def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNod
     assert victim.processes() == []
 
 
-def test_the_job_ends_as_if_nothing_had_happened(
+def test_the_job_ends_as_if_nothing_had_happened_and_who_comes_later_has_nothing_to_do(
     job: TrainingJob, nodes: list[LocalNode], undisturbed: Path
 ) -> None:
     job.assert_finishes_whole(undisturbed)
-
-
-def test_a_node_that_comes_after_the_end_has_nothing_to_do(job: TrainingJob) -> None:
-    assert not job.running, "the job should have ended in the test before"
     steps = len(job.ledger().steps)
     late = job.start_node("late")
     assert late.wait(PATIENCE_S) == 0, late.log_tail()

@@ -10,14 +10,16 @@ import pytest
 from training_job import TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
+from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
 OUTAGE_S = 60.0  # many times the lease
-# Promised are 2 s (benchmarks/recovery.py measures it); the rest is for a busy machine.
+# On an idle machine. Promised are 2 s (benchmarks/recovery.py measures it).
 RECOVERED_S = 10.0
+STEP_WITHIN_S = 10.0  # on an idle machine; a step that waits for etcd takes longer than that
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +33,25 @@ def job(
 
 def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float) -> None:
     """Kill etcd, train on without it for ``outage_s``, start it with its data."""
+    limit_s = STEP_WITHIN_S * measure_slowness()
     etcd.kill()
     until = time.monotonic() + outage_s
     job.wait_progress(3)
-    while time.monotonic() < until:
-        # Each must come within its time: training does not stop.
-        job.wait_progress(1, timeout_s=10.0)
+    train_until(job, until, limit_s)
     etcd.start()
+
+
+def train_until(job: TrainingJob, until: float, limit_s: float) -> None:
+    """Each step must come within its time: training does not stop."""
+    while time.monotonic() < until:
+        job.wait_progress(1, timeout_s=limit_s)
 
 
 def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
     """The agents are back in touch, and found nothing to change."""
     # Longer than every lease that began before the outage: a node that had lost its own, and
     # was thrown out for it, would show now.
-    until = time.monotonic() + 6.0
-    while time.monotonic() < until:
-        job.wait_progress(1, timeout_s=10.0)
+    train_until(job, time.monotonic() + 6.0, STEP_WITHIN_S * measure_slowness())
     world = job.world()
     assert world is not None
     assert world.generation == generation
@@ -69,10 +74,9 @@ def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
     """No step waits for etcd. A death does: the survivors pause until etcd is back, no longer."""
     nodes = job.bring_to(3)
     generation = job.generation()
+    limit_s = STEP_WITHIN_S * measure_slowness()
     etcd.kill()
-    until = time.monotonic() + OUTAGE_S
-    while time.monotonic() < until:
-        job.wait_progress(1, timeout_s=10.0)  # each must come within its time
+    train_until(job, time.monotonic() + OUTAGE_S, limit_s)
     assert job.training_nodes()[0] == generation
     nodes[-1].kill()
     survivors = {node.name: node.workers()[0].pid for node in nodes[:-1]}
@@ -84,7 +88,7 @@ def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
         for event in read_journal(job.folder / "journal")
         if event["event"] == "world-joined" and event["generation"] > generation
     ]
-    assert min(joined) < RECOVERED_S
+    assert min(joined) < RECOVERED_S or min(joined) < RECOVERED_S * measure_slowness()
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 

@@ -13,7 +13,7 @@ from elastic.coordination.embedded import EmbeddedEtcd
 
 pytestmark = pytest.mark.cluster
 
-WORKLOAD = Workload(samples=500, epochs=20, step_s=0.4)
+WORKLOAD = Workload(samples=500, epochs=40, step_s=0.4)
 LEASE_S = 2.0
 TAKEOVER_S = 14.0
 # What the unmodified script takes for a job of one process.

@@ -18,11 +18,11 @@ from elastic.coordination.records import Node, decode
 from elastic.coordination.run_secret import LIVENESS, RunSecret
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.keys import SecretKey
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=40, step_s=0.1)

@@ -15,16 +15,17 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Cause, WorldState
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
+from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=75, step_s=0.1)
-# Promised are 1 s; the rest is for a machine that is busy with other tests.
-WORKERS_GONE_S = 3.0
+WORKERS_GONE_S = 3.0  # on an idle machine; promised is 1 s
+HEARD_OF_WITHIN_S = 1.0  # a worker's death, by its agent, on an idle machine
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,8 @@ def test_an_exception_of_the_script_is_no_lost_peer(
 
 def test_the_agent_hears_of_a_death_at_once(job: TrainingJob) -> None:
     """By itself. Now and then torchrun looks first, and the death is in its account only."""
-    for _ in range(3):
+    limit_s = HEARD_OF_WITHIN_S * measure_slowness()
+    for _ in range(8):
         victim = job.bring_to(3)[2]
         generation, killed_s = job.generation(), time.monotonic()
         pid = victim.kill_worker()
@@ -129,14 +131,15 @@ def test_the_agent_hears_of_a_death_at_once(job: TrainingJob) -> None:
         assert [e["exit_code"] for e in again] == [-signal.SIGKILL]
     (death,) = died
     assert "SIGKILL" in death["reason"]
-    assert death["monotonic"] - killed_s < 1.0
+    assert death["monotonic"] - killed_s < limit_s
 
 
 def test_workers_end_with_their_agent(job: TrainingJob, nodes: list[LocalNode]) -> None:
     generation, victim = job.generation(), nodes[0]
     workers = [p.pid for p in victim.workers().values()]
+    limit_s = WORKERS_GONE_S * measure_slowness()
     victim.kill_agent()
-    victim.wait_gone(workers, timeout_s=WORKERS_GONE_S)
+    victim.wait_gone(workers, timeout_s=limit_s)
     job.wait_training(nodes=2, after_generation=generation)
 
 

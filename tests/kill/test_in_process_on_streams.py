@@ -27,7 +27,7 @@ from elastic.testing import nccl_semantics
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
+pytestmark = pytest.mark.cluster
 
 PATIENCE_S = 200.0  # two starts of workers and a deadline, on a machine that is busy
 

@@ -17,9 +17,9 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import Cause, World
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -174,9 +174,13 @@ def test_death_in_the_last_step(job: TrainingJob, nodes: list[LocalNode], refere
     doomed = order(job, "between", nodes[1].name, last)
     job.assert_finishes_whole(reference)
     assert not doomed.exists()
+    assert_nobody_was_restarted_who_had_not_died(job)
+    # Only the world and its end are left in the store.
+    left = {entry.key for entry in job.store.list(job.keys.root).entries}
+    assert left == {job.keys.world, job.keys.done, job.keys.secret}
 
 
-def test_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
+def assert_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
     """Every start of workers follows a death of workers on that node, or is the node's first."""
     events = read_journal(job.folder / "journal")
     for node in job.nodes:
@@ -184,8 +188,3 @@ def test_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
         again = [e for e in mine if e["event"] == "node-arrived"][1:]
         told = "\n".join([f"{node.name}:", *map(str, mine)])
         assert all(e["exit_code"] == -signal.SIGKILL for e in again), told
-
-
-def test_only_the_world_and_its_end_are_left_in_the_store(job: TrainingJob) -> None:
-    left = {entry.key for entry in job.store.list(job.keys.root).entries}
-    assert left == {job.keys.world, job.keys.done, job.keys.secret}

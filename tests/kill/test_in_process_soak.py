@@ -13,8 +13,8 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
 
 KILLS = int(os.environ.get("ELASTIC_SOAK_KILLS", "200"))
 SEED = int(os.environ.get("ELASTIC_SOAK_SEED", "0"))

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.ledger import read_ledger
+from elastic.testing.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -28,13 +26,6 @@ WORKLOAD = Workload(samples=240, epochs=400, step_s=0.05, save_every=100_000)
 
 def newest_step(folder: Path) -> int:
     return max((i.step for i in checkpoints.list_checkpoints(folder / "checkpoints")), default=0)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.05)
 
 
 def alone(folder: Path, name: str) -> subprocess.Popen[str]:
@@ -86,14 +77,14 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
 
 def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:
     first = alone(tmp_path, "first")
-    wait_for(lambda: done(tmp_path) > 5, "steps")
+    eventually(lambda: done(tmp_path) > 5, "steps")
     first.send_signal(signal.SIGTERM)
     assert first.wait(PATIENCE_S) == 128 + signal.SIGTERM
     at = done(tmp_path)
     assert newest_step(tmp_path) == at
     second = alone(tmp_path, "second")
     try:
-        wait_for(lambda: done(tmp_path) > at, "the second life")
+        eventually(lambda: done(tmp_path) > at, "the second life")
         starts = read_ledger(tmp_path / "ledger").starts
         assert [s.step for s in starts] == [0, at]
     finally:
@@ -104,7 +95,7 @@ def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) ->
 def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
     first = alone(tmp_path, "first")
     try:
-        wait_for(lambda: done(tmp_path) > 2, "steps")
+        eventually(lambda: done(tmp_path) > 2, "steps")
         second = alone(tmp_path, "second")
         _, said = second.communicate(timeout=PATIENCE_S)
         assert second.returncode == 2
@@ -118,7 +109,7 @@ def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
     try:
         steps = done(tmp_path)
         lives = len(read_ledger(tmp_path / "ledger").starts)
-        wait_for(lambda: len(read_ledger(tmp_path / "ledger").starts) > lives, "the third life")
+        eventually(lambda: len(read_ledger(tmp_path / "ledger").starts) > lives, "the third life")
         assert steps > 0
     finally:
         third.kill()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 EVERY = 5
 SCRIPT = SCRIPTS / "wiring.py"
 
-WORKLOAD = Workload(samples=240, epochs=30, step_s=0.1, save_every=NEVER)
+WORKLOAD = Workload(samples=240, epochs=80, step_s=0.1, save_every=NEVER)
 
 
 def restored(job: TrainingJob) -> list[dict[str, Any]]:

@@ -13,14 +13,16 @@ import pytest
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
-from elastic.testing.processes import is_alive
+from elastic.testing.processes import freeze, is_alive
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
 NPROC = {"two": 2, "one": 1}
-WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=8)
+# A step takes as long as its samples: 0.4 s on three ranks. Data workers are never idle, and an
+# idle machine is done with a third of the job when its test has ended.
+WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=24, extra=("--busy-s=0.1",))
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +95,19 @@ def test_a_killed_worker_takes_its_busy_data_workers_along(
     generation = job.generation()
     node = job.node("two")
     victim = node.workers()[0]
+    wait_early_in_an_epoch(job)
     children = children_of(node, victim.pid)
     assert len(children) >= WORKLOAD.loader_workers
+    freeze(children)  # what is frozen does not end by itself, at the end of the epoch or later
     node.kill_worker(0)
-    node.wait_gone(children, timeout_s=10.0)
+    node.wait_gone(children, PATIENCE_S)
     job.wait_training(nodes=2, after_generation=generation)
     assert not is_alive(victim.pid)
 
 
 def test_a_node_with_busy_data_workers_dies(job: TrainingJob, nodes: list[str]) -> None:
     """Those of the survivors stay for the rest of the epoch."""
-    job.wait_for(
-        lambda: is_early_in_an_epoch(job) or None, PATIENCE_S, "an epoch that has just begun"
-    )
+    wait_early_in_an_epoch(job)
     generation, survivor = job.generation(), job.node("two")
     workers = [process.pid for process in survivor.workers().values()]
     before = [sorted(children_of(survivor, pid)) for pid in workers]
@@ -119,8 +121,13 @@ def children_of(node: LocalNode, parent: int) -> list[int]:
     return [process.pid for process in node.processes() if process.parent == parent]
 
 
-def is_early_in_an_epoch(job: TrainingJob) -> bool:
-    return 2 <= (job.ledger().last_step + 1) % WORKLOAD.steps_per_epoch <= 12
+def wait_early_in_an_epoch(job: TrainingJob) -> None:
+    """All ranks have their data workers, and will need them for thirty more steps: 12 s."""
+
+    def is_early() -> bool:
+        return 2 <= (job.ledger().last_step + 1) % WORKLOAD.steps_per_epoch <= 12
+
+    job.wait_for(is_early, PATIENCE_S, "an epoch that has just begun")
 
 
 def test_the_job_ends_as_if_nothing_had_happened(

@@ -1,7 +1,7 @@
 """A job's life on Kubernetes, with real processes: drained, killed, scaled, suspended, finished.
 
-See stateful_set.py for what stands in for the cluster. One job goes through all of it, in the
-order of this file.
+See stateful_set.py for what stands in for the cluster. One job goes through all of it: each test
+begins with the pods that the one before has left, or with as many as it needs if it runs alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights,
 
 from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.coordination.records import WorldState
-from elastic.testing.cluster import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-# Slow steps, not many: the job must outlast five minutes of changes on a busy machine, and is over
+# Slow steps, not many: the job must outlast ten minutes of changes on a busy machine, and is over
 # in seconds once it is told to hurry.
-WORKLOAD = Workload(samples=500, epochs=35, step_s=0.4, save_every=40)
+WORKLOAD = Workload(samples=500, epochs=50, step_s=0.4, save_every=40)
 PREEMPTED = 75
 # A drain takes a step or two, and the agent's end: 2 s. The grace period is 60 s, and nothing of it
 # may be spent on waiting for something that does not come.
@@ -59,9 +59,17 @@ def trained_by(workers: StatefulSet, count: int, after_generation: int) -> None:
     workers.wait_ready(*names(count))
 
 
+def bring_to(workers: StatefulSet, count: int) -> None:
+    """Exactly so many pods train, whatever the test before left behind."""
+    generation = workers.training_nodes()[0]
+    is_changed = workers.pods != tuple(names(count))
+    workers.scale(count)
+    workers.wait_pods(*names(count))
+    trained_by(workers, count, generation if is_changed else 0)
+
+
 def test_three_pods_train_and_are_ready(workers: StatefulSet) -> None:
-    workers.scale(3)
-    trained_by(workers, 3, 0)
+    bring_to(workers, 3)
     for name in names(3):
         answer = workers.probe(name, "/readyz")
         assert answer.body["node"] == name
@@ -70,6 +78,7 @@ def test_three_pods_train_and_are_ready(workers: StatefulSet) -> None:
 
 
 def test_a_drained_pod_leaves_between_two_steps_and_comes_back(workers: StatefulSet) -> None:
+    bring_to(workers, 3)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     drained = workers.pod(f"{NAME}-1")
     workers.delete(f"{NAME}-1")
@@ -82,12 +91,14 @@ def test_a_drained_pod_leaves_between_two_steps_and_comes_back(workers: Stateful
 
 
 def test_scaled_up_all_train(workers: StatefulSet) -> None:
+    bring_to(workers, 3)
     generation = workers.training_nodes()[0]
     workers.scale(5)
     workers.wait_training(nodes=5, after_generation=generation)
 
 
 def test_killed_and_hanging_pods_are_replaced_under_their_names(workers: StatefulSet) -> None:
+    bring_to(workers, 5)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.pod(f"{NAME}-3").pause()
     assert workers.probe(f"{NAME}-3", "/livez").status == 0  # a kubelet would restart it, too
@@ -99,6 +110,7 @@ def test_killed_and_hanging_pods_are_replaced_under_their_names(workers: Statefu
 
 
 def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> None:
+    bring_to(workers, 5)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.scale(2)
     ends = workers.wait_ended_pods(before + 3)[before:]
@@ -110,6 +122,7 @@ def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> No
 
 def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: StatefulSet) -> None:
     """Scaled to 1, then to 0: suspended. Nothing is lost, and the job goes on when it is back."""
+    bring_to(workers, 2)
     before = len(workers.ended)
     workers.scale(1)
     workers.wait_for(
@@ -132,6 +145,7 @@ def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: Stateful
 
 
 def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulSet) -> None:
+    bring_to(workers, 2)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.scale(3)
     newcomer = workers.wait_for(
@@ -149,9 +163,11 @@ def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulS
     assert workers.training_nodes()[0] == generation  # the others have not noticed
 
 
-def test_the_finished_job_parks_its_pods_and_those_that_come_later(
-    workers: StatefulSet, reference: Path
+def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
+    workers: StatefulSet, reference: Path, tmp_path: Path
 ) -> None:
+    """And those that come later. A pod of a finished job waits: to end would be to start anew."""
+    bring_to(workers, 2)
     before = len(workers.ended)
     workers.hurry()
     assert parked(workers, *names(2)) == ["success", "success"]
@@ -167,8 +183,6 @@ def test_the_finished_job_parks_its_pods_and_those_that_come_later(
     assert workers.pod(f"{NAME}-1").workers() == {}
     assert workers.ledger().starts == ledger.starts  # it has not trained again
 
-
-def test_the_finisher_ends_it_all(workers: StatefulSet, tmp_path: Path) -> None:
     before = len(workers.ended)
     with FakeApiServer(tmp_path, scales={(NAMESPACE, NAME): 2}) as api:
         api.on_scale = lambda _, replicas: workers.scale(replicas)

@@ -23,7 +23,7 @@ from training_job import PLAIN
 
 from elastic.coordination.embedded import EmbeddedEtcd, EtcdCertificates
 from elastic.coordination.etcd_compat import load_grpc, load_rpc
-from elastic.testing.cluster import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.ledger import Ledger, read_ledger
+from elastic.testing.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -136,13 +135,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_what_was_promised_is_saved(
@@ -159,14 +151,14 @@ def test_what_was_promised_is_saved(
 
     def wait_start(after: int) -> int:
         """At which step the next world begins."""
-        wait_for(lambda: ledger().last_generation > after, "the next world")
+        eventually(lambda: ledger().last_generation > after, "the next world")
         begun = ledger()
         return min(s.step for s in begun.starts if s.generation == begun.last_generation)
 
     with launched(launcher, etcd, tmp_path, workload) as job:
         job.start()
         # The last save of the policy's is on disk: nothing older may be gone back to.
-        wait_for(lambda: newest() >= 2 * EVERY, "saves by the policy")
+        eventually(lambda: newest() >= 2 * EVERY, "saves by the policy")
         saved, generation = newest(), ledger().last_generation
         job.kill_worker()
         killed_at = ledger().last_step + 1
@@ -175,7 +167,7 @@ def test_what_was_promised_is_saved(
         if launcher != "python":  # the sibling has saved
             assert began_at >= killed_at, "the sibling held a later step"
 
-        wait_for(lambda: ledger().last_step >= began_at + EVERY, "progress")
+        eventually(lambda: ledger().last_step >= began_at + EVERY, "progress")
         job.terminate()
         done = ledger().last_step + 1
         assert newest() == done, "SIGTERM leaves the last committed step"
@@ -184,7 +176,7 @@ def test_what_was_promised_is_saved(
         assert wait_start(generation) == done
 
         (tmp_path / "hurry").touch()
-        wait_for(job.ended, "the end")
+        eventually(job.ended, "the end")
         assert newest() == workload.steps, "a clean end leaves the last step"
         ledger().assert_exactly_once(workload.samples, workload.epochs)
         ledger().final_hash()

@@ -8,7 +8,8 @@ import pytest
 from training_job import SCRIPTS
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S, LocalCluster
+from elastic.testing.cluster import LocalCluster
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 

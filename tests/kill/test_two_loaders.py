@@ -15,8 +15,8 @@ from training_job import (
 )
 
 from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.testing.cluster import PATIENCE_S
 from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 

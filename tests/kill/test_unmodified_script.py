@@ -9,10 +9,11 @@ import pytest
 from training_job import PLAIN, TrainingJob, Workload
 
 from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.testing.slowness import measure_slowness
 
 pytestmark = pytest.mark.cluster
 
-WORKERS_GONE_S = 4.0  # promised are 2 s; the rest is for a busy machine
+WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,11 @@ def test_a_killed_agent_leaves_no_orphans(job: TrainingJob) -> None:
     victim = job.running[-1]
     workers = [p.pid for p in victim.workers().values()]
     assert workers
+    limit_s = WORKERS_GONE_S * measure_slowness()
     victim.kill_agent()
-    victim.wait_gone(workers, WORKERS_GONE_S)
+    victim.wait_gone(workers, limit_s)
     job.wait_training(nodes=1, after_generation=generation)
-    job.wait_for(lambda: not victim.processes(), 5.0, "the end of everything of the node")
+    job.wait_for(lambda: not victim.processes(), limit_s, "the end of everything of the node")
 
 
 def test_a_killed_node_is_left_behind_and_replaced(job: TrainingJob) -> None:

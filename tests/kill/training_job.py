@@ -1,7 +1,8 @@
 """A training job whose outcome is known beforehand, on a cluster made to be hurt.
 
 Steps are slow until :meth:`TrainingJob.hurry`: a test has time for its faults without having to
-guess how many steps that takes, and no time is lost once it is done.
+guess how many steps that takes, and no time is lost once it is done. How slow, and why the second
+half of a job is slower still: :mod:`elastic.testing.pacing`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from elastic.testing.cluster import PATIENCE_S, LocalCluster
+from elastic.testing.cluster import LocalCluster
 from elastic.testing.node import LocalNode
+from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SESSION = SCRIPTS / "session.py"  # written with this project's API
 PLAIN = SCRIPTS / "plain_ddp.py"  # plain torch
 FINAL = "final.safetensors"
 NEVER = 1_000_000  # saves: at the end only
-# All agents, after the last step. Promised are 5 s (benchmarks/restart.py measures it); what this
-# must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
+NOTHING_LEFT_WITHIN_S = 5.0  # after the last agent, on an idle machine
+# All agents, after the last step, on an idle machine. Promised are 5 s (benchmarks/restart.py
+# measures it); what this must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
 EXIT_WITHIN_S = 20.0
 
 
@@ -38,7 +42,7 @@ class Workload:
     samples: int = 1000
     batch: int = 24
     epochs: int = 40
-    step_s: float = 0.15  # before hurry()
+    step_s: float = 0.15  # before hurry(); the second half of the job is slower
     save_every: int = 10
     loader_workers: int = 0
     extra: tuple[str, ...] = ()  # more arguments of the script
@@ -107,11 +111,12 @@ class TrainingJob(LocalCluster):
         self.hurry()
         self.wait_for(lambda: not self.running or None, timeout_s, "the end of the job")
         ended_s = time.time()
-        self.assert_nothing_left()
+        self.assert_nothing_left(within_s=NOTHING_LEFT_WITHIN_S * measure_slowness())
         codes = {node.name: node.exit_code for node in survivors}
         assert set(codes.values()) == {0}, f"{codes}\n{self.report()}"
         ledger = self.ledger()
-        assert ended_s - max(s.time_s for s in ledger.steps) < EXIT_WITHIN_S
+        took_s = ended_s - max(s.time_s for s in ledger.steps)
+        assert took_s < EXIT_WITHIN_S or took_s < EXIT_WITHIN_S * measure_slowness()
         ledger.assert_exactly_once(self.workload.samples, self.workload.epochs)
         ledger.assert_one_world_at_a_time()
         ledger.final_hash()

@@ -87,13 +87,6 @@ def assert_flat(before: Cost, *, memory_bytes: int = 24 << 20) -> None:
     assert now.memory_bytes - before.memory_bytes < memory_bytes, (before, now)
 
 
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def fail(error: BaseException) -> None:
     raise AssertionError("a listener has died") from error
 

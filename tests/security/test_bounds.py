@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from listeners import ALL, AUTHENTICATED, Cost, assert_flat, eventually, listening, tight
+from listeners import ALL, AUTHENTICATED, Cost, assert_flat, listening, tight
 from raw_peer import is_hung_up_on, prove
 
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
+from elastic.testing.waiting import eventually
 
 FLOOD = 600
 

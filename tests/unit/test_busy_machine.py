@@ -10,7 +10,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.testing.cluster import PATIENCE_S, LocalCluster
+from elastic.testing.cluster import LocalCluster
+from elastic.testing.waiting import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
 # Longer than this is no promise that a test checks, but patience, of which there is one.

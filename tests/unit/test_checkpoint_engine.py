@@ -16,7 +16,7 @@ from checkpoints.faulty import Died, Fault, FaultyStorage
 from checkpoints.memory import MemoryStorage
 from checkpoints.outcome import Ending, World
 
-LONG_S = 30.0
+LONG_S = 90.0
 ALONE = World(nonce="aa")
 
 

@@ -26,7 +26,7 @@ from checkpoints.storage import LocalStorage, Storage
 
 NAME = CheckpointName(5, 1, "aa")
 MANIFEST_PUT = f"write {NAME}/manifest.json"
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 Remover = Callable[[Storage], object]
 

@@ -23,7 +23,7 @@ from checkpoints import (
 from checkpoints.faulty import FaultyStorage
 from checkpoints.memory import MemoryStorage
 
-LONG_S = 30.0
+LONG_S = 90.0
 ALONE = checkpoints.World(nonce="aa")
 
 

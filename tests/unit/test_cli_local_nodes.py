@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import pytest
 from elastic.cli import leash, processes
 from elastic.cli.local_nodes import LocalNodes
 from elastic.cli.run import stop_on_signals
-
-DEADLINE_S = 20.0
+from elastic.testing.waiting import eventually
 
 # A child in a session of its own, as torchrun starts workers, that names itself and stays.
 PARENT_WITH_CHILD = """
@@ -38,14 +36,12 @@ class Lines:
         self.all.append((node, stream, line))
 
 
-def wait_for(condition: Callable[[], bool], step: Callable[[], object] | None = None) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until, "deadline"
-        if step is None:
-            time.sleep(0.01)
-        else:
-            step()
+def pump_until(nodes: LocalNodes, condition: Callable[[], bool]) -> None:
+    def holds() -> bool:
+        nodes.pump(0.05)
+        return condition()
+
+    eventually(holds)
 
 
 def is_alive(pid: int) -> bool:
@@ -71,7 +67,7 @@ def test_lines_arrive_whole_with_node_and_stream(nodes: LocalNodes, lines: Lines
     code = "import sys; print('out'); print('no end', end='', file=sys.stderr)"
     nodes.start("a", python(code), os.environ)
     nodes.start("b", python("print('b1\\nb2')"), os.environ)
-    wait_for(lambda: not nodes.running, lambda: nodes.pump(0.05))
+    pump_until(nodes, lambda: not nodes.running)
     nodes.drain()
     assert sorted(lines.all) == [
         ("a", "stderr", "no end"),
@@ -84,7 +80,7 @@ def test_lines_arrive_whole_with_node_and_stream(nodes: LocalNodes, lines: Lines
 
 def test_the_environment_is_the_nodes_own(nodes: LocalNodes, lines: Lines) -> None:
     nodes.start("a", python("import os; print(os.environ['MARK'])"), {**os.environ, "MARK": "7"})
-    wait_for(lambda: bool(lines.all), lambda: nodes.pump(0.05))
+    pump_until(nodes, lambda: bool(lines.all))
     assert lines.all == [("a", "stdout", "7")]
 
 
@@ -92,12 +88,12 @@ def test_killing_a_node_ends_its_workers_in_their_own_sessions(
     nodes: LocalNodes, lines: Lines
 ) -> None:
     node = nodes.start("a", python(PARENT_WITH_CHILD), os.environ)
-    wait_for(lambda: bool(lines.all), lambda: nodes.pump(0.05))
+    pump_until(nodes, lambda: bool(lines.all))
     child = int(lines.all[0][2])
     assert is_alive(child)
     nodes.kill(node)
     assert node.exit_code == -signal.SIGKILL
-    wait_for(lambda: not is_alive(child))
+    eventually(lambda: not is_alive(child))
 
 
 def test_leaving_the_block_kills_what_runs(lines: Lines) -> None:
@@ -111,7 +107,7 @@ def test_a_signal_reaches_every_running_agent(nodes: LocalNodes) -> None:
     for name in ("a", "b"):
         nodes.start(name, python("import time; time.sleep(600)"), os.environ)
     nodes.signal(signal.SIGTERM)
-    wait_for(lambda: not nodes.running, lambda: nodes.pump(0.05))
+    pump_until(nodes, lambda: not nodes.running)
     assert {node.exit_code for node in nodes.nodes} == {-signal.SIGTERM}
 
 
@@ -129,7 +125,7 @@ time.sleep(600)
         child = int(parent.stdout.readline())
         parent.kill()
         parent.wait()
-        wait_for(lambda: not is_alive(child))
+        eventually(lambda: not is_alive(child))
 
 
 def test_a_leash_to_a_parent_that_is_gone_starts_nothing() -> None:

@@ -167,7 +167,7 @@ def test_the_end_is_waited_for_and_no_other_jobs_counts() -> None:
     store.put(Keys.of("/elastic", "job-10").done, encode(ended(reason="another job")))
     store.put(KEYS.done + "-but-not", b"x")
     store.put(KEYS.done, encode(ended(reason="this one")))
-    thread.join(timeout=10)
+    thread.join(60)
     assert [done.reason for done in found] == ["this one"]
 
 

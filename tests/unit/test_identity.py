@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.agent.identity import current_process, proved_gone
+from elastic.testing.waiting import eventually
 
 ME = current_process()
 
@@ -89,8 +89,6 @@ def test_a_zombie_is_gone() -> None:
     with open(f"/proc/{child.pid}/stat") as stat:
         ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
     # The pipe closes a moment before the process turns into a zombie.
-    deadline = time.monotonic() + 5
     dead = replace(ME, pid=child.pid, start_ticks=ticks)
-    while not proved_gone(dead, ME):
-        assert time.monotonic() < deadline
+    eventually(lambda: proved_gone(dead, ME))
     child.wait()

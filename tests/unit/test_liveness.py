@@ -20,7 +20,7 @@ from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake
 from elastic.secure_channel.keys import SecretKey
 
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 KEY = SecretKey.generate()
 
 

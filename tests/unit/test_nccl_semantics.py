@@ -6,7 +6,7 @@ import datetime
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import POISON, StreamGroup, StreamWork, control
+from elastic.testing.waiting import eventually
 from elastic.training.reduction import Reduction
 from elastic.worker.faults import GroupAborted
 from elastic.worker.pending import Pending, pending
@@ -54,13 +55,6 @@ def groups() -> Iterator[tuple[StreamGroup, StreamGroup]]:
         group.abort()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 def reduce(group: StreamGroup, value: float) -> tuple[torch.Tensor, StreamWork]:
     tensor = torch.tensor([value])
     work = group.allreduce([tensor])
@@ -81,9 +75,9 @@ def test_results_land_later_and_outputs_are_poisoned_until_then(groups: Any) -> 
     assert not work.is_completed()
     reduce(groups[1], 2.0)
     groups[1].broadcast([torch.tensor([5])], options)
-    wait_until(work.is_completed)
+    eventually(work.is_completed)
     assert tensor.item() == 3.0
-    wait_until(lambda: size.item() == 5)
+    eventually(lambda: size.item() == 5)
 
 
 def test_wait_orders_the_stream_and_not_the_host(groups: Any) -> None:
@@ -124,7 +118,7 @@ def test_an_abort_completes_collectives_without_a_word(groups: Any) -> None:
     _, behind = reduce(groups[0], 1.0)
     assert not work.is_completed()
     groups[0].abort()
-    wait_until(behind.is_completed)
+    eventually(behind.is_completed)
     assert work.is_completed() and work.wait()
     assert tensor.item() == 1.0, "not reduced"
     with pytest.raises(dist.DistBackendError, match="aborted"):
@@ -162,7 +156,7 @@ def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
     reduction.works.append(work)
     pending.abort()
     groups[0].abort()
-    wait_until(work.is_completed)
+    eventually(work.is_completed)
     with pytest.raises(GroupAborted):
         reduction.wait()
 

@@ -13,7 +13,7 @@ import torch
 from elastic.worker.faults import GroupAborted
 from elastic.worker.pending import Pending
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class FakeWork:

@@ -27,7 +27,7 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 KEYS = Keys.of("/elastic", "job")
 TAKEOVER_S = 80.0
 WORLD = world("n1", mode="in-process")

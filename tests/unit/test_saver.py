@@ -31,7 +31,7 @@ from elastic.training.saving import Checkpoints, checkpoints_from
 from elastic.training.state import JobState
 from elastic.worker.world import World
 
-LONG_S = 30.0
+LONG_S = 90.0
 
 
 class Heard:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from elastic.agent.file_reads import FileReads
 from elastic.agent.starting_over import StartingOver, places, written_since
+from elastic.testing.waiting import eventually
 
-WITHIN_S = 30.0
 STATE = {"weights": torch.zeros(1000)}
 
 
@@ -87,13 +86,6 @@ def watch(tmp_path: Path, warned: list[str]) -> Iterator[StartingOver]:
     began.close()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 def is_done(watch: StartingOver) -> bool:
     return watch._thread is not None and not watch._thread.is_alive()
 
@@ -112,9 +104,9 @@ def test_written_again_without_a_read_is_told(
 ) -> None:
     save(tmp_path / "ckpt.pt")
     watch.workers_start_again()
-    wait_for(lambda: is_watching(tmp_path / "ckpt.pt"))
+    eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
     save(tmp_path / again, 1.0)
-    wait_for(lambda: is_done(watch))
+    eventually(lambda: is_done(watch))
     (said,) = warned
     assert f"written {tmp_path / again} " in said
     assert ("again without having read it" in said) == (again == "ckpt.pt")
@@ -125,14 +117,14 @@ def test_written_again_without_a_read_is_told(
 def test_a_read_ends_it(tmp_path: Path, watch: StartingOver, warned: list[str]) -> None:
     save(tmp_path / "ckpt.pt")
     watch.workers_start_again()
-    wait_for(lambda: is_watching(tmp_path / "ckpt.pt"))
+    eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
     torch.load(tmp_path / "ckpt.pt")
     save(tmp_path / "ckpt.pt", 1.0)
-    wait_for(lambda: is_done(watch))
+    eventually(lambda: is_done(watch))
     assert warned == []
 
 
 def test_nothing_saved_nothing_watched(watch: StartingOver, warned: list[str]) -> None:
     watch.workers_start_again()
-    wait_for(lambda: is_done(watch))
+    eventually(lambda: is_done(watch))
     assert warned == []

@@ -13,7 +13,7 @@ from elastic.clock import ManualClock
 from elastic.errors import JoinTimeout
 from elastic.worker.greeting import greet
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Keys:

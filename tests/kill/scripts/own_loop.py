@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 
 import elastic
 from elastic.testing import nccl_semantics
+from elastic.testing.pacing import pause_after_step
 
 
 def batch(number: int, rank: int, size: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,8 +66,7 @@ def main() -> None:
         F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step()
-        if not hurry.exists():
-            time.sleep(options.step_s)
+        pause_after_step(hurry, options.step_s, number / steps)
 
     def train() -> None:
         number = -1

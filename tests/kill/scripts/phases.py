@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from elastic.testing import nccl_semantics
+from elastic.testing.pacing import pause_after_step
 from elastic.worker import transfer
 from elastic.worker.process_group import ProcessGroup
 
@@ -110,7 +110,6 @@ def main() -> None:
             folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
         )
     )
-    patient = options.epochs * -(-options.samples // options.batch) * 2 // 3
     hurry, swallow = options.folder / "hurry", options.folder / "swallow"
     generator_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     critic_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
@@ -173,7 +172,7 @@ def main() -> None:
         orders.obey("after-scheduler")
 
     def train() -> None:
-        for _ in run.epochs(options.epochs):
+        for epoch in run.epochs(options.epochs):
             for step in run.steps(loader):
                 orders.next_step(step.number)
                 for x, real in step:
@@ -182,9 +181,7 @@ def main() -> None:
                     except Exception:
                         if not swallow.exists():
                             raise
-                if not hurry.exists():
-                    # The last third waits for the test, however slow the machine is.
-                    time.sleep(options.step_s if step.number < patient else 1.0)
+                pause_after_step(hurry, options.step_s, epoch / options.epochs)
             evaluate()
             per_epoch.step()
 

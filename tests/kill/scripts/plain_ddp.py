@@ -95,7 +95,8 @@ def main() -> None:
                     },
                 )
         if not (options.folder / "hurry").exists():
-            time.sleep(options.step_s)
+            # As elastic.testing.pacing does it: slower in the second half.
+            time.sleep(options.step_s if epoch < options.epochs / 2 else max(options.step_s, 1.0))
 
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
     if RANK == 0:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic
 from checkpoints import EverySeconds, EverySteps, LocalStorage, OnPreemption
 from checkpoints.faulty import FaultyStorage
+from elastic.testing.pacing import pause_after_step
 
 _REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}
 
@@ -93,7 +94,7 @@ def main() -> None:
     )
 
     def train() -> None:
-        for _ in run.epochs(options.epochs):
+        for epoch in run.epochs(options.epochs):
             for inputs, targets in loader:
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 if orders.take("raise"):
@@ -101,8 +102,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                if not hurry.exists():
-                    time.sleep(options.step_s)
+                pause_after_step(hurry, options.step_s, epoch / options.epochs)
 
     run.retry(train)
     if run.is_main:

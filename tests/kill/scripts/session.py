@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic
+from elastic.testing.pacing import pause_after_step
 
 
 class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -83,15 +84,14 @@ def main() -> None:
     )
 
     def train() -> None:
-        for _ in run.epochs(options.epochs):
+        for epoch in run.epochs(options.epochs):
             for x, y in loader:
                 x, y = x.to(run.device), y.to(run.device)
                 loss = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                if not hurry.exists():
-                    time.sleep(options.step_s)
+                pause_after_step(hurry, options.step_s, epoch / options.epochs)
 
     run.retry(train)
     if run.is_main:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import elastic
+from elastic.testing.pacing import pause_after_step
 
 
 def data(samples: int, seed: int) -> TensorDataset:
@@ -49,7 +49,7 @@ def main() -> None:
     )
 
     def train() -> None:
-        for _ in run.epochs(options.epochs):
+        for epoch in run.epochs(options.epochs):
             pairs = zip(labelled, others, strict=False)
             for i, ((x, y), (u, v)) in enumerate(pairs, start=labelled.index):
                 assert i == labelled.index, (i, labelled.index)
@@ -57,8 +57,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                if not hurry.exists():
-                    time.sleep(options.step_s)
+                pause_after_step(hurry, options.step_s, epoch / options.epochs)
             assert labelled.index == len(labelled) == 15
 
     run.retry(train)

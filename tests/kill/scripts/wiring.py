@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic
 from checkpoints import LocalStorage
 from checkpoints.faulty import FaultyStorage
+from elastic.testing.pacing import pause_after_step
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
     )
 
     def train() -> None:
-        for _ in run.epochs(options.epochs):
+        for epoch in run.epochs(options.epochs):
             for inputs, targets in loader:
                 while hold.exists():
                     (options.folder / f"held-{os.getpid()}").touch()
@@ -77,8 +78,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                if not hurry.exists():
-                    time.sleep(options.step_s)
+                pause_after_step(hurry, options.step_s, epoch / options.epochs)
 
     if options.wiring == "none":
         train()
