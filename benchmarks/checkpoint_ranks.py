@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
-import checkpoints.loading
+import checkpoints.loading.load
 from elastic.testing.forked import fork
 
 State = dict[str, torch.Tensor]
@@ -77,11 +77,11 @@ def load(subject: str, path: Path, into: State) -> None:
         dcp_load(into, checkpoint_id=path)
     else:
         found = checkpoints.list_checkpoints(path)[0]
-        identity_of = vars(checkpoints.loading)["identity_of"]
+        identity_of = vars(checkpoints.loading.load)["identity_of"]
         if "other hosts" in subject:  # they exchange over the group
-            vars(checkpoints.loading).update(identity_of=lambda storage, name: None)
+            vars(checkpoints.loading.load).update(identity_of=lambda storage, name: None)
         checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
-        vars(checkpoints.loading).update(identity_of=identity_of)
+        vars(checkpoints.loading.load).update(identity_of=identity_of)
 
 
 def read_raw(path: Path, into: list[torch.Tensor]) -> None:

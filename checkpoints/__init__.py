@@ -13,9 +13,8 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
-from checkpoints.attempt import Saved
-from checkpoints.compare import Difference, compare
-from checkpoints.engine import Engine
+from checkpoints.catalog.garbage import LeftAlone, Swept, sweep
+from checkpoints.catalog.retention import prune
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -32,22 +31,22 @@ from checkpoints.errors import (
     UnsupportedFormat,
     WriteFailed,
 )
-from checkpoints.foreign import export_to, import_from
-from checkpoints.keep import BestN, EveryNSeconds, EveryNSteps, Keep, KeepPolicy, LatestN
-from checkpoints.lineage import descend
-from checkpoints.loading import Loaded, load, verify
-from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
-from checkpoints.naming import CheckpointName, new_nonce
-from checkpoints.node_memory import NodeMemory
-from checkpoints.outcome import Ending, Handle, Outcome, World
-from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
-from checkpoints.retention import prune
-from checkpoints.saving import save
-from checkpoints.storage import LocalStorage, Root, Storage
-from checkpoints.sweeping import LeftAlone, Swept, sweep
-from checkpoints.tiered import Tier, TieredEngine, TierOutcome
-from checkpoints.tiers import Tiers, Trouble
-from checkpoints.when import (
+from checkpoints.format.lineage import descend
+from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage
+from checkpoints.format.names import CheckpointName, new_nonce
+from checkpoints.loading.load import Loaded, load, verify
+from checkpoints.loading.resolve import PassedOver, Resolution, latest, list_checkpoints
+from checkpoints.loading.tiered_storage import Tiers, Trouble
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.policies.retention import (
+    BestN,
+    EveryNSeconds,
+    EveryNSteps,
+    Keep,
+    KeepPolicy,
+    LatestN,
+)
+from checkpoints.policies.save import (
     Automatic,
     Continuous,
     EverySeconds,
@@ -56,6 +55,14 @@ from checkpoints.when import (
     OnPreemption,
     When,
 )
+from checkpoints.saving.attempt import Saved
+from checkpoints.saving.engine import Engine
+from checkpoints.saving.outcome import Ending, Handle, Outcome, World
+from checkpoints.saving.save import save
+from checkpoints.saving.tiered_engine import Tier, TieredEngine, TierOutcome
+from checkpoints.storage.local import LocalStorage, Root, Storage
+from checkpoints.tools.compare import Difference, compare
+from checkpoints.tools.interop import export_to, import_from
 
 __all__ = [
     "Ancestor",

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import checkpoints
-from checkpoints.foreign import FORMATS
-from checkpoints.keep import KeepPolicy
-from checkpoints.manifest import info_of
-from checkpoints.reader import read_manifest
-from checkpoints.retention import committed_names
-from checkpoints.storage import storage_for
+from checkpoints.catalog.retention import committed_names
+from checkpoints.format.manifest import info_of
+from checkpoints.loading.reader import read_manifest
+from checkpoints.policies.retention import KeepPolicy
+from checkpoints.storage.local import storage_for
+from checkpoints.tools.interop import FORMATS
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
 

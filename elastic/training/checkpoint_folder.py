@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import checkpoints
 from checkpoints import SaveError
-from checkpoints.naming import parse_committed
-from checkpoints.records import read_record, write_record
-from checkpoints.storage import storage_for
+from checkpoints.format.names import parse_committed
+from checkpoints.storage.local import storage_for
+from checkpoints.storage.small_files import read_record, write_record
 from elastic.errors import CheckpointRequired, ConfigError
 from elastic.training.memory_tier import everywhere
 from elastic.training.ownership import Ownership

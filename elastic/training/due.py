@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpoints import Moment, When
-from checkpoints.when import split
+from checkpoints.policies.save import split
 from elastic.clock import Clock
 
 _SMOOTHING = 0.3  # of the cost of a save

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import checkpoints
 from checkpoints import CheckpointName, Ending, Handle
-from checkpoints.naming import parse_attempt, parse_committed
+from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.state import JobState
 

@@ -1,6 +1,6 @@
 """Saves into the memory of the nodes between two saves to disk: cheap, often, and never waited for.
 
-The agents host that memory (:mod:`checkpoints.memory_host`), so it survives the workers, and one
+The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
 agent's copy of another's parts survives a node. When nobody is left who holds the state, a new
 world goes on from the newest checkpoint in all of it, memory and disk together.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import checkpoints
 from checkpoints import Ending, Handle, LatestN, Outcome, Storage, Tiers
-from checkpoints.memory_host import memory_roots, own_memory
+from checkpoints.memory.host import memory_roots, own_memory
 from elastic.clock import Clock
 from elastic.telemetry.journal import EventSink
 from elastic.training.state import JobState

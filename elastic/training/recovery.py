@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from checkpoints import Ancestor
-from checkpoints.tree import pack, unpack
+from checkpoints.format.state_tree import pack, unpack
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateReceived, StateSent, WorldJoined

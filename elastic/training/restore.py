@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from checkpoints import CheckpointError, CheckpointInfo, Loaded
-from checkpoints.tree import Node, pack, unpack
+from checkpoints.format.state_tree import Node, pack, unpack
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, ElasticError, TrainingError, WorldLost
 from elastic.events import StateRestored

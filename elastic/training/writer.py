@@ -13,7 +13,7 @@ from typing import Any
 
 import checkpoints
 from checkpoints import Ending, Handle, KeepPolicy, Outcome, SaveError, Storage
-from checkpoints.outcome import WriterDied
+from checkpoints.saving.outcome import WriterDied
 from elastic.clock import Clock
 from elastic.events import CheckpointSkipped
 from elastic.telemetry.journal import EventSink

@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import checkpoints
-from checkpoints import exchange, loading
-from checkpoints import storage as storages
-from checkpoints.faulty import FaultyStorage
-from checkpoints.mapped import MappedFile
-from checkpoints.storage import LocalStorage
+from checkpoints.loading import exchange
+from checkpoints.loading import load as loading
+from checkpoints.storage import local as storages
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.mapped_files import MappedFile
+from checkpoints.testing.faults import FaultyStorage
 
 Result = dict[str, Any]
 NAME = "step-000000001.g0.aa"

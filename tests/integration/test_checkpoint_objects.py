@@ -17,9 +17,9 @@ import torch
 from s3_server import KEYS, S3Server, s3_server
 
 import checkpoints
-from checkpoints import fsspec_objects
-from checkpoints.fsspec_objects import open_url
-from checkpoints.objects import ObjectStorage
+from checkpoints.storage import fsspec_store
+from checkpoints.storage.fsspec_store import open_url
+from checkpoints.storage.object_storage import ObjectStorage
 from elastic.cli.main import main
 
 PART_BYTES = 6 << 20  # S3 takes no smaller parts than 5 MiB
@@ -137,7 +137,7 @@ def test_a_bucket_that_is_not_there_fails_the_save(root: str) -> None:
 def test_a_large_tensor_goes_in_parts_and_comes_back(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsspec_objects, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(fsspec_store, "PART_BYTES", PART_BYTES)
     before = len(server.requests)
     large = {"weight": torch.arange(LARGE_BYTES // 4, dtype=torch.int32)}
     name = checkpoints.save(root, large, step=1, nonce="aa").name
@@ -148,17 +148,17 @@ def test_a_large_tensor_goes_in_parts_and_comes_back(
 _KILLED_WHILE_UPLOADING = """
     import os, signal, sys, torch
     import checkpoints
-    from checkpoints import fsspec_objects
-    from checkpoints.faulty import FaultyObjects
-    from checkpoints.fsspec_objects import open_url
-    from checkpoints.objects import ObjectStorage
+    from checkpoints.storage import fsspec_store
+    from checkpoints.testing.faults import FaultyObjects
+    from checkpoints.storage.fsspec_store import open_url
+    from checkpoints.storage.object_storage import ObjectStorage
 
-    fsspec_objects.PART_BYTES = int(sys.argv[2])
-    begin_parts, sent = fsspec_objects.FsspecObjects.begin_parts, []
+    fsspec_store.PART_BYTES = int(sys.argv[2])
+    begin_parts, sent = fsspec_store.FsspecObjects.begin_parts, []
     def begin(self, key):
         sent.append(key)
         return begin_parts(self, key)
-    fsspec_objects.FsspecObjects.begin_parts = begin
+    fsspec_store.FsspecObjects.begin_parts = begin
     def before(call):
         if sent and call.startswith("write "):
             os.kill(os.getpid(), signal.SIGKILL)

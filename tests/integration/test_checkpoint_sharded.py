@@ -15,10 +15,10 @@ import sharded_script as script
 import torch
 
 import checkpoints
-from checkpoints import exchange
-from checkpoints.faulty import FaultyStorage
-from checkpoints.same_files import identity_of
-from checkpoints.storage import LocalStorage
+from checkpoints.loading import exchange
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.page_cache import identity_of
+from checkpoints.testing.faults import FaultyStorage
 
 NAME = script.NAME
 pytestmark = pytest.mark.cluster

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.copying import CopyOutcome
-from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
-from checkpoints.peers import PeerAddress
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
+from checkpoints.memory.peer_storage import PeerAddress
+from checkpoints.memory.replication import CopyOutcome
 from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()  # what forks of this process share

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.faulty import FaultyStorage
-from checkpoints.memory import MemoryStorage
-from checkpoints.naming import CheckpointName
-from checkpoints.storage import Storage
-from checkpoints.tiers import Tiers
+from checkpoints.format.names import CheckpointName
+from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.storage.local import Storage
+from checkpoints.testing.faults import FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 PLACES = 4
 STEPS = (1, 2, 3)

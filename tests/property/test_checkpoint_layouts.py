@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.boxes import Box, Span, boxes_of, cut, rows, whole
-from checkpoints.coverage import coverage_problem
-from checkpoints.exchange import shares_of
-from checkpoints.layout import Layout, Split, held, local_shape, written
-from checkpoints.manifest import Chunk, Tensor
-from checkpoints.plan import TensorSpec, share
-from checkpoints.sharded import block
-from checkpoints.spare import Spare
+from checkpoints.format.coverage import coverage_problem
+from checkpoints.format.manifest import Chunk, Tensor
+from checkpoints.loading.buffers import Spare
+from checkpoints.loading.exchange import shares_of
+from checkpoints.tensors.dtensors import block
+from checkpoints.tensors.layout import Layout, Split, held, local_shape, written
+from checkpoints.tensors.partition import TensorSpec, share
+from checkpoints.tensors.regions import Box, Span, boxes_of, cut, rows, whole
 
 Shape = tuple[int, ...]
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.boxes import Span
-from checkpoints.dtypes import BY_DTYPE, BY_NAME
-from checkpoints.memory import MemoryStorage
-from checkpoints.plan import TensorSpec, chunks, share
-from checkpoints.writer import header
+from checkpoints.saving.tensor_file import header
+from checkpoints.tensors.dtypes import BY_DTYPE, BY_NAME
+from checkpoints.tensors.partition import TensorSpec, chunks, share
+from checkpoints.tensors.regions import Span
+from checkpoints.testing.memory_storage import MemoryStorage
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 spec_lists = st.lists(st.tuples(st.sampled_from(sorted(BY_NAME)), shapes), max_size=12).map(

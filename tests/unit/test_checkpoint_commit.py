@@ -11,9 +11,9 @@ import torch
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.commit import commit
-from checkpoints.faulty import FaultyStorage
-from checkpoints.naming import CheckpointName
+from checkpoints.catalog.commit import commit
+from checkpoints.format.names import CheckpointName
+from checkpoints.testing.faults import FaultyStorage
 
 
 def _save(

@@ -11,10 +11,10 @@ import torch
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.engine import THREAD_NAME, Engine
-from checkpoints.faulty import Died, Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
-from checkpoints.outcome import Ending, World
+from checkpoints.saving.engine import THREAD_NAME, Engine
+from checkpoints.saving.outcome import Ending, World
+from checkpoints.testing.faults import Died, Fault, FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 LONG_S = 30.0
 ALONE = World(nonce="aa")
@@ -209,7 +209,7 @@ def test_a_save_at_the_end_of_the_interpreter_needs_no_more_threads(
     def refused(*args: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr("checkpoints.writer.ThreadPoolExecutor.submit", refused)
+    monkeypatch.setattr("checkpoints.saving.tensor_file.ThreadPoolExecutor.submit", refused)
     state = {"large": torch.arange(1_000_000.0)}
     with Engine(tmp_path) as engine:
         outcome = engine.save_async(state, step=1, world=World(nonce="aa")).wait(60)

@@ -9,9 +9,9 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.faulty import Died, Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
-from checkpoints.storage import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.testing.faults import Died, Fault, FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 DEADLY = (Fault.DIE_BEFORE, Fault.DIE_AFTER, Fault.TEAR)
 

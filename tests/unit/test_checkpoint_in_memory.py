@@ -15,8 +15,9 @@ import torch
 from checkpoint_states import flip, odd_state, same, save_all, small_state
 
 import checkpoints
-from checkpoints import reader, storage
-from checkpoints.mapped import in_memory
+from checkpoints.loading import reader
+from checkpoints.storage import local
+from checkpoints.storage.mapped_files import in_memory
 
 SHM = Path("/dev/shm")
 
@@ -24,7 +25,7 @@ SHM = Path("/dev/shm")
 @pytest.fixture(autouse=True)
 def memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the folder of the tests is on."""
-    monkeypatch.setattr(storage, "in_memory", lambda device: True)
+    monkeypatch.setattr(local, "in_memory", lambda device: True)
 
 
 def zeros(state: Any) -> Any:
@@ -142,7 +143,7 @@ def test_files_that_may_not_be_mapped_are_read(
         raise OSError(errno.EMFILE, "too many open files")
 
     name = save_all(tmp_path, small_state(9), step=9)
-    monkeypatch.setattr("checkpoints.mapped.mmap.mmap", refused)
+    monkeypatch.setattr("checkpoints.storage.mapped_files.mmap.mmap", refused)
     before = len(os.listdir("/proc/self/fd"))
     loaded = checkpoints.load(tmp_path, name, into=small_state(0))
     assert same(loaded.state, small_state(9))
@@ -153,7 +154,7 @@ def test_a_file_that_has_just_changed_its_size_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = save_all(tmp_path, small_state(9), step=9, world_size=2)
-    monkeypatch.setattr("checkpoints.mapped.MappedFile.__len__", lambda file: 1)
+    monkeypatch.setattr("checkpoints.storage.mapped_files.MappedFile.__len__", lambda file: 1)
     before = len(os.listdir("/proc/self/fd"))
     loaded = checkpoints.load(tmp_path, name, into=small_state(0))
     assert same(loaded.state, small_state(9))
@@ -183,7 +184,7 @@ def test_a_kernel_that_finds_no_pages(
             raise OSError(number, os.strerror(number))
 
     name = save_all(tmp_path, small_state(9), step=9)
-    monkeypatch.setattr("checkpoints.mapped.mmap.mmap", Refusing)
+    monkeypatch.setattr("checkpoints.storage.mapped_files.mmap.mmap", Refusing)
     live = small_state(0)
     if number == errno.EINVAL:
         loaded = checkpoints.load(tmp_path, name, into=live)

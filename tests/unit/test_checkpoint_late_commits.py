@@ -16,13 +16,13 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.commit import Incomplete, commit, is_committed
-from checkpoints.faulty import Died, Fault, FaultyObjects
-from checkpoints.fsspec_objects import FsspecObjects
-from checkpoints.naming import CheckpointName
-from checkpoints.objects import ObjectStorage
-from checkpoints.retention import remove_committed
-from checkpoints.storage import LocalStorage, Storage
+from checkpoints.catalog.commit import Incomplete, commit, is_committed
+from checkpoints.catalog.retention import remove_committed
+from checkpoints.format.names import CheckpointName
+from checkpoints.storage.fsspec_store import FsspecObjects
+from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.testing.faults import Died, Fault, FaultyObjects
 
 NAME = CheckpointName(5, 1, "aa")
 MANIFEST_PUT = f"write {NAME}/manifest.json"

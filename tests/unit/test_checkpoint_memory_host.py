@@ -14,11 +14,11 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.copying import Copier, CopyOutcome
-from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
-from checkpoints.node_memory import NodeMemory
-from checkpoints.peers import PeerAddress
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.memory.peer_storage import PeerAddress
+from checkpoints.memory.replication import Copier, CopyOutcome
 from elastic.secure_channel.keys import SecretKey
 
 LONG_S = 30.0
@@ -139,7 +139,7 @@ def test_a_host_that_cannot_begin_leaves_nothing(
         def __init__(self, *args: object, **options: object) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("checkpoints.memory_host.Copier", NoThread)
+    monkeypatch.setattr("checkpoints.memory.host.Copier", NoThread)
     with pytest.raises(RuntimeError, match="new thread"):
         MemoryHost(tmp_path / "node", host="127.0.0.1")
     assert list(tmp_path.iterdir()) == []

@@ -15,12 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from run_kit import job, process
 
 import checkpoints
-from checkpoints.commit import commit
-from checkpoints.faulty import Died, Fault, FaultyObjects, FaultyStorage
-from checkpoints.fsspec_objects import FsspecObjects, Upload
-from checkpoints.naming import CheckpointName
-from checkpoints.objects import ObjectStorage
-from checkpoints.storage import LocalStorage, Storage, storage_for
+from checkpoints.catalog.commit import commit
+from checkpoints.format.names import CheckpointName
+from checkpoints.storage.fsspec_store import FsspecObjects, Upload
+from checkpoints.storage.local import LocalStorage, Storage, storage_for
+from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.testing.faults import Died, Fault, FaultyObjects, FaultyStorage
 
 
 def in_memory() -> FsspecObjects:

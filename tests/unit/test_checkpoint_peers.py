@@ -14,11 +14,11 @@ import pytest
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.node_memory import NodeMemory
-from checkpoints.peer_server import MAX_REQUEST, PeerServer
-from checkpoints.peers import PeerAddress, PeerStorage
-from checkpoints.storage import LocalStorage, Storage
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.memory.peer_server import MAX_REQUEST, PeerServer
+from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
+from checkpoints.storage.local import LocalStorage, Storage
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import AuthenticationError, ProtocolError
 from elastic.secure_channel.frames import frame

@@ -23,9 +23,9 @@ from checkpoints import (
     Moment,
     OnPreemption,
 )
-from checkpoints.keep import Keep
-from checkpoints.memory import MemoryStorage
-from checkpoints.when import best_interval_s
+from checkpoints.policies.retention import Keep
+from checkpoints.policies.save import best_interval_s
+from checkpoints.testing.memory_storage import MemoryStorage
 
 NOW = Moment(step=10, now_s=1000.0, began_s=0.0, saved_step=5, saved_s=900.0)
 

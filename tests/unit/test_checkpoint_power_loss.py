@@ -9,8 +9,8 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.faulty import Died, Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import Died, Fault, FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 
 def _history(storage: FaultyStorage, committed: list[int]) -> None:

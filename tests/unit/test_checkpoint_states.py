@@ -14,8 +14,8 @@ from checkpoint_states import same, save_all, small_state
 from torch import nn
 
 import checkpoints
-from checkpoints.faulty import Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import Fault, FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 ALONE = checkpoints.World(nonce="aa")
 

@@ -17,9 +17,9 @@ import torch
 from checkpoint_states import flip, same, small_state
 
 import checkpoints
-from checkpoints.plan import share
-from checkpoints.staging import Buffer
-from checkpoints.tree import pack, spec_of
+from checkpoints.format.state_tree import pack, spec_of
+from checkpoints.saving.staging import Buffer
+from checkpoints.tensors.partition import share
 
 NAME = "step-000000001.g0.aa"
 

@@ -20,8 +20,8 @@ from checkpoints import (
     TieredEngine,
     Tiers,
 )
-from checkpoints.faulty import FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 LONG_S = 30.0
 ALONE = checkpoints.World(nonce="aa")

@@ -12,10 +12,10 @@ from checkpoint_states import flip, odd_state, same, save_all, small_state
 
 import checkpoints
 from checkpoints.errors import DiskFull
-from checkpoints.faulty import FaultyStorage
-from checkpoints.node_memory import NodeMemory, room_for, used_bytes
-from checkpoints.storage import LocalStorage
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.memory.node_memory import NodeMemory, room_for, used_bytes
+from checkpoints.storage.local import LocalStorage
+from checkpoints.testing.faults import FaultyStorage
 
 PER_NODE = 2
 Nodes = list[NodeMemory]

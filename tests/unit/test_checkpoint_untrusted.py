@@ -14,7 +14,7 @@ import torch
 from checkpoint_states import flip, save_all
 
 import checkpoints
-from checkpoints.sealed import digest
+from checkpoints.format.checksummed_json import digest
 
 Fields = dict[str, Any]
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from checkpoints import Ending, EverySeconds, EverySteps, LatestN, LocalStorage, Outcome
-from checkpoints.faulty import Died, FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import Died, FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger

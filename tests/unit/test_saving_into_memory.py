@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.memory_host import MemoryHost, memory_roots
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.memory.host import MemoryHost, memory_roots
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
 from elastic.training.checkpoint_folder import CheckpointFolder

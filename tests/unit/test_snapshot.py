@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoints.tree import pack, unpack
+from checkpoints.format.state_tree import pack, unpack
 from elastic.training.snapshot import SmallState
 from elastic.training.state import JobState
 from elastic.training.wrap import ElasticDDP

@@ -1,0 +1,158 @@
+"""From W parts to one committed checkpoint, by whoever finds them all.
+
+Order of what becomes durable: every file, every part, the merged manifest, the attempt folder's
+names, then the rename of the folder, then the root's names. The rename is the commit. Committers
+may race: they make the same bytes, under private names, and "it exists already" is success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+from collections.abc import Sequence
+
+from checkpoints.errors import LoadError
+from checkpoints.format.checksummed_json import read_sealed
+from checkpoints.format.manifest import Chunk, Manifest, Part, Shared, Tensor
+from checkpoints.format.manifest_parser import parse_manifest, parse_part
+from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
+from checkpoints.storage.local import Storage
+
+
+class Incomplete(Exception):
+    """An attempt that cannot be committed now; says why."""
+
+
+def is_committed(storage: Storage, name: CheckpointName) -> bool:
+    try:
+        storage.size(f"{name}/{MANIFEST}")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
+    """Commit an attempt of ``world_size`` writers; returns once it is committed and durable.
+
+    Raises :class:`Incomplete` if parts are missing or do not fit, ``OSError`` if the storage fails.
+    """
+    try:
+        manifest = merge(read_parts(storage, name, world_size))
+        data = manifest.to_bytes()
+        try:
+            parse_manifest(data, MANIFEST)  # what a loader would refuse is not committed
+        except LoadError as error:
+            raise Incomplete(f"the parts do not make a whole: {error.message}") from error
+        _check_sizes(storage, manifest)
+        _put_manifest(storage, name, data)
+        _publish(storage, name)
+    except FileNotFoundError:
+        # Another committer took the folder away under us, by renaming it.
+        if not is_committed(storage, name):
+            raise
+    storage.sync_folder("")
+    _tidy(storage, name)
+
+
+def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
+    """All parts of an attempt, by rank. Raises :class:`Incomplete`."""
+    there = set(storage.list(name.attempt))
+    missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in there]
+    if missing:
+        ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        raise Incomplete(f"waits for {len(missing)} of {world_size} writers: {ranks}")
+    return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
+
+
+def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> Part:
+    """One part, checked to be of this very attempt. Raises :class:`Incomplete` if it is not."""
+    path = f"{name.attempt}/{part_file(rank, world_size)}"
+    source = storage.open(path)
+    try:
+        part = parse_part(read_sealed(source, path), path)
+    except LoadError as error:
+        raise Incomplete(error.message) from error
+    finally:
+        source.close()
+    if part.name != name:
+        raise Incomplete(f"part {rank} is of another world: it says {part.name}")
+    if (part.writer.rank, part.world_size) != (rank, world_size):
+        raise Incomplete(f"part {rank} is of another writer")
+    return part
+
+
+def merge(parts: Sequence[Part]) -> Manifest:
+    """One manifest of all parts: pure, and the same whoever calls it.
+
+    Raises :class:`Incomplete` where the writers did not save the same tensors.
+    """
+    first = parts[0]
+    shared = first.shared
+    if shared is None:
+        raise Incomplete("part 0 does not say what is in the checkpoint")
+    strangers = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
+    if strangers:
+        raise Incomplete(f"writer {strangers[0]} saved other tensors than writer 0")
+    return Manifest(
+        name=first.name,
+        lineage=shared.lineage,
+        world_size=first.world_size,
+        data_position=shared.data_position,
+        wall_time_s=max(part.writer.wall_time_s for part in parts),
+        versions=shared.versions,
+        writers=tuple(part.writer for part in parts),
+        tensors=_tensors(shared, parts),
+        tree=shared.tree,
+    )
+
+
+def _tensors(shared: Shared, parts: Sequence[Part]) -> dict[str, Tensor]:
+    chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in shared.specs}
+    for part in parts:
+        for name, more in part.chunks.items():
+            if name not in chunks:
+                raise Incomplete(f"writer {part.writer.rank} saved an unknown tensor {name!r}")
+            chunks[name].extend(more)
+    return {spec.name: Tensor(spec, tuple(chunks[spec.name])) for spec in shared.specs}
+
+
+def _check_sizes(storage: Storage, manifest: Manifest) -> None:
+    for writer in manifest.writers:
+        size = storage.size(f"{manifest.name.attempt}/{writer.file}")
+        if size != writer.size_bytes:
+            raise Incomplete(f"{writer.file} has {size} bytes, not {writer.size_bytes}")
+
+
+def _put_manifest(storage: Storage, name: CheckpointName, data: bytes) -> None:
+    private = f"{name.attempt}/.manifest-{secrets.token_hex(4)}.json"
+    put(storage, private, data)
+    storage.rename(private, f"{name.attempt}/{MANIFEST}")
+    storage.sync_folder(name.attempt)
+
+
+def put(storage: Storage, path: str, data: bytes) -> None:
+    """Write a small file and make its content durable."""
+    sink = storage.create(path)
+    try:
+        sink.write(data)
+        sink.sync()
+    finally:
+        sink.close()
+
+
+def _publish(storage: Storage, name: CheckpointName) -> None:
+    try:
+        storage.rename(name.attempt, str(name))
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not is_committed(storage, name):
+            raise
+        storage.remove_folder(name.attempt)
+
+
+def _tidy(storage: Storage, name: CheckpointName) -> None:
+    """Parts have done their work, and a committer that lost the race may have left its copy."""
+    with contextlib.suppress(OSError):  # they harm nobody: no reader looks at them
+        for file in storage.list(str(name)):
+            if parse_part_file(file) is not None or file.startswith(".manifest-"):
+                storage.remove(f"{name}/{file}")

@@ -1,0 +1,115 @@
+"""What happens to other folders once a checkpoint is committed.
+
+Nothing here may fail a save: the checkpoint stands. Removing a committed checkpoint renames it
+first, so that one that is half removed is never listed.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from checkpoints.catalog.commit import put
+from checkpoints.errors import LoadError
+from checkpoints.format.manifest import Manifest
+from checkpoints.format.names import (
+    LATEST,
+    LATEST_PREFIX,
+    CheckpointName,
+    parse_attempt,
+    parse_committed,
+)
+from checkpoints.loading.reader import read_manifest
+from checkpoints.policies.retention import Keep, to_remove
+from checkpoints.storage.local import Root, Storage, storage_for, writing
+
+
+@runtime_checkable
+class KeepsParts(Protocol):
+    """A storage in which nothing is committed: whoever looks merges parts from several places."""
+
+    def part_written(self, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+        """One more part is there: remove what ``keep`` gives up; notes."""
+        ...
+
+
+def committed_names(storage: Storage) -> list[CheckpointName]:
+    """Names of the committed checkpoints, newest first by (generation, step)."""
+    try:
+        folders = storage.list("")
+    except FileNotFoundError:
+        return []
+    names = [name for name in map(parse_committed, folders) if name is not None]
+    return sorted(names, key=lambda name: name.age_order, reverse=True)
+
+
+def after_commit(storage: Storage, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+    """Point LATEST, remove what ``keep`` gives up and what can never be completed; notes."""
+    notes = []
+    try:
+        names = committed_names(storage)
+        _point_latest(storage, names[0])
+        for old in given_up(storage, names, keep) if keep is not None else ():
+            remove_committed(storage, old)
+        _remove_overtaken(storage, name)
+    except OSError as error:
+        notes.append(f"{name} is committed, but tidying up failed: {error.strerror or error}")
+    return tuple(notes)
+
+
+def given_up(
+    storage: Storage, newest_first: Sequence[CheckpointName], keep: Keep
+) -> tuple[CheckpointName, ...]:
+    """What ``keep`` gives up of the committed checkpoints, oldest first."""
+
+    @functools.cache
+    def look(name: CheckpointName) -> Manifest | None:
+        try:
+            return read_manifest(storage, str(name))
+        except LoadError:
+            return None
+
+    return to_remove(newest_first, keep, look)
+
+
+def prune(root: Root, keep: Keep, *, dry_run: bool = False) -> tuple[str, ...]:
+    """Remove the committed checkpoints that ``keep`` gives up, never the newest; their names.
+
+    Raises :class:`SaveError` if the storage fails.
+    """
+    storage = storage_for(root)
+    with writing(storage.place):
+        old = given_up(storage, committed_names(storage), keep)
+        for name in () if dry_run else old:
+            remove_committed(storage, name)
+    return tuple(map(str, old))
+
+
+def remove_committed(storage: Storage, name: CheckpointName) -> None:
+    """Remove a committed checkpoint; others that do it at the same time are no trouble."""
+    try:
+        storage.rename(str(name), name.removed)
+    except FileNotFoundError:
+        return
+    storage.remove_folder(name.removed)
+
+
+def _point_latest(storage: Storage, newest: CheckpointName) -> None:
+    """For people and scripts; this package never reads it."""
+    temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"
+    put(storage, temporary, f"{newest}\n".encode("ascii"))
+    storage.rename(temporary, LATEST)
+
+
+def _remove_overtaken(storage: Storage, name: CheckpointName) -> None:
+    """Attempts of the same world at earlier steps: all its writers have gone on without them."""
+    for folder in storage.list(""):
+        attempt = parse_attempt(folder)
+        if (
+            attempt is not None
+            and (attempt.generation, attempt.nonce) == (name.generation, name.nonce)
+            and attempt.step < name.step
+        ):
+            storage.remove_folder(folder)

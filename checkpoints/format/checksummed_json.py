@@ -1,0 +1,83 @@
+"""A JSON file that carries its own hash: manifests and parts.
+
+The file begins with ``{"xxh3_128": "<32 hex>",`` and a newline; the hash covers every byte after
+that, so one flipped or cut byte anywhere is noticed. It is strict JSON: no NaN, no duplicate
+keys; one top-level field per line, so that people can read and grep it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from checkpoints.errors import Corrupt
+from checkpoints.storage.local import Source
+
+MAX_SEALED_BYTES = 512 << 20  # about three million chunks: 48 TB of tensors
+
+_BEFORE = b'{"xxh3_128": "'
+_AFTER = b'",\n'
+_PREFIX_BYTES = len(_BEFORE) + 32 + len(_AFTER)
+
+
+Hasher = xxhash.xxh3_128
+"""xxh3-128 of what comes in pieces."""
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """xxh3-128 as 32 hex digits. Other threads run meanwhile where it is much."""
+    hashed = Hasher()
+    hashed.update(data)  # unlike xxhash's functions, in every version of it
+    return str(hashed.hexdigest())
+
+
+def seal(fields: Mapping[str, object]) -> bytes:
+    """The file's bytes. The same fields give the same bytes."""
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
+        for key, value in fields.items()
+    ]
+    body = (",\n".join(lines) + "\n}\n").encode("ascii")
+    return _BEFORE + digest(body).encode("ascii") + _AFTER + body
+
+
+def unseal(data: bytes, file: str) -> dict[str, Any]:
+    """The fields of a sealed file, without its hash. Raises :class:`Corrupt`."""
+    body = memoryview(data)[_PREFIX_BYTES:]
+    if data[:_PREFIX_BYTES] != _BEFORE + digest(body).encode("ascii") + _AFTER:
+        raise Corrupt("it does not have the hash it says it has", file=file)
+    try:
+        fields = json.loads(
+            data, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        # Its hash fits, so this was written on purpose: 10 MB of brackets, "NaN", twice a key.
+        raise Corrupt(f"not strict JSON: {str(error)[:200]}", file=file) from error
+    assert isinstance(fields, dict)  # it begins with a brace
+    del fields["xxh3_128"]
+    return fields
+
+
+def read_sealed(source: Source, file: str) -> bytes:
+    """All bytes of a sealed file, refused before anything is allocated if absurdly large."""
+    size = source.size()
+    if size > MAX_SEALED_BYTES:
+        raise Corrupt(f"{size} bytes are more than any manifest has", file=file)
+    data = bytearray(size)
+    if source.read_at(0, memoryview(data)) != size:
+        raise Corrupt("it became shorter while being read", file=file)
+    return bytes(data)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return fields
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")

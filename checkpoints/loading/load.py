@@ -1,0 +1,398 @@
+"""Loading: verified into spare memory first, then copied into live tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from checkpoints.errors import LoadError, Mismatch, TornLoad
+from checkpoints.format.checksummed_json import digest
+from checkpoints.format.manifest import CheckpointInfo, Chunk, Manifest, Tensor, info_of
+from checkpoints.format.state_tree import live_tensors, tensor_leaves, unpack
+from checkpoints.loading.buffers import Spare
+from checkpoints.loading.exchange import Exchange, shares_of
+from checkpoints.loading.mapped_checkpoint import FilesInPlace
+from checkpoints.loading.reader import (
+    STEP_BYTES,
+    Item,
+    all_chunks,
+    into_spare,
+    read_chunks,
+    read_manifest,
+    scratch,
+)
+from checkpoints.storage.local import Root, Storage, storage_for
+from checkpoints.storage.page_cache import identity_of
+from checkpoints.tensors.dtensors import blocks_of, is_sharded
+from checkpoints.tensors.dtypes import BY_NAME
+from checkpoints.tensors.regions import Box, whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Progress = Callable[[int], object]
+"""Called with a number of bytes, by several threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded.
+
+    ``state`` is the whole saved state; where a live tensor was given, it stands there itself.
+    ``left_out`` says, with ``strict=False``, which tensors were not copied, and why.
+    """
+
+    state: Any
+    info: CheckpointInfo
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Match:
+    """How saved and live tensors fit, by path."""
+
+    fitting: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    mis_shaped: tuple[str, ...]
+
+    def left_out(self) -> tuple[str, ...]:
+        return (
+            *(f"{path}: missing in the checkpoint" for path in self.missing),
+            *(f"{path}: only in the checkpoint" for path in self.extra),
+            *self.mis_shaped,
+        )
+
+
+def load(
+    root: Root,
+    name: str,
+    *,
+    into: object = None,
+    strict: bool = True,
+    group: ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a checkpoint by name, whatever the world that saved it.
+
+    With ``into``, a state of the same form whose tensors are live ones, values are copied into
+    these in place, after every byte that they need was verified; leaves that are not tensors are
+    returned, not written. DTensors get what their placements say, however it was sharded when it
+    was saved. If the tensors of both differ in path, shape or dtype, that is an error which lists
+    them; with ``strict=False`` those that fit are copied.
+
+    With ``group``, a process group of torch.distributed, its ranks load together: each reads and
+    verifies an equal share of the bytes that all need, and they exchange them: over the group, or
+    on one host through the kernel, which keeps what was read; of sharded tensors each reads what
+    it needs. All raise what the first rank that fails raises, before any of them has changed a
+    tensor. All must call it, with the same name and form of state.
+
+    ``progress`` is called, by several threads, with the number of bytes of each chunk read.
+
+    Raises :class:`NoCheckpoint`, :class:`Corrupt`, :class:`UnsupportedFormat`,
+    :class:`ReadFailed`, :class:`Mismatch`; with ``group`` also :class:`LoadError`, if the group
+    itself fails. From a memory file system, what was verified is copied from where it lies: if
+    its files change in between, :class:`TornLoad`.
+    """
+    storage = storage_for(root)
+    if group is not None:
+        return _load_together(storage, name, into, strict, Exchange(group), progress)
+    plan = _prepare(storage, name, into, strict)
+    files = plan.files_in_place()
+    if files is not None:
+        with contextlib.closing(files):
+            in_place = _InPlace(plan, files)
+            in_place.verify(all_chunks(plan.manifest), None, progress)
+            return in_place.take()
+    job = _Job(plan, plan.spares())
+    job.read(all_chunks(plan.manifest), progress=progress)
+    return job.finish()
+
+
+class _InPlace:
+    """Verify files where they lie in memory, then copy them from there into the live tensors.
+
+    Faster than filling fresh memory and copying from that, and needs no memory for another copy.
+    """
+
+    def __init__(self, plan: _Plan, files: FilesInPlace) -> None:
+        self._plan = plan
+        self._files = files
+        self._job = _Job(plan, plan.live_memory())
+
+    def verify(
+        self, items: Iterable[Item], headers: Collection[int] | None, progress: Progress | None
+    ) -> None:
+        """Look at each byte of these that is needed; others may do so with the rest."""
+        self._files.verify(self._job.needed(items), headers, progress)
+
+    def take(self) -> Loaded:
+        """All was verified: copy it. Raises TornLoad if the files have changed meanwhile."""
+        every = all_chunks(self._plan.manifest)
+        try:
+            with torch.no_grad():
+                self._files.copy(self._job.needed(every), self._job.spares)
+            changed = self._files.have_changed()
+        except LoadError as error:
+            raise TornLoad(str(self._plan.manifest.name)) from error
+        if changed:
+            raise TornLoad(str(self._plan.manifest.name))
+        return self._job.finish()
+
+
+def _load_together(
+    storage: Storage,
+    name: str,
+    into: object,
+    strict: bool,
+    exchange: Exchange,
+    progress: Progress | None,
+) -> Loaded:
+    with contextlib.ExitStack() as stack:
+        with exchange.together() as here:
+            plan = _prepare(storage, name, into, strict)
+            here.must_agree(plan.fingerprint())
+            files, identity = plan.files_in_place(), identity_of(storage, name)
+            if files is not None:
+                stack.enter_context(contextlib.closing(files))
+                identity = identity and f"{identity} {files.identity}"
+            here.reads(identity)
+        shares = _Shares.of(plan, exchange)
+        if here.have_same_files and files is not None:
+            return _take_in_place(_InPlace(plan, files), shares, exchange, progress)
+        if here.have_same_files:
+            return _read_side_by_side(plan, shares, exchange, progress)
+        with exchange.together():
+            job = _Job(plan, plan.spares())
+            job.read(shares.own, headers=shares.headers, progress=progress)
+        exchange.all_gather(shares.common, job.spares)
+        return job.finish()
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Who of the ranks that load together sees to what."""
+
+    common: tuple[tuple[Item, ...], ...]  # of what all need, by rank
+    own: list[Item]  # this rank's share, and what it alone needs
+    rest: list[Item]  # the other ranks' shares
+    headers: Collection[int]
+
+    @classmethod
+    def of(cls, plan: _Plan, exchange: Exchange) -> _Shares:
+        items = all_chunks(plan.manifest)
+        rank, size = exchange.rank, exchange.size
+        common = shares_of([i for i in items if i[0].spec.name in plan.whole], size)
+        alone = [item for item in items if item[0].spec.name not in plan.whole]
+        rest = [item for of, share in enumerate(common) if of != rank for item in share]
+        headers = range(rank, len(plan.manifest.writers), size)
+        return cls(common, [*common[rank], *alone], rest, headers)
+
+
+def _take_in_place(
+    in_place: _InPlace, shares: _Shares, exchange: Exchange, progress: Progress | None
+) -> Loaded:
+    """Ranks with the same files in one memory: verify a share each, then copy all of it each."""
+    with exchange.together():
+        in_place.verify(shares.own, shares.headers, progress)
+    exchange.tensors = "The live tensors may hold the checkpoint by now."
+    with exchange.together():
+        return in_place.take()
+
+
+def _read_side_by_side(
+    plan: _Plan, shares: _Shares, exchange: Exchange, progress: Progress | None
+) -> Loaded:
+    """Ranks with the same files under one kernel: what one has read, it has for the others, and
+    gives it to them faster than they could (1 GiB among four: 0.7 s against 2.4 s, measured)."""
+    with exchange.together():
+        job = _Job(plan, plan.spares())
+        job.read(shares.own, headers=shares.headers, progress=progress)
+    with exchange.together():
+        job.read(shares.rest, headers=(), progress=progress)
+    return job.finish()
+
+
+def verify(root: Root, name: str, *, progress: Progress | None = None) -> CheckpointInfo:
+    """Read every byte of a checkpoint; raises what :func:`load` raises, keeps nothing.
+
+    ``progress`` is called, by several threads, with the number of bytes of each chunk.
+    """
+    storage = storage_for(root)
+    manifest = read_manifest(storage, name)
+    files = FilesInPlace.of(storage, manifest)
+    if files is not None:
+        with contextlib.closing(files):
+            files.verify(all_chunks(manifest), None, progress)
+        return info_of(manifest)
+    room = scratch(STEP_BYTES)
+
+    def target(tensor: Tensor, chunk: Chunk) -> memoryview:
+        if progress is not None:
+            progress(chunk.end - chunk.begin)
+        return room(tensor, chunk)
+
+    read_chunks(storage, manifest, all_chunks(manifest), target)
+    return info_of(manifest)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A load that is known to fit: what of each tensor is needed, and where."""
+
+    storage: Storage
+    manifest: Manifest
+    live: Mapping[str, torch.Tensor]
+    leaves: Mapping[str, str]  # path to name
+    match: _Match
+    is_partial: bool
+    into_live: bool  # copy into live tensors; else all is returned
+
+    def files_in_place(self) -> FilesInPlace | None:
+        """For loading from where files lie, if they can be copied from there into live tensors."""
+        return FilesInPlace.of(self.storage, self.manifest) if self.into_live else None
+
+    def fingerprint(self) -> str:
+        """What ranks that load together must have in common."""
+        return digest(json.dumps([digest(self.manifest.to_bytes()), sorted(self.whole)]).encode())
+
+    @functools.cached_property
+    def whole(self) -> frozenset[str]:
+        """Tensors that this rank needs all of: those that not only sharded ones take."""
+        fitting = set(self.match.fitting)
+        return frozenset(
+            name
+            for path, name in self.leaves.items()
+            if path not in fitting or not is_sharded(self.live[path])
+        )
+
+    def spares(self) -> dict[str, Spare]:
+        """Spare memory for what is needed of each tensor."""
+        live = self._live_blocks()
+        # A tensor that no leaf names is not needed at all; only strangers write such.
+        return {
+            name: Spare(tensor.spec, None if name in self.whole else _boxes(live.get(name, ())))
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+    def live_memory(self) -> dict[str, Spare]:
+        """The live tensors' own memory; spare memory only for what is returned besides."""
+        fitting, live = set(self.match.fitting), self._live_blocks()
+        returned = {name for path, name in self.leaves.items() if path not in fitting}
+        return {
+            name: Spare(tensor.spec)
+            if name in returned
+            else Spare.over(tensor.spec, live.get(name, ()))
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+    def _live_blocks(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
+        blocks: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+        for path in self.match.fitting:
+            blocks[self.leaves[path]] += _blocks(self.live[path], path)
+        return blocks
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A plan, and the memory that is filled."""
+
+    plan: _Plan
+    spares: Mapping[str, Spare]
+
+    def read(
+        self,
+        items: Iterable[Item],
+        *,
+        headers: Collection[int] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read and verify those of ``items`` that are needed."""
+        target, put = into_spare(self.spares)
+
+        def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
+            put(tensor, chunk, data)
+            if progress is not None:
+                progress(chunk.end - chunk.begin)
+
+        storage, manifest = self.plan.storage, self.plan.manifest
+        with torch.no_grad():
+            read_chunks(storage, manifest, self.needed(items), target, headers=headers, done=done)
+
+    def needed(self, items: Iterable[Item]) -> list[Item]:
+        return [(t, c) for t, c in items if self.spares[t.spec.name].needs(c.place)]
+
+    def finish(self) -> Loaded:
+        """Copy what was verified into the live tensors, where it is not there yet."""
+        plan = self.plan
+        with torch.no_grad():
+            for path in plan.match.fitting:
+                spare = self.spares[plan.leaves[path]]
+                for box, memory in _blocks(plan.live[path], path):
+                    spare.give(box, memory)
+        fitting = set(plan.match.fitting)
+
+        def leaf(path: str, tensor: str) -> torch.Tensor:
+            return plan.live[path] if path in fitting else self.spares[tensor].tensor
+
+        return Loaded(
+            state=unpack(plan.manifest.tree, leaf),
+            info=info_of(plan.manifest),
+            left_out=plan.match.left_out() if plan.is_partial else (),
+        )
+
+
+def _prepare(storage: Storage, name: str, into: object, strict: bool) -> _Plan:
+    manifest = read_manifest(storage, name)
+    leaves = tensor_leaves(manifest.tree)
+    live = {} if into is None else live_tensors(into)
+    match = _match(manifest, leaves, live)
+    differs = into is not None and bool(match.missing or match.extra or match.mis_shaped)
+    if differs and strict:
+        raise Mismatch(name, missing=match.missing, extra=match.extra, mis_shaped=match.mis_shaped)
+    return _Plan(storage, manifest, live, leaves, match, differs, into is not None)
+
+
+def _blocks(live: torch.Tensor, path: str) -> Sequence[tuple[Box, torch.Tensor]]:
+    """What this rank holds of a live tensor, with the memory."""
+    return (
+        blocks_of(live, path) if is_sharded(live) else ((whole(tuple(live.shape)), live.detach()),)
+    )
+
+
+def _boxes(blocks: Iterable[tuple[Box, torch.Tensor]]) -> list[Box]:
+    return list(dict.fromkeys(box for box, _ in blocks))
+
+
+def _match(
+    manifest: Manifest, leaves: Mapping[str, str], live: Mapping[str, torch.Tensor]
+) -> _Match:
+    fitting, mis_shaped = [], []
+    for path, tensor in live.items():
+        if path not in leaves:
+            continue
+        spec = manifest.tensors[leaves[path]].spec
+        saved = (spec.shape, BY_NAME[spec.dtype].torch)
+        if (tuple(tensor.shape), tensor.dtype) == saved:
+            fitting.append(path)
+        else:
+            mis_shaped.append(
+                f"{path} (saved {_shape(*saved)}, here {_shape(tuple(tensor.shape), tensor.dtype)})"
+            )
+    return _Match(
+        fitting=tuple(fitting),
+        missing=tuple(path for path in live if path not in leaves),
+        extra=tuple(path for path in leaves if path not in live),
+        mis_shaped=tuple(mis_shaped),
+    )
+
+
+def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,105 @@
+"""A checkpoint's files in this machine's memory: verified where they lie, copied once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy
+
+from checkpoints.format.checksummed_json import digest
+from checkpoints.format.manifest import Manifest
+from checkpoints.loading.buffers import Spare
+from checkpoints.loading.reader import (
+    Batch,
+    Item,
+    check_chunk,
+    check_header,
+    in_batches,
+    into_spare,
+    opened,
+)
+from checkpoints.storage.local import Storage
+from checkpoints.storage.mapped_files import MappedFile
+
+
+@dataclass(frozen=True)
+class FilesInPlace:
+    """All tensor files of a checkpoint. Close them when done."""
+
+    storage: Storage
+    manifest: Manifest
+    files: Mapping[str, MappedFile]
+
+    @classmethod
+    def of(cls, storage: Storage, manifest: Manifest) -> FilesInPlace | None:
+        """None where a file is not in memory, or cannot be mapped: read them, then."""
+        files: dict[str, MappedFile] = {}
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for writer in manifest.writers:
+                with opened(storage, manifest.name, writer) as source:
+                    mapped = source.mapped()
+                if mapped is None:
+                    return None
+                files[writer.file] = stack.enter_context(contextlib.closing(mapped))
+                if len(mapped) != writer.size_bytes:
+                    return None
+            stack.pop_all()
+            return cls(storage, manifest, files)
+        return None
+
+    @property
+    def identity(self) -> str:
+        """Which files these are, in which state: the same for all processes of this kernel."""
+        return digest(" ".join(file.identity for file in self.files.values()).encode())
+
+    def verify(
+        self,
+        items: Iterable[Item],
+        headers: Collection[int] | None,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        """Look at each byte of these; by default at all headers, too.
+
+        Raises what :func:`~checkpoints.loading.reader.read_chunks` raises.
+        """
+
+        def work(batch: Batch) -> None:
+            if batch.with_header:
+                with self._look(batch, 0, batch.writer.header_bytes) as data:
+                    check_header(data, self.manifest.name, batch.writer)
+            for tensor, chunk in batch.items:
+                with self._look(batch, chunk.begin, chunk.end) as data:
+                    check_chunk(len(data), digest(data), self.manifest.name, tensor, chunk)
+                if progress is not None:
+                    progress(chunk.end - chunk.begin)
+
+        in_batches(self.storage, self.manifest, items, headers, work)
+
+    def copy(self, items: Iterable[Item], into: Mapping[str, Spare]) -> None:
+        """Copy what was verified. :meth:`have_changed` says whether it still was that."""
+        target, done = into_spare(into)
+
+        def work(batch: Batch) -> None:
+            for tensor, chunk in batch.items:
+                room = target(tensor, chunk)
+                with self._look(batch, chunk.begin, chunk.end) as data:
+                    # Unlike a memoryview, numpy lets other threads run meanwhile.
+                    numpy.copyto(numpy.frombuffer(room, "u1"), numpy.frombuffer(data, "u1"))
+                done(tensor, chunk, room)
+
+        in_batches(self.storage, self.manifest, items, (), work)
+
+    def have_changed(self) -> bool:
+        """Whether any of them was written into since it was mapped."""
+        return any(file.has_changed() for file in self.files.values())
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def _look(
+        self, batch: Batch, begin: int, end: int
+    ) -> contextlib.AbstractContextManager[memoryview]:
+        return self.files[batch.writer.file].look(begin, end)

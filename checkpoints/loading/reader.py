@@ -1,0 +1,243 @@
+"""Reading a checkpoint's bytes: nothing is handed out that was not verified first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from checkpoints.errors import Corrupt, NoCheckpoint
+from checkpoints.format.checksummed_json import Hasher, digest, read_sealed
+from checkpoints.format.manifest import Chunk, Manifest, Tensor, Writer
+from checkpoints.format.manifest_parser import parse_manifest
+from checkpoints.format.names import MANIFEST, CheckpointName, parse_committed
+from checkpoints.loading.buffers import Spare
+from checkpoints.storage.local import Source, Storage, reading
+from checkpoints.tensors.dtypes import BY_NAME
+
+_SIDE_BY_SIDE_BYTES = 64 << 20  # below, threads cost more than they save
+_BATCH_BYTES = 32 << 20
+STEP_BYTES = 1 << 20  # that a verification holds at a time
+_READERS = min(8, os.cpu_count() or 1)
+
+Item = tuple[Tensor, Chunk]
+Target = Callable[[Tensor, Chunk], memoryview]
+"""Where a chunk's bytes go."""
+Done = Callable[[Tensor, Chunk, memoryview], None]
+"""Called with a chunk's bytes once they are verified."""
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """The manifest of a committed checkpoint, checked, its files there with the right sizes."""
+    parsed = parse_committed(name)
+    if parsed is None:
+        raise NoCheckpoint(
+            f"{name!r} is not a checkpoint's name",
+            hint="Names look like step-000001200.g7.3f9c; list_checkpoints() lists them.",
+        )
+    file = f"{name}/{MANIFEST}"
+    with reading(f"{storage.place}/{name}"):
+        try:
+            source = storage.open(file)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NoCheckpoint(
+                f"there is no checkpoint {name} in {storage.place}",
+                hint="list_checkpoints() lists those that are there.",
+            ) from error
+        with contextlib.closing(source):
+            manifest = parse_manifest(read_sealed(source, file), file)
+        if manifest.name != parsed:
+            raise Corrupt(f"it is the manifest of {manifest.name}", file=file)
+        for writer in manifest.writers:
+            with opened(storage, parsed, writer):
+                pass
+    return manifest
+
+
+def all_chunks(manifest: Manifest) -> list[Item]:
+    """Every chunk of a checkpoint, in the order in which they stand in its files."""
+    every = [(tensor, chunk) for tensor in manifest.tensors.values() for chunk in tensor.chunks]
+    return sorted(every, key=lambda item: (item[1].file, item[1].begin))
+
+
+def read_chunks(
+    storage: Storage,
+    manifest: Manifest,
+    items: Iterable[Item],
+    target: Target,
+    *,
+    headers: Collection[int] | None = None,
+    done: Callable[[Tensor, Chunk, memoryview], object] | None = None,
+) -> None:
+    """Read chunks, each into its target, verify its hash, then say that it is ``done``.
+
+    ``headers``: the ranks whose files' headers are verified, too; by default all. Where there are
+    many bytes, several threads read, hash and call; they are joined before this returns. Raises
+    :class:`Corrupt` naming file and tensor, :class:`ReadFailed` if the storage fails: of several
+    failures, the first in the order of files and bytes.
+    """
+
+    def work(batch: Batch) -> None:
+        with opened(storage, manifest.name, batch.writer) as source:
+            if batch.with_header:
+                # At most the size of the file, which was compared with the file itself.
+                data = bytearray(batch.writer.header_bytes)
+                source.read_at(0, memoryview(data))
+                check_header(data, manifest.name, batch.writer)
+            for tensor, chunk in batch.items:
+                into = target(tensor, chunk)
+                check_chunk(*_read_hashed(source, chunk, into), manifest.name, tensor, chunk)
+                if done is not None:
+                    done(tensor, chunk, into)
+
+    in_batches(storage, manifest, items, headers, work)
+
+
+def in_batches(
+    storage: Storage,
+    manifest: Manifest,
+    items: Iterable[Item],
+    headers: Collection[int] | None,
+    work: Callable[[Batch], None],
+) -> None:
+    """Have chunks and headers worked on, as :func:`read_chunks` says."""
+    if headers is None:
+        headers = range(len(manifest.writers))
+    batches = list(_batches(manifest, items, set(headers)))
+    size = sum(chunk.end - chunk.begin for batch in batches for _, chunk in batch.items)
+    with reading(f"{storage.place}/{manifest.name}"):
+        if size < _SIDE_BY_SIDE_BYTES:
+            for batch in batches:
+                work(batch)
+        else:
+            _side_by_side(work, batches)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one thread reads of one file at a time."""
+
+    writer: Writer
+    with_header: bool
+    items: Sequence[Item]
+
+
+def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> Iterator[Batch]:
+    by_file: dict[str, list[Item]] = defaultdict(list)
+    for item in items:
+        by_file[item[1].file].append(item)
+    for writer in manifest.writers:
+        with_header, batch, size = writer.rank in headers, [], 0
+        for item in sorted(by_file[writer.file], key=lambda item: item[1].begin):
+            batch.append(item)
+            size += item[1].end - item[1].begin
+            if size >= _BATCH_BYTES:
+                yield Batch(writer, with_header, batch)
+                with_header, batch, size = False, [], 0
+        if batch or with_header:
+            yield Batch(writer, with_header, batch)
+
+
+def _side_by_side(work: Callable[[Batch], None], batches: Sequence[Batch]) -> None:
+    # Reading and hashing both release the GIL; the pool is joined before this returns.
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
+        reads = [pool.submit(work, batch) for batch in batches]
+        try:
+            for read in reads:
+                read.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def scratch(limit: int | None = None) -> Target:
+    """A target for reading without keeping: one buffer for each thread, no longer than ``limit``:
+    of a chunk that is longer, only the last bytes are there in the end."""
+    own = threading.local()
+
+    def target(_: Tensor, chunk: Chunk) -> memoryview:
+        size = chunk.end - chunk.begin
+        size = size if limit is None else min(size, limit)
+        buffer: torch.Tensor | None = getattr(own, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = own.buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size].numpy().data
+
+    return target
+
+
+def into_spare(spares: Mapping[str, Spare]) -> tuple[Target, Done]:
+    """Where chunks go, straight into spare memory if they lie there in one piece, and by copy."""
+    beside = scratch()
+
+    def target(tensor: Tensor, chunk: Chunk) -> memoryview:
+        room = spares[tensor.spec.name].room(chunk.place)
+        return beside(tensor, chunk) if room is None else bytes_view(room)
+
+    def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
+        spare = spares[tensor.spec.name]
+        if spare.room(chunk.place) is None:
+            flat = torch.frombuffer(data, dtype=BY_NAME[tensor.spec.dtype].torch)
+            spare.put(chunk.place, flat)
+
+    return target, done
+
+
+def bytes_view(flat: torch.Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
+
+
+@contextlib.contextmanager
+def opened(storage: Storage, name: CheckpointName, writer: Writer) -> Iterator[Source]:
+    file = f"{name}/{writer.file}"
+    try:
+        source = storage.open(file)
+    except FileNotFoundError as error:
+        raise Corrupt("the file is missing", file=file) from error
+    with contextlib.closing(source):
+        if source.size() != writer.size_bytes:
+            raise Corrupt(f"it has {source.size()} bytes, not {writer.size_bytes}", file=file)
+        yield source
+
+
+def check_header(
+    data: bytes | bytearray | memoryview, name: CheckpointName, writer: Writer
+) -> None:
+    if digest(data) != writer.header_xxh3_128:
+        raise Corrupt(
+            "its header does not have the hash it was saved with", file=f"{name}/{writer.file}"
+        )
+
+
+def check_chunk(
+    count: int, xxh3_128: str, name: CheckpointName, tensor: Tensor, chunk: Chunk
+) -> None:
+    """Whether ``count`` bytes with this hash are what was saved."""
+    is_short = count != chunk.end - chunk.begin
+    if is_short or xxh3_128 != chunk.xxh3_128:
+        what = "became shorter" if is_short else "do not have the hash they were saved with"
+        raise Corrupt(
+            f"bytes {chunk.begin} to {chunk.end} {what}",
+            file=f"{name}/{chunk.file}",
+            tensor=tensor.spec.name,
+        )
+
+
+def _read_hashed(source: Source, chunk: Chunk, into: memoryview) -> tuple[int, str]:
+    """Read and hash in steps that stay in the processor's cache between the two."""
+    hashed, size = Hasher(), chunk.end - chunk.begin
+    for low in range(0, size, STEP_BYTES):
+        length = min(STEP_BYTES, size - low)
+        place = low if len(into) == size else 0
+        step = into[place : place + length]
+        count = source.read_at(chunk.begin + low, step)
+        if count != length:
+            return low + count, ""
+        hashed.update(step)
+    return size, hashed.hexdigest()

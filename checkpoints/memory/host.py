@@ -1,0 +1,170 @@
+"""Owns the memory of a node for as long as it lives: the folder, its server, its copies.
+
+For a process that outlives the workers, such as an agent. The workers are told the folder and
+nothing else; what they need to know of other nodes, and the key that opens their memories, stands
+in a file there for this user alone, which changes with the world (:func:`memory_roots`)::
+
+    host = MemoryHost(
+        folder, host="10.0.0.7", key=job_key, identity="node-7",
+        neighbours=lambda: Neighbours(others, next_one),
+    )
+    …
+    host.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from checkpoints.memory.node_memory import COPIES, OWN, NodeMemory
+from checkpoints.memory.peer_server import PeerServer
+from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
+from checkpoints.memory.replication import Copier, CopyOutcome
+from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.storage.local import Root
+from elastic.secure_channel import private_files
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.reports import Report
+
+NODE_FILE = "node.json"
+KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The other nodes of the present world, and which of them gets this node's copies."""
+
+    peers: tuple[PeerAddress, ...] = ()
+    successor: PeerAddress | None = None
+
+
+class MemoryHost:
+    """Makes ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
+
+    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` and ``key`` are asked again
+    and again, and by :meth:`look`; all hosts of a job have one key, and each has an ``identity`` of
+    its own. Without a key nobody else can come.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        host: str = "",
+        key: Callable[[], SecretKey] | None = None,
+        identity: str = "",
+        limit_bytes: int | None = None,
+        neighbours: Callable[[], Neighbours] = Neighbours,
+        report: Report = lambda line: None,
+        on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
+        on_error: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        self._folder = Path(folder)
+        self._limit_bytes = limit_bytes
+        self._neighbours = neighbours
+        alone = SecretKey.generate()
+        self._key = key if key is not None else lambda: alone
+        self._known = Neighbours()
+        self._known_key = self._key()
+        self._lock = threading.Lock()
+        self._folder.mkdir(mode=0o700)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            own, copies = (
+                NodeMemory(self._folder / name, limit_bytes=limit_bytes) for name in (OWN, COPIES)
+            )
+            for memory in (own, copies):
+                memory.make_folder("")
+            self._write()
+            self._server = PeerServer(
+                own,
+                copies,
+                key=self._key,
+                identity=identity,
+                host=host,
+                keep=KEEP,
+                report=report,
+                on_error=on_error,
+            )
+            undo.callback(self._server.close)
+            self._copier = Copier(
+                own, self.look, key=self._key, on_outcome=on_outcome, on_error=on_error
+            )
+            undo.pop_all()
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def look(self) -> PeerAddress | None:
+        """Ask for the neighbours and let the workers know them; who gets the copies."""
+        with self._lock:
+            found, key = self._neighbours(), self._key()
+            if (found, key) != (self._known, self._known_key):
+                self._known, self._known_key = found, key
+                self._write()
+            return found.successor
+
+    def close(self) -> None:
+        """Stop serving and copying, join the threads, give the memory back."""
+        self._copier.close()
+        self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self) -> None:
+        peers = [asdict(peer) for peer in self._known.peers]
+        told = {"limit_bytes": self._limit_bytes, "key": self._known_key.text, "peers": peers}
+        text = json.dumps(told)
+        descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds the key
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(name, self._folder / NODE_FILE)
+
+
+def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
+    """Where this node's ranks write. Raises ``OSError`` if nobody hosts that folder."""
+    return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder).limit_bytes)
+
+
+def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
+    """For :class:`~checkpoints.Tiers`: this node's memory, its copies, then all other nodes'.
+
+    Raises ``OSError`` if nobody hosts that folder.
+    """
+    told = _read(folder)
+    return [
+        NodeMemory(Path(folder) / OWN),
+        NodeMemory(Path(folder) / COPIES),
+        *(PeerStorage(peer, key=lambda: told.key, timeout_s=timeout_s) for peer in told.peers),
+    ]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the host's file says."""
+
+    limit_bytes: int | None
+    key: SecretKey
+    peers: tuple[PeerAddress, ...]
+
+
+def _read(folder: str | os.PathLike[str]) -> _Told:
+    text = private_files.read(Path(folder) / NODE_FILE).decode()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        data = json.loads(text)
+        names = [field.name for field in fields(PeerAddress)]
+        peers = (PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"])
+        return _Told(data["limit_bytes"], SecretKey.parse(data["key"]), tuple(peers))
+    raise OSError(f"{folder}/{NODE_FILE} is not what an agent writes")

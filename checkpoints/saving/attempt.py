@@ -1,0 +1,193 @@
+"""One writer's part of one attempt: what it writes, and the commit if all others have written.
+
+Everything here runs in any thread of one process, alone: no communication, no live tensors but
+through ``data``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpoints.catalog.commit import Incomplete, commit, is_committed, put, read_part
+from checkpoints.catalog.retention import KeepsParts, after_commit
+from checkpoints.format.checksummed_json import digest
+from checkpoints.format.manifest import Lineage, Part, Shared
+from checkpoints.format.names import CheckpointName, part_file, writer_file
+from checkpoints.format.state_tree import Node
+from checkpoints.policies.retention import Keep
+from checkpoints.saving.tensor_file import Data, Pieces, write_share
+from checkpoints.storage.local import Storage, writing
+from checkpoints.tensors.partition import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a save did.
+
+    ``committed`` says whether the checkpoint stands now. With several writers it is True for
+    those that found all parts, so for at least the last one, unless some writer failed; where a
+    storage only keeps parts (:mod:`checkpoints.memory.node_memory`), it says that this one is kept.
+    ``notes`` are sentences about what did not go as wished but does not endanger the checkpoint.
+    """
+
+    name: str
+    step: int
+    bytes_written: int
+    committed: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One writer's share of one checkpoint, ready to be written."""
+
+    name: CheckpointName
+    rank: int
+    world_size: int
+    lineage: Lineage
+    data_position: Any
+    specs: tuple[TensorSpec, ...]
+    tree: Node
+    pieces: Pieces
+    data: Data  # the bytes of a part of a piece
+
+
+def run(
+    storage: Storage,
+    attempt: Attempt,
+    *,
+    keep: Keep | None,
+    fence: Callable[[], bool] | None,
+    clock: Callable[[], float],
+    stands: Callable[[], object] = lambda: None,
+) -> Saved:
+    """Write the share, commit if it was the last one; then ``keep`` runs.
+
+    ``stands`` is called between the two. Raises :class:`SaveError`.
+    """
+    name = attempt.name
+    with writing(storage.place):
+        if is_committed(storage, name):
+            return Saved(name=str(name), step=name.step, bytes_written=0, committed=True)
+        written = write_once(storage, attempt, clock)
+    return complete(storage, attempt, written, keep=keep, fence=fence, stands=stands)
+
+
+def complete(
+    storage: Storage,
+    attempt: Attempt,
+    written: int,
+    *,
+    keep: Keep | None,
+    fence: Callable[[], bool] | None,
+    stands: Callable[[], object] = lambda: None,
+) -> Saved:
+    """Commit if all shares are there and the world is not stale. Raises :class:`SaveError`."""
+    name = attempt.name
+    why = "the fence says that this world is stale" if fence is not None and not fence() else ""
+    if not why and not isinstance(storage, KeepsParts):
+        with writing(storage.place):
+            try:
+                commit(storage, name, attempt.world_size)
+            except Incomplete as problem:
+                why = str(problem)
+    stands()
+    if why:
+        notes: tuple[str, ...] = (f"not committed: {why}",)
+    elif isinstance(storage, KeepsParts):
+        notes = storage.part_written(name, keep)
+    else:
+        notes = after_commit(storage, name, keep)
+    return Saved(
+        name=str(name), step=name.step, bytes_written=written, committed=not why, notes=notes
+    )
+
+
+def write_once(storage: Storage, attempt: Attempt, clock: Callable[[], float]) -> int:
+    """Write this rank's file and part, unless they are there; the number of bytes written."""
+    name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
+    storage.make_folder("")
+    storage.make_folder(name.attempt)
+    with contextlib.suppress(Incomplete, FileNotFoundError):
+        read_part(storage, name, rank, world_size)
+        return 0  # this world wrote it before; a committer may be reading it
+    with _removed_on_failure(storage, name, rank, world_size):
+        written = write_share(
+            storage,
+            name.attempt,
+            attempt.pieces,
+            attempt.data,
+            rank=rank,
+            world_size=world_size,
+            wall_time_s=clock(),
+        )
+        part = Part(
+            name=name,
+            world_size=world_size,
+            writer=written.writer,
+            specs_xxh3_128=_digest_of(attempt.specs),
+            chunks=written.chunks,
+            shared=None if rank else _shared(attempt),
+        )
+        data = part.to_bytes()
+        final = f"{name.attempt}/{part_file(rank, world_size)}"
+        put(storage, f"{final}.tmp", data)
+        storage.rename(f"{final}.tmp", final)
+    with contextlib.suppress(FileNotFoundError):  # somebody commits it this very moment
+        storage.sync_folder(name.attempt)
+    return written.writer.size_bytes + len(data)
+
+
+def _digest_of(specs: tuple[TensorSpec, ...]) -> str:
+    listed = json.dumps([[spec.name, spec.dtype, spec.shape] for spec in specs])
+    return digest(listed.encode("ascii"))
+
+
+def _shared(attempt: Attempt) -> Shared:
+    return Shared(
+        lineage=attempt.lineage,
+        data_position=attempt.data_position,
+        versions=_versions(),
+        specs=attempt.specs,
+        tree=attempt.tree,
+    )
+
+
+@contextlib.contextmanager
+def _removed_on_failure(
+    storage: Storage, name: CheckpointName, rank: int, world_size: int
+) -> Iterator[None]:
+    """Give the space back: on a full disk, a dead attempt is what the next one lacks room for."""
+    try:
+        yield
+    except BaseException:
+        part = part_file(rank, world_size)
+        for file in (part, f"{part}.tmp", writer_file(rank, world_size)):
+            with contextlib.suppress(OSError):  # the first failure is the one to report
+                storage.remove(f"{name.attempt}/{file}")
+        if world_size == 1:
+            with contextlib.suppress(OSError):
+                storage.remove_folder(name.attempt)
+        raise
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("torch-elastic-harness")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        own = "unknown"
+    return {
+        "checkpoints": own,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

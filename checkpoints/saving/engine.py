@@ -1,0 +1,404 @@
+"""Saving beside training: stage on the caller's thread, write and commit on one of our own.
+
+The caller pays for the copy of its share and nothing else. The background thread talks to the
+storage only; there is no collective and no live tensor in it. Whatever goes wrong becomes an
+:class:`Outcome`; training goes on.
+
+A thread that hangs in a system call cannot be stopped. So the deadline is looked at by the
+caller's thread, too (in :meth:`Engine.outcomes`), the hung save is given up for good: if its disk
+wakes up, it does not commit; saves meanwhile are skipped, since its buffer is not ours to use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from checkpoints.catalog.commit import is_committed
+from checkpoints.errors import CheckpointError, WriteFailed
+from checkpoints.format.names import CheckpointName
+from checkpoints.format.state_tree import pack, spec_of
+from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.saving.attempt import Attempt, complete, run
+from checkpoints.saving.outcome import Ending, Handle, Outcome, World, WriterDied
+from checkpoints.saving.save import check_json, check_world, lineage_of
+from checkpoints.saving.staging import Buffer
+from checkpoints.storage.local import Root, Storage, storage_for, writing
+from checkpoints.tensors.partition import share
+
+THREAD_NAME = "checkpoint-writer"
+_NICENESS = 10
+_LOOK_AGAIN_S = 0.1  # for the other writers' parts
+
+
+@dataclass(eq=False)
+class _Job:
+    attempt: Attempt
+    handle: Handle
+    buffer: Buffer
+    fence: Callable[[], bool] | None
+    began_s: float
+    stall_s: float
+    deadline_s: float  # on the monotonic clock
+    write_s: float = 0.0
+    bytes_written: int | None = None  # None: not yet
+
+
+class Engine:
+    """Saves in the background, for the life of a process; one owner, which closes it.
+
+    ``keep`` runs after a commit; ``fence`` is asked before one, in the background: False means
+    that the caller's world is stale (a world may have a fence of its own). ``deadline_s`` is how
+    long a save may take until it is committed by any writer. With ``busy="skip"`` a save is
+    skipped and counted while both buffers are in use, with ``"wait"`` it waits for one, at most
+    until the deadline.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        *,
+        keep: Keep | None = LatestN(3),  # noqa: B008  frozen
+        fence: Callable[[], bool] | None = None,
+        deadline_s: float = 600.0,
+        busy: Literal["skip", "wait"] = "skip",
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._storage: Storage = storage_for(root)
+        self._keep = keep
+        self._fence = fence
+        self._deadline_s = deadline_s
+        self._busy = busy
+        self._clock = clock
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._free: queue.Queue[Buffer] = queue.Queue()
+        for _ in range(2):
+            self._free.put(Buffer())
+        self._jobs: queue.Queue[_Job | Callable[[], object] | None] = queue.Queue()
+        self._open: list[_Job] = []  # neither committed nor given up
+        self._ended: deque[Outcome] = deque()
+        self._died: BaseException | None = None
+        self._closed = False
+        self.skipped = 0
+        # A daemon: a disk that hangs for ever must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ------------------------------------------------------------------
+
+    def reserve(
+        self, state: object, *, rank: int = 0, world_size: int = 1, background: bool = False
+    ) -> None:
+        """Make both buffers as large as ``state`` needs: the first save then only copies.
+
+        With ``background`` the writer's thread does it, between two saves.
+        """
+        _, tensors = pack(state)
+        pieces = share([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
+        size = sum(span.count * spec.element_bytes for spec, span in pieces)
+        pinned = any(t.is_cuda for t in tensors.values())
+        grow = functools.partial(self._grow, size, pinned=pinned)
+        self.later(grow) if background else grow()
+
+    def _grow(self, size_bytes: int, *, pinned: bool) -> None:
+        """One after the other: a save meanwhile finds the second one."""
+        for _ in range(2):
+            with contextlib.suppress(queue.Empty):
+                buffer = self._free.get_nowait()
+                # Without memory now, the save itself will say so.
+                with contextlib.suppress(MemoryError, RuntimeError):
+                    buffer.reserve(size_bytes, pinned=pinned)
+                self._free.put(buffer)
+
+    def later(self, task: Callable[[], object]) -> None:
+        """Run something on the writer's thread, in order with the saves. What it raises ends the
+        thread."""
+        self._check_alive()
+        self._jobs.put(task)
+
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        world: World,
+        data_position: Any = None,
+        wait_s: float | None = None,
+    ) -> Handle:
+        """Copy this rank's share of ``state`` and return; the rest happens in the background.
+
+        Every rank of ``world`` calls it for the same steps. When it returns the tensors may
+        change. ``wait_s`` is how long to wait for a free buffer, instead of what ``busy`` says.
+        Raises :class:`ArgumentError` and :class:`StateError`, the caller's mistakes; everything
+        else is in the handle's outcome.
+        """
+        self._check_alive()
+        check_world(world.rank, world.size)
+        check_json(data_position)
+        name = CheckpointName(step, world.generation, world.nonce)
+        lineage = lineage_of(name, world.lineage)
+        handle = Handle(str(name), step)
+        began_s = self._monotonic()
+        buffer = self._buffer(wait_s)
+        if buffer is None:
+            self.skipped += 1
+            stall_s, reason = self._monotonic() - began_s, "the writer is busy with earlier saves"
+            self._end(handle, Ending.SKIPPED, reason=reason, stall_s=stall_s)
+            return handle
+        try:
+            tree, tensors = pack(state)
+            specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
+            pieces = share(specs, world.size, world.rank)
+            data = buffer.fill(pieces, tensors)
+        except CheckpointError:
+            self._free.put(buffer)
+            raise
+        except (MemoryError, RuntimeError) as error:  # torch says RuntimeError for no memory
+            self._free.put(buffer)
+            self._end(handle, Ending.FAILED, reason=f"staging: {error}", error=error)
+            return handle
+        attempt = Attempt(
+            name=name,
+            rank=world.rank,
+            world_size=world.size,
+            lineage=lineage,
+            data_position=json.loads(json.dumps(data_position)),  # ours, whatever it becomes
+            specs=specs,
+            tree=tree,
+            pieces=pieces,
+            data=data,
+        )
+        now_s = self._monotonic()
+        deadline_s = now_s + self._deadline_s
+        job = _Job(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
+        with self._lock:
+            self._open.append(job)
+        self._jobs.put(job)
+        return handle
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a save now would find a free buffer."""
+        return not self._free.empty()
+
+    @property
+    def in_flight(self) -> int:
+        """Saves that are neither committed nor given up."""
+        with self._lock:
+            return len(self._open)
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What ended since the last call. Call it every step: it is where a hang is noticed."""
+        self._give_up_overdue()
+        self._report_death()
+        with self._lock:
+            ended = tuple(self._ended)
+            self._ended.clear()
+        return ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is in flight; False if ``timeout_s`` is over before."""
+        until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while True:
+            self._give_up_overdue()
+            self._report_death()
+            with self._lock:
+                handles = [(job.handle, job.deadline_s) for job in self._open]
+            if not handles:
+                return True
+            left_s = min(until_s, *(deadline for _, deadline in handles)) - self._monotonic()
+            if self._monotonic() >= until_s:
+                return False
+            handles[0][0].wait(min(max(left_s, 0.0), _LOOK_AGAIN_S))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is in flight and join the thread; False if it did not end in time.
+
+        A writer that hangs is then left behind: it is a daemon and never commits.
+        """
+        if self._closed:
+            return not self._thread.is_alive()
+        self._closed = True
+        finished = self._died is not None or self.wait(timeout_s)
+        self._give_up(lambda job: True, "the engine was closed")
+        self._jobs.put(None)
+        self._thread.join(timeout=_LOOK_AGAIN_S * 10 if finished else 0.0)
+        self._report_death()
+        return finished and not self._thread.is_alive()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _buffer(self, wait_s: float | None) -> Buffer | None:
+        self._give_up_overdue()
+        if wait_s is None:
+            wait_s = self._deadline_s if self._busy == "wait" else 0.0
+        with contextlib.suppress(queue.Empty):
+            return self._free.get(block=wait_s > 0, timeout=wait_s)
+        return None
+
+    def _check_alive(self) -> None:
+        self._report_death()
+        if self._closed:
+            raise RuntimeError("the checkpoint engine is closed")
+
+    def _report_death(self) -> None:
+        if self._died is not None:
+            raise WriterDied("the checkpoint writer's thread died") from self._died
+
+    def _give_up_overdue(self) -> None:
+        now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
+        self._give_up(lambda job: now_s > job.deadline_s, reason)
+
+    def _give_up(self, which: Callable[[_Job], bool], reason: str) -> None:
+        with self._lock:
+            jobs = [job for job in self._open if which(job)]
+        for job in jobs:
+            self._finish(job, Ending.ABANDONED, reason=reason)
+
+    # -- either thread ------------------------------------------------------------------------
+
+    def _finish(self, job: _Job, ending: Ending, **more: Any) -> None:
+        """End a job once: whichever thread comes second finds it ended."""
+        with self._lock:
+            if job not in self._open:
+                return
+            self._open.remove(job)
+        self._end(
+            job.handle,
+            ending,
+            stall_s=job.stall_s,
+            write_s=job.write_s,
+            took_s=self._monotonic() - job.began_s,
+            bytes_written=job.bytes_written or 0,
+            **more,
+        )
+
+    def _end(self, handle: Handle, ending: Ending, **more: Any) -> None:
+        handle.is_written = True
+        handle.outcome = Outcome(step=handle.step, name=handle.name, ending=ending, **more)
+        with self._lock:
+            self._ended.append(handle.outcome)
+        handle.ended.set()
+
+    # -- the writer's thread ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        # Linux has a priority for each thread; a kernel that refuses costs only politeness.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            while self._work_once():
+                pass
+        except BaseException as error:  # noqa: BLE001  told to the owner, by its next call
+            self._died = error
+            self._give_up(lambda job: True, f"the writer's thread died: {error!r}")
+
+    def _work_once(self) -> bool:
+        """One job, or one look at those that wait for other writers; False at the end."""
+        waiting = self.in_flight > 0
+        try:
+            job = self._jobs.get(timeout=_LOOK_AGAIN_S if waiting else None)
+        except queue.Empty:
+            self._look_again()
+            return True
+        if job is None:
+            return False
+        if not isinstance(job, _Job):
+            job()
+            return True
+        try:
+            self._write(job)
+        finally:
+            self._free.put(job.buffer)
+        self._look_again()
+        return True
+
+    def _write(self, job: _Job) -> None:
+        if not self._is_open(job) or not self._may_commit(job):
+            self._finish(job, Ending.STALE, reason="its world was over before it was written")
+            return
+        began_s = self._monotonic()
+
+        def note_time() -> None:
+            job.write_s = self._monotonic() - began_s
+
+        try:
+            saved = run(
+                self._storage,
+                job.attempt,
+                keep=self._keep,
+                fence=lambda: self._is_open(job) and self._may_commit(job),
+                clock=self._clock,
+                stands=note_time,
+            )
+        except Exception as error:  # noqa: BLE001  reported as the outcome
+            note_time()
+            self._fail(job, error)
+            return
+        job.bytes_written = saved.bytes_written
+        job.handle.is_written = True
+        if saved.committed:
+            self._finish(job, Ending.COMMITTED, notes=saved.notes)
+        elif not self._may_commit(job):
+            self._finish(job, Ending.STALE, reason=saved.notes[0])
+
+    def _look_again(self) -> None:
+        """Written, and waiting for others: committed by now, or ready to be?"""
+        with self._lock:
+            jobs = list(self._open)
+        for job in jobs:
+            if job.bytes_written is None:
+                continue  # still queued
+            try:
+                self._look_at(job)
+            except Exception as error:  # noqa: BLE001  reported as the outcome
+                self._fail(job, error)
+        self._give_up_overdue()
+
+    def _look_at(self, job: _Job) -> None:
+        name, storage = job.attempt.name, self._storage
+        with writing(storage.place):
+            if is_committed(storage, name):
+                self._finish(job, Ending.COMMITTED)
+                return
+            folders = storage.list("")
+        if name.attempt not in folders:
+            if str(name) not in folders:
+                self._finish(job, Ending.ABANDONED, reason="its folder was removed by another")
+            return
+        written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
+        saved = complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
+        if saved.committed:
+            self._finish(job, Ending.COMMITTED, notes=saved.notes)
+        elif not self._may_commit(job):
+            self._finish(job, Ending.STALE, reason=saved.notes[0])
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        if not isinstance(error, CheckpointError):
+            cause = error
+            error = WriteFailed(f"saving {job.handle.name} failed: {cause!r}")
+            error.__cause__ = cause
+        self._finish(job, Ending.FAILED, reason=str(error), error=error)
+
+    def _is_open(self, job: _Job) -> bool:
+        with self._lock:
+            return job in self._open
+
+    def _may_commit(self, job: _Job) -> bool:
+        return all(fence is None or fence() for fence in (self._fence, job.fence))

@@ -1,0 +1,71 @@
+"""Staging: this rank's share of live tensors, copied into a host buffer that is used again.
+
+The copy is the whole stall of a save. The buffer holds exactly the body of the writer's file; it
+is pinned where tensors are on CUDA devices, and only grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from checkpoints.loading.buffers import empty
+from checkpoints.saving.tensor_file import Data, Pieces
+from checkpoints.tensors.elements import copy_to
+from checkpoints.tensors.partition import TensorSpec, chunks
+from checkpoints.tensors.regions import Place
+
+
+class Buffer:
+    """Host memory for one staged share; one owner at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> None:
+        """Have room, and have the pages there: the first save is no slower than the next."""
+        if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # never both, the old and the new
+            self._bytes = (
+                torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else empty((size_bytes,), torch.uint8)
+            )
+            self._bytes.fill_(1)  # zeros would be pages that are not there yet
+
+    def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
+        """Copy ``pieces``; where their bytes are now. Returns when the tensors may change."""
+        sizes = [place.count * spec.element_bytes for spec, place in pieces]
+        begins = [0, *accumulate(sizes)]
+        on_gpu = {t.device for t in tensors.values() if t.is_cuda}
+        self.reserve(begins[-1], pinned=bool(on_gpu))
+        for (spec, place), begin, size in zip(pieces, begins, sizes, strict=False):
+            if size:
+                copy_to(self._bytes[begin : begin + size], tensors[spec.name], place)
+        for device in on_gpu:
+            torch.cuda.current_stream(device).synchronize()
+        return _reader(self._bytes.numpy().data, pieces, begins)
+
+
+def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
+    starts: dict[tuple[str, Place], int] = {}
+
+    def data(spec: TensorSpec, place: Place) -> memoryview:
+        if not starts:  # made by the writer's thread: training does not wait for it
+            starts.update(_starts(pieces, begins))
+        begin = starts[spec.name, place]
+        return memory[begin : begin + place.count * spec.element_bytes]
+
+    return data
+
+
+def _starts(pieces: Pieces, begins: Sequence[int]) -> dict[tuple[str, Place], int]:
+    """Where each chunk begins in the buffer."""
+    starts = {}
+    for (spec, place), begin in zip(pieces, begins, strict=False):
+        for chunk in chunks(place, spec.element_bytes):
+            starts[spec.name, chunk] = begin
+            begin += chunk.count * spec.element_bytes
+    return starts

@@ -1,0 +1,112 @@
+"""One writer's share: a safetensors file, then the part that vouches for it.
+
+Each chunk is handed to the file straight from the tensor's memory where that is contiguous and on
+the CPU, and hashed meanwhile. Only the rank's own share is ever copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from checkpoints.format.checksummed_json import digest
+from checkpoints.format.manifest import Chunk, Writer
+from checkpoints.format.names import writer_file
+from checkpoints.storage.local import Sink, Storage
+from checkpoints.tensors.dtypes import BY_NAME
+from checkpoints.tensors.partition import TensorSpec, chunks
+from checkpoints.tensors.regions import Place, Span, whole
+
+_BESIDE_BYTES = 1 << 20  # from here on, a second thread hashes while this one writes
+
+Pieces = Sequence[tuple[TensorSpec, Place]]
+Data = Callable[[TensorSpec, Place], memoryview]
+"""The bytes of a part of a tensor."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file on disk, durable but for its name."""
+
+    writer: Writer
+    chunks: Mapping[str, tuple[Chunk, ...]]
+
+
+def write_share(
+    storage: Storage,
+    folder: str,
+    pieces: Pieces,
+    data_of: Data,
+    *,
+    rank: int,
+    world_size: int,
+    wall_time_s: float,
+) -> Written:
+    """Write this rank's pieces and fsync them. Raises ``OSError``."""
+    file = writer_file(rank, world_size)
+    head = header(pieces)
+    found: dict[str, list[Chunk]] = {}
+    end = len(head)
+    sink = storage.create(f"{folder}/{file}")
+    hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # as low in priority as this thread
+    try:
+        sink.write(head)
+        for spec, place in pieces:
+            for piece in chunks(place, spec.element_bytes):
+                data = data_of(spec, piece)
+                hashed = _write_hashed(sink, data, hasher)
+                begin, end = end, end + len(data)
+                found.setdefault(spec.name, []).append(Chunk(file, begin, end, piece, hashed))
+        sink.sync()
+    finally:
+        hasher.shutdown()
+        sink.close()
+    writer = Writer(rank, file, end, len(head), digest(head), wall_time_s)
+    return Written(writer, {name: tuple(items) for name, items in found.items()})
+
+
+def _write_hashed(sink: Sink, data: memoryview, hasher: Executor) -> str:
+    hashed = None
+    if len(data) >= _BESIDE_BYTES:
+        with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is about to end
+            hashed = hasher.submit(digest, data)
+    sink.write(data)
+    return digest(data) if hashed is None else hashed.result()
+
+
+def header(pieces: Pieces) -> bytes:
+    """The head of a safetensors file: 8 bytes of length, JSON, spaces up to a multiple of 64.
+
+    A tensor that stands whole in the file has its own name and shape there, so that a checkpoint
+    of one writer is an ordinary safetensors file; a piece of one is named ``name[start:stop]``,
+    with a range for each dimension if it is a block.
+    """
+    entries: dict[str, object] = {}
+    begin = 0
+    for spec, place in pieces:
+        element = BY_NAME[spec.dtype]
+        name, shape = _label(spec, place)
+        while name in entries:  # a tensor may be called like a piece of another
+            name += "~"
+        end = begin + place.count * element.size_bytes
+        entries[name] = {
+            "dtype": element.file_name,
+            "shape": [*shape, *element.file_shape],
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _label(spec: TensorSpec, place: Place) -> tuple[str, tuple[int, ...]]:
+    if place in (whole(spec.shape), Span(0, spec.count)):
+        return spec.name, spec.shape
+    if isinstance(place, Span):
+        return f"{spec.name}[{place.start}:{place.start + place.count}]", (place.count,)
+    ranges = (f"{o}:{o + n}" for o, n in zip(place.offset, place.shape, strict=True))
+    return f"{spec.name}[{','.join(ranges)}]", place.shape

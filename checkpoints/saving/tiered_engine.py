@@ -1,0 +1,182 @@
+"""Saving into several tiers, each by its own policy: memory every 10 steps, disk every 1,000.
+
+Each tier has an engine of its own, so one that is slow, full or gone costs its own saves and
+nothing else. To go on, look at all of them as one (:class:`~checkpoints.Tiers`)::
+
+    engine = TieredEngine([
+        Tier(own_memory(folder), when=EverySteps(10)),
+        Tier("s3://bucket/job", when=EverySteps(1000) | OnPreemption(), keep=LatestN(5)),
+    ])
+    …
+    engine.save_async(state, step=step, world=world, tiers=engine.due(step))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from checkpoints.errors import ArgumentError
+from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.policies.save import Moment, When
+from checkpoints.saving.engine import Engine
+from checkpoints.saving.outcome import Ending, Handle, Outcome, World
+from checkpoints.storage.local import Root, storage_for
+
+_SMOOTHING = 0.3  # of the cost of a save
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place, and its own policies."""
+
+    root: Root
+    when: When
+    keep: Keep | None = LatestN(3)  # noqa: RUF009  frozen
+
+
+@dataclass(frozen=True)
+class TierOutcome:
+    """How a save into one tier ended."""
+
+    tier: int
+    place: str
+    outcome: Outcome
+
+
+@dataclass
+class _Running:
+    """A tier at work, and what its policy wants to know."""
+
+    tier: Tier
+    place: str
+    engine: Engine
+    saved_step: int
+    saved_s: float
+    cost_s: float = 0.0
+
+    def learn(self, outcome: Outcome) -> None:
+        if outcome.ending is Ending.COMMITTED:
+            before_s = self.cost_s or outcome.stall_s
+            self.cost_s = before_s + _SMOOTHING * (outcome.stall_s - before_s)
+
+
+class TieredEngine:
+    """Engines, one for each tier; one owner, which closes it.
+
+    ``began_at_step``: the step of the state that training goes on from. The rest is as for
+    :class:`~checkpoints.Engine`.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        began_at_step: int = 0,
+        deadline_s: float = 600.0,
+        busy: Literal["skip", "wait"] = "skip",
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not tiers:
+            raise ArgumentError("no tiers: there is nowhere to save")
+        self._monotonic = monotonic
+        self._began_s = monotonic()
+        self._tiers: list[_Running] = []
+        for tier in tiers:
+            storage = storage_for(tier.root)
+            engine = Engine(
+                storage,
+                keep=tier.keep,
+                deadline_s=deadline_s,
+                busy=busy,
+                clock=clock,
+                monotonic=monotonic,
+            )
+            self._tiers.append(_Running(tier, storage.place, engine, began_at_step, self._began_s))
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether one rank has to ask :meth:`due` for all."""
+        return any(running.tier.when.needs_agreement for running in self._tiers)
+
+    def due(self, step: int, *, preempted: bool = False, failures: int = 0) -> tuple[int, ...]:
+        """The tiers, by index, whose policies want a save now, with ``step`` steps done."""
+        now_s = self._monotonic()
+        return tuple(
+            index
+            for index, running in enumerate(self._tiers)
+            if running.tier.when(
+                Moment(
+                    step=step,
+                    now_s=now_s,
+                    began_s=self._began_s,
+                    saved_step=running.saved_step,
+                    saved_s=running.saved_s,
+                    in_flight=running.engine.in_flight,
+                    preempted=preempted,
+                    save_cost_s=running.cost_s,
+                    failures=failures,
+                )
+            )
+        )
+
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        world: World,
+        tiers: Collection[int],
+        data_position: Any = None,
+    ) -> tuple[Handle, ...]:
+        """Copy this rank's share once for each of ``tiers``, and return.
+
+        Every rank of ``world`` calls it for the same steps and tiers. Raises as
+        :meth:`Engine.save_async <checkpoints.Engine.save_async>` does.
+        """
+        handles = []
+        for index in sorted(tiers):
+            running = self._tiers[index]
+            handles.append(
+                running.engine.save_async(
+                    state, step=step, world=world, data_position=data_position
+                )
+            )
+            running.saved_step, running.saved_s = step, self._monotonic()
+        return tuple(handles)
+
+    def outcomes(self) -> tuple[TierOutcome, ...]:
+        """What ended since the last call. Call it every step: it is where a hang is noticed."""
+        ended = []
+        for index, running in enumerate(self._tiers):
+            for outcome in running.engine.outcomes():
+                running.learn(outcome)
+                ended.append(TierOutcome(index, running.place, outcome))
+        return tuple(ended)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is in flight anywhere; False if ``timeout_s`` is over before."""
+        until_s = None if timeout_s is None else self._monotonic() + timeout_s
+        done = [running.engine.wait(self._left_s(until_s)) for running in self._tiers]
+        return all(done)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is in flight and join the threads; False if one did not end in time."""
+        until_s = None if timeout_s is None else self._monotonic() + timeout_s
+        ended = [running.engine.close(self._left_s(until_s)) for running in self._tiers]
+        return all(ended)
+
+    def __enter__(self) -> TieredEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.ExitStack() as stack:  # all of them, even if one has died
+            for running in self._tiers:
+                stack.callback(running.engine.close)
+
+    def _left_s(self, until_s: float | None) -> float | None:
+        return None if until_s is None else max(until_s - self._monotonic(), 0.0)

@@ -1,0 +1,302 @@
+"""The few things an object store can do, and fsspec's drivers behind them.
+
+fsspec was chosen because it has a kept driver for every store (S3, GCS, Azure, …) with its own
+credentials, retries and multipart uploads. It is imported when the first URL is used.
+
+An object appears whole or not at all, and its name does not change: everything above
+(:mod:`checkpoints.storage.object_storage`) is built on these two properties, nothing on folders or
+renames.
+
+A writer that is killed in the middle of a multipart upload leaves parts that nobody sees, and
+that are paid for: give the bucket a lifecycle rule that aborts incomplete uploads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from checkpoints.errors import ArgumentError
+
+# Below, an object is sent in one request; above, in parts of this size (S3 takes 10,000).
+PART_BYTES = 64 << 20
+_CONFLICTS = 5  # S3 says 409 while another conditional put of the same object is under way
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An object, or a prefix that objects have in common."""
+
+    size: int
+    modified_s: float  # since 1970, by the store's clock
+    is_folder: bool = False
+
+
+class Upload(Protocol):
+    """An object on its way: nobody sees it before :meth:`finish` returns."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Objects(Protocol):
+    """An object store. Failures are ``OSError``, what is missing ``FileNotFoundError``."""
+
+    @property
+    def place(self) -> str: ...
+
+    def list(self, prefix: str) -> Mapping[str, Entry]:
+        """What stands directly under a prefix, by its last word. Empty if there is nothing."""
+        ...
+
+    def stat(self, key: str) -> Entry: ...
+
+    def get(self, key: str, begin: int, end: int) -> bytes: ...
+
+    def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
+        """At once; with ``only_new``, FileExistsError if there is one."""
+        ...
+
+    def upload(self, key: str) -> Upload: ...
+
+    def delete(self, key: str) -> None:
+        """One that is gone is fine."""
+        ...
+
+    def delete_prefix(self, prefix: str) -> None:
+        """One without objects, where prefixes are folders that stay when they are empty."""
+        ...
+
+
+def open_url(url: str, **options: Any) -> FsspecObjects:
+    """The store that a URL names. ``options`` are those of fsspec's driver.
+
+    Raises :class:`ArgumentError` if there is no driver for its scheme.
+    """
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+
+        # Its cache of listings would hide what other writers do.
+        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+    except ImportError as error:
+        extra = "s3" if scheme in ("s3", "s3a") else "objects"
+        raise ArgumentError(
+            f"{url}: {error}", hint=f"pip install 'torch-elastic-harness[{extra}]'"
+        ) from error
+    except ValueError as error:
+        raise ArgumentError(
+            f"{url}: {error}", hint="Give a folder, or a URL like s3://bucket/prefix."
+        ) from error
+    return FsspecObjects(fs, path, place=url)
+
+
+class FsspecObjects:
+    """Objects under a path of an fsspec file system."""
+
+    def __init__(self, fs: Any, path: str, *, place: str | None = None) -> None:
+        self._fs = fs
+        self._path = path.rstrip("/")
+        self.place = place if place is not None else f"{fs.protocol}:{path}"
+        # Drivers that are not asynchronous keep one position for all readers of a file.
+        self._one_at_a_time = (
+            contextlib.nullcontext() if getattr(fs, "async_impl", False) else threading.Lock()
+        )
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        try:
+            with self._asking():
+                found = self._fs.ls(self._key(prefix), detail=True)
+        except FileNotFoundError:
+            return {}
+        entries = {}
+        for info in found:
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["name"].rstrip("/") != self._key(prefix):  # some list a prefix in itself
+                entries[name] = _entry(info)
+        return entries
+
+    def stat(self, key: str) -> Entry:
+        with self._asking():
+            entry = _entry(self._fs.info(self._key(key)))
+        if entry.is_folder:
+            raise FileNotFoundError(errno.ENOENT, "no such object", key)
+        return entry
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        with self._asking():
+            return bytes(self._fs.cat_file(self._key(key), start=begin, end=end))
+
+    def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
+        path = self._key(key)
+        with self._asking():
+            if not only_new:
+                self._put(path, data)
+            elif self._puts_at_once:
+                self._put_new(path, data)
+            elif self._fs.exists(path):
+                raise FileExistsError(path)
+            else:
+                self._put(path, data)
+
+    def _put(self, path: str, data: bytes) -> None:
+        if self._puts_at_once:
+            self._fs.pipe_file(path, data)
+            return
+        upload = self._fs.open(path, "wb", autocommit=False)
+        upload.write(data)
+        upload.close()
+        upload.commit()
+
+    def _put_new(self, path: str, data: bytes) -> None:
+        """By a conditional put; where there is none, by looking first.
+
+        What two committers put is the same, so the second way is no worse for them: it only
+        tells both that they were first.
+        """
+        for _ in range(_CONFLICTS):
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+                return
+            except Exception as error:
+                self._fs.invalidate_cache()
+                if self._fs.exists(path):
+                    raise FileExistsError(path) from error
+                if _is_unknown_to_the_store(error):
+                    self._put(path, data)
+                    return
+                if "ConditionalRequestConflict" not in str(error):
+                    raise
+        raise OSError(errno.EAGAIN, "others put the same object, and none of them stays", path)
+
+    def upload(self, key: str) -> Upload:
+        return _Upload(self, key)
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._asking():
+            self._fs.rm_file(self._key(key))
+
+    def delete_prefix(self, prefix: str) -> None:
+        if not getattr(self._fs, "async_impl", False):
+            with contextlib.suppress(OSError), self._asking():  # somebody may have put one there
+                self._fs.rmdir(self._key(prefix))
+
+    @property
+    def _puts_at_once(self) -> bool:
+        """Whether a put is one request: not for files that are opened and written."""
+        return getattr(self._fs, "async_impl", False) or _is_memory(self._fs)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether an upload can stay unseen until its end. The driver for memory cannot."""
+        return not _is_memory(self._fs)
+
+    def begin_parts(self, key: str) -> Any:
+        with self._asking():
+            return self._fs.open(self._key(key), "wb", block_size=PART_BYTES, autocommit=False)
+
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        return self._asking()
+
+    def _key(self, key: str) -> str:
+        return f"{self._path}/{key}" if key else self._path
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Whatever a driver raises becomes an ``OSError`` with a number."""
+        with self._one_at_a_time:
+            try:
+                yield
+            except Exception as error:
+                raise _as_os_error(error) from error
+
+
+class _Upload:
+    """Small ones are put at once; from :data:`PART_BYTES` on, sent in parts while written."""
+
+    def __init__(self, objects: FsspecObjects, key: str) -> None:
+        self._objects = objects
+        self._key = key
+        self._small = bytearray()
+        self._parts: Any = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._parts is None:
+            self._small += data
+            if len(self._small) < PART_BYTES or not self._objects.takes_parts:
+                return
+            self._parts = self._objects.begin_parts(self._key)
+            data, self._small = bytes(self._small), bytearray()
+        with self._objects.asking():
+            self._parts.write(data)
+
+    def finish(self) -> None:
+        if self._parts is None:
+            self._objects.put(self._key, bytes(self._small))
+            return
+        with self._objects.asking():
+            self._parts.close()
+            self._parts.commit()
+
+    def abandon(self) -> None:
+        if self._parts is not None:
+            with self._objects.asking():
+                self._parts.discard()
+                with contextlib.suppress(AttributeError):
+                    self._parts.closed = True  # else its destructor would send what is left
+
+
+def _is_unknown_to_the_store(error: Exception) -> bool:
+    """Whether the driver, or the store, does not know conditional puts."""
+    return isinstance(error, (TypeError, NotImplementedError)) or "NotImplemented" in str(error)
+
+
+def _is_memory(fs: Any) -> bool:
+    protocol = fs.protocol
+    return "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def _entry(info: Mapping[str, Any]) -> Entry:
+    return Entry(
+        size=int(info.get("size") or 0),
+        modified_s=_modified_s(info),
+        is_folder=info.get("type") == "directory",
+    )
+
+
+def _modified_s(info: Mapping[str, Any]) -> float:
+    """Drivers agree neither on the name nor on the type. Unknown ones look new."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+    return math.inf
+
+
+def _as_os_error(error: Exception) -> OSError:
+    said = f"{error}" or type(error).__name__
+    if isinstance(error, FileExistsError):
+        return FileExistsError(errno.EEXIST, said)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, said)
+    if "Credential" in type(error).__name__:
+        return PermissionError(errno.EACCES, f"no usable credentials: {said}")
+    if isinstance(error, PermissionError):
+        return PermissionError(errno.EACCES, said)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return OSError(errno.EIO, f"{type(error).__name__}: {said}")

@@ -1,0 +1,61 @@
+"""The elements of a live tensor, plain or sharded, as views of its memory, and as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from checkpoints.errors import StateError
+from checkpoints.tensors.dtensors import block, blocks_of, is_sharded
+from checkpoints.tensors.regions import Box, Place, boxes_of
+
+
+def views_of(tensor: torch.Tensor, place: Place) -> Iterator[tuple[torch.Tensor, int]]:
+    """Views that together are ``place`` in row-major order, each with the elements before it."""
+    if isinstance(place, Box):
+        yield _block(tensor, place), 0
+    elif tensor.is_contiguous():
+        yield tensor.reshape(-1)[place.start : place.start + place.count], 0
+    else:
+        for box, before in boxes_of(place, tuple(tensor.shape)):
+            yield block(tensor, box), before
+
+
+def copy_to(room: torch.Tensor, tensor: torch.Tensor, place: Place) -> None:
+    """Copy ``place`` into ``room``, contiguous bytes. Does not wait for copies from a GPU."""
+    typed = room.view(tensor.dtype)
+    with torch.no_grad():
+        for view, before in views_of(tensor, place):
+            target = typed[before : before + view.numel()]
+            target.view(view.shape).copy_(view, non_blocking=True)
+
+
+def bytes_of(tensor: torch.Tensor, place: Place) -> memoryview:
+    """The bytes of ``place``: a view of the tensor's own memory where that is possible."""
+    first = next(views_of(tensor, place))[0]
+    if _is_plain_memory(first) and first.numel() == place.count:
+        flat = first.reshape(-1)
+        if flat.stride(0) == 1:  # one element of a strided row counts as contiguous, too
+            return flat.view(torch.uint8).numpy().data
+    room = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8)
+    copy_to(room, tensor, place)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return room.numpy().data
+
+
+def _is_plain_memory(view: torch.Tensor) -> bool:
+    return not (view.is_cuda or view.is_conj() or view.is_neg()) and view.is_contiguous()
+
+
+def _block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    if not is_sharded(tensor):
+        return block(tensor, box)
+    for outer, memory in blocks_of(tensor):
+        if outer.holds(box):
+            return block(memory, box.within(outer))
+    raise StateError(
+        f"this rank does not hold the block at {list(box.offset)} of a sharded tensor",
+        hint="Save with the rank and world size of torch.distributed.",
+    )

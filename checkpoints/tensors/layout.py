@@ -1,0 +1,146 @@
+"""How a tensor is spread over ranks, and which of its elements each of them writes.
+
+A layout says in numbers what a DTensor's mesh and placements say; every rank knows all of it, so
+nobody has to talk to anybody. Where several ranks hold the same block (replicated dimensions of
+the mesh, as in HSDP), each writes an equal slice of it.
+
+The order of splits is torch's (``torch/distributed/tensor/_utils.py``): from the first dimension
+of the mesh to the last, each in pieces of ``ceil(length / size)`` as torch.chunk makes them. A
+*strided* split (FSDP over tensor parallelism) first makes ``factor`` pieces, splits each, and
+gives a rank its share of every one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from checkpoints.tensors.regions import Box, Shape, cut
+
+Interval = tuple[int, int]  # start, length
+
+
+@dataclass(frozen=True)
+class Split:
+    """One dimension of a mesh splits one dimension of the tensor."""
+
+    dim: int
+    factor: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``ranks`` of a mesh in row-major order; for each of its dimensions a split, or a copy."""
+
+    mesh_shape: Shape
+    ranks: tuple[int, ...]
+    splits: tuple[Split | None, ...]
+
+    def coordinate(self, rank: int) -> Shape | None:
+        """Where a rank stands in the mesh; None if it does not."""
+        if rank not in self.ranks:
+            return None
+        index, coordinate = self.ranks.index(rank), []
+        for size in reversed(self.mesh_shape):
+            index, at = divmod(index, size)
+            coordinate.append(at)
+        return tuple(reversed(coordinate))
+
+
+@dataclass(frozen=True)
+class Region:
+    """A block of the whole tensor, and where it begins in the memory of the rank that holds it."""
+
+    box: Box
+    local_offset: Shape
+
+
+@functools.lru_cache(maxsize=65536)
+def held(layout: Layout, shape: Shape, coordinate: Shape) -> tuple[Region, ...]:
+    """What the rank at ``coordinate`` holds: one block, seldom more, none if its share is empty.
+
+    >>> rows = Layout((2,), (0, 1), (Split(0),))
+    >>> held(rows, (5, 4), (1,))
+    (Region(box=Box(offset=(3, 0), shape=(2, 4)), local_offset=(0, 0)),)
+    """
+    kept: list[list[Interval]] = [[(0, n)] for n in shape]
+    for split, size, at in zip(layout.splits, layout.mesh_shape, coordinate, strict=True):
+        if split is not None:
+            kept[split.dim] = _share_of(kept[split.dim], split.factor, size, at)
+    by_dim = [list(_placed(intervals)) for intervals in kept]
+    return tuple(
+        Region(
+            Box(tuple(start for start, _, _ in block), tuple(length for _, length, _ in block)),
+            tuple(local for _, _, local in block),
+        )
+        for block in itertools.product(*by_dim)
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def local_shape(layout: Layout, shape: Shape, coordinate: Shape) -> Shape:
+    """The shape of what the rank at ``coordinate`` holds.
+
+    >>> local_shape(Layout((4,), (0, 1, 2, 3), (Split(0),)), (5, 4), (3,))
+    (0, 4)
+    """
+    lengths = list(shape)
+    for dim in range(len(shape)):
+        kept = [(0, shape[dim])]
+        for split, size, at in zip(layout.splits, layout.mesh_shape, coordinate, strict=True):
+            if split is not None and split.dim == dim:
+                kept = _share_of(kept, split.factor, size, at)
+        lengths[dim] = sum(length for _, length in kept)
+    return tuple(lengths)
+
+
+@functools.lru_cache(maxsize=65536)
+def written(layout: Layout, shape: Shape, rank: int, turn: int) -> tuple[Box, ...]:
+    """What ``rank`` writes of what it holds. ``turn`` deals out blocks too small to be sliced."""
+    coordinate = layout.coordinate(rank)
+    if coordinate is None:
+        return ()
+    copies, mine = 1, 0
+    for split, size, at in zip(layout.splits, layout.mesh_shape, coordinate, strict=True):
+        if split is None:
+            copies, mine = copies * size, mine * size + at
+    slices = (cut(r.box, copies)[(mine + turn) % copies] for r in held(layout, shape, coordinate))
+    return tuple(box for box in slices if box.count)
+
+
+def _share_of(kept: list[Interval], factor: int, size: int, at: int) -> list[Interval]:
+    shares = []
+    for piece in _chunks(kept, factor):
+        shares += _chunks(piece, size)[at]
+    return shares
+
+
+def _chunks(kept: list[Interval], count: int) -> list[list[Interval]]:
+    total = sum(length for _, length in kept)
+    step = -(-total // count)
+    return [_window(kept, step * i, min(step * (i + 1), total)) for i in range(count)]
+
+
+def _window(kept: list[Interval], low: int, high: int) -> list[Interval]:
+    """The part of a list of intervals from its ``low``-th element to its ``high``-th."""
+    found, before = [], 0
+    for start, length in kept:
+        first, last = max(low - before, 0), min(high - before, length)
+        if first < last:
+            found.append((start + first, last - first))
+        before += length
+    return found
+
+
+def _placed(kept: list[Interval]) -> list[tuple[int, int, int]]:
+    """(start, length, start in local memory), neighbours joined."""
+    placed: list[tuple[int, int, int]] = []
+    local = 0
+    for start, length in kept:
+        if placed and placed[-1][0] + placed[-1][1] == start:
+            placed[-1] = (placed[-1][0], placed[-1][1] + length, placed[-1][2])
+        else:
+            placed.append((start, length, local))
+        local += length
+    return placed

@@ -1,0 +1,137 @@
+"""Storage in memory, for tests: fast, and with a power switch.
+
+It keeps two worlds: what programs see, and what survives a cut. A file's content survives as it
+was at its last sync, a folder's names as they were at the last sync_folder. Real file systems may
+write names back earlier by themselves, so both extremes can be asked for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from dataclasses import dataclass, field
+
+from checkpoints.storage.local import Sink, Source
+
+
+@dataclass
+class _File:
+    content: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+
+
+@dataclass
+class _Folder:
+    names: dict[str, _Folder | _File] = field(default_factory=dict)
+    durable: dict[str, _Folder | _File] = field(default_factory=dict)
+
+
+class MemoryStorage:
+    """A storage in this process's memory; :meth:`after_power_cut` is what a disk would keep."""
+
+    place = "memory"
+
+    def __init__(self, top: _Folder | None = None) -> None:
+        self._top = top or _Folder()
+
+    def after_power_cut(self, *, names_survive: bool) -> MemoryStorage:
+        """A copy that has lost what was not synced; with ``names_survive``, contents only."""
+
+        def survived(node: _Folder | _File) -> _Folder | _File:
+            if isinstance(node, _File):
+                return _File(bytearray(node.durable), node.durable)
+            names = node.names if names_survive else node.durable
+            kept = {name: survived(child) for name, child in names.items()}
+            return _Folder(dict(kept), dict(kept))
+
+        top = survived(self._top)
+        assert isinstance(top, _Folder)
+        return MemoryStorage(top)
+
+    def make_folder(self, path: str) -> None:
+        if path:
+            self._top.names.setdefault(path, _Folder())
+
+    def list(self, path: str) -> builtins.list[str]:
+        return builtins.list(self._folder(path).names)
+
+    def size(self, path: str) -> int:
+        return len(self._file(path).content)
+
+    def modified_s(self, path: str) -> float:
+        return 0.0
+
+    def create(self, path: str) -> Sink:
+        folder, name = self._parent(path)
+        node = folder.names.setdefault(name, _File())
+        assert isinstance(node, _File)
+        node.content = bytearray()
+        return _OpenFile(node)
+
+    def open(self, path: str) -> Source:
+        return _OpenFile(self._file(path))
+
+    def rename(self, old: str, new: str) -> None:
+        source, old_name = self._parent(old)
+        target, new_name = self._parent(new)
+        if old_name not in source.names:
+            raise FileNotFoundError(old)
+        taken = target.names.get(new_name)
+        if isinstance(taken, _Folder) and taken.names:
+            raise OSError(errno.ENOTEMPTY, "not empty", new)
+        target.names[new_name] = source.names.pop(old_name)
+
+    def sync_folder(self, path: str) -> None:
+        folder = self._folder(path)
+        folder.durable = dict(folder.names)
+
+    def remove(self, path: str) -> None:
+        folder, name = self._parent(path)
+        if name not in folder.names:
+            raise FileNotFoundError(path)
+        del folder.names[name]
+
+    def remove_folder(self, path: str) -> None:
+        self._top.names.pop(path, None)
+
+    def _folder(self, path: str) -> _Folder:
+        node = self._top.names.get(path) if path else self._top
+        if not isinstance(node, _Folder):
+            raise FileNotFoundError(path)
+        return node
+
+    def _parent(self, path: str) -> tuple[_Folder, str]:
+        folder, _, name = path.rpartition("/")
+        return self._folder(folder), name
+
+    def _file(self, path: str) -> _File:
+        folder, name = self._parent(path)
+        node = folder.names.get(name)
+        if not isinstance(node, _File):
+            raise FileNotFoundError(path)
+        return node
+
+
+class _OpenFile:
+    def __init__(self, file: _File) -> None:
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.content += data
+
+    def sync(self) -> None:
+        self._file.durable = bytes(self._file.content)
+
+    def close(self) -> None:
+        pass
+
+    def size(self) -> int:
+        return len(self._file.content)
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        data = self._file.content[offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
+
+    def mapped(self) -> None:
+        return None
