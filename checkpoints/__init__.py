@@ -60,7 +60,9 @@ from checkpoints.saving.engine import Engine
 from checkpoints.saving.outcome import Ending, Handle, Outcome, World
 from checkpoints.saving.save import save
 from checkpoints.saving.tiered_engine import Tier, TieredEngine, TierOutcome
-from checkpoints.storage.local import LocalStorage, Root, Storage
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root
 from checkpoints.tools.compare import Difference, compare
 from checkpoints.tools.interop import export_to, import_from
 

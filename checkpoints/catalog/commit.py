@@ -12,12 +12,13 @@ import errno
 import secrets
 from collections.abc import Sequence
 
+from checkpoints.catalog.manifests import read_sealed
 from checkpoints.errors import LoadError
-from checkpoints.format.checksummed_json import read_sealed
 from checkpoints.format.manifest import Chunk, Manifest, Part, Shared, Tensor
 from checkpoints.format.manifest_parser import parse_manifest, parse_part
 from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
-from checkpoints.storage.local import Storage
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.small_files import put
 
 
 class Incomplete(Exception):
@@ -129,16 +130,6 @@ def _put_manifest(storage: Storage, name: CheckpointName, data: bytes) -> None:
     put(storage, private, data)
     storage.rename(private, f"{name.attempt}/{MANIFEST}")
     storage.sync_folder(name.attempt)
-
-
-def put(storage: Storage, path: str, data: bytes) -> None:
-    """Write a small file and make its content durable."""
-    sink = storage.create(path)
-    try:
-        sink.write(data)
-        sink.sync()
-    finally:
-        sink.close()
 
 
 def _publish(storage: Storage, name: CheckpointName) -> None:

@@ -22,7 +22,9 @@ from checkpoints.format.names import (
     parse_attempt,
     parse_part_file,
 )
-from checkpoints.storage.local import Root, Storage, storage_for, writing
+from checkpoints.storage.failures import writing
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from checkpoints.catalog.commit import put
+from checkpoints.catalog.manifests import committed_names, read_manifest
 from checkpoints.errors import LoadError
 from checkpoints.format.manifest import Manifest
 from checkpoints.format.names import (
@@ -19,11 +19,12 @@ from checkpoints.format.names import (
     LATEST_PREFIX,
     CheckpointName,
     parse_attempt,
-    parse_committed,
 )
-from checkpoints.loading.reader import read_manifest
 from checkpoints.policies.retention import Keep, to_remove
-from checkpoints.storage.local import Root, Storage, storage_for, writing
+from checkpoints.storage.failures import writing
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
+from checkpoints.storage.small_files import put
 
 
 @runtime_checkable
@@ -33,16 +34,6 @@ class KeepsParts(Protocol):
     def part_written(self, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
         """One more part is there: remove what ``keep`` gives up; notes."""
         ...
-
-
-def committed_names(storage: Storage) -> list[CheckpointName]:
-    """Names of the committed checkpoints, newest first by (generation, step)."""
-    try:
-        folders = storage.list("")
-    except FileNotFoundError:
-        return []
-    names = [name for name in map(parse_committed, folders) if name is not None]
-    return sorted(names, key=lambda name: name.age_order, reverse=True)
 
 
 def after_commit(storage: Storage, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 import xxhash
 
 from checkpoints.errors import Corrupt
-from checkpoints.storage.local import Source
 
 MAX_SEALED_BYTES = 512 << 20  # about three million chunks: 48 TB of tensors
 
@@ -59,17 +58,6 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
     assert isinstance(fields, dict)  # it begins with a brace
     del fields["xxh3_128"]
     return fields
-
-
-def read_sealed(source: Source, file: str) -> bytes:
-    """All bytes of a sealed file, refused before anything is allocated if absurdly large."""
-    size = source.size()
-    if size > MAX_SEALED_BYTES:
-        raise Corrupt(f"{size} bytes are more than any manifest has", file=file)
-    data = bytearray(size)
-    if source.read_at(0, memoryview(data)) != size:
-        raise Corrupt("it became shorter while being read", file=file)
-    return bytes(data)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

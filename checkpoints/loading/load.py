@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoints.errors import LoadError, Mismatch, TornLoad
-from checkpoints.format.checksummed_json import digest
-from checkpoints.format.manifest import CheckpointInfo, Chunk, Manifest, Tensor, info_of
-from checkpoints.format.state_tree import live_tensors, tensor_leaves, unpack
+from checkpoints.catalog.manifests import read_manifest
+from checkpoints.errors import LoadError, TornLoad
+from checkpoints.format.manifest import CheckpointInfo, Chunk, Tensor, info_of
+from checkpoints.format.state_tree import unpack
 from checkpoints.loading.buffers import Spare
 from checkpoints.loading.exchange import Exchange, shares_of
 from checkpoints.loading.mapped_checkpoint import FilesInPlace
+from checkpoints.loading.plan import LoadPlan, local_blocks, prepare
 from checkpoints.loading.reader import (
     STEP_BYTES,
     Item,
     all_chunks,
     into_spare,
     read_chunks,
-    read_manifest,
     scratch,
 )
-from checkpoints.storage.local import Root, Storage, storage_for
 from checkpoints.storage.page_cache import identity_of
-from checkpoints.tensors.dtensors import blocks_of, is_sharded
-from checkpoints.tensors.dtypes import BY_NAME
-from checkpoints.tensors.regions import Box, whole
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,23 +47,6 @@ class Loaded:
     state: Any
     info: CheckpointInfo
     left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Match:
-    """How saved and live tensors fit, by path."""
-
-    fitting: tuple[str, ...]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    mis_shaped: tuple[str, ...]
-
-    def left_out(self) -> tuple[str, ...]:
-        return (
-            *(f"{path}: missing in the checkpoint" for path in self.missing),
-            *(f"{path}: only in the checkpoint" for path in self.extra),
-            *self.mis_shaped,
-        )
 
 
 def load(
@@ -104,7 +82,7 @@ def load(
     storage = storage_for(root)
     if group is not None:
         return _load_together(storage, name, into, strict, Exchange(group), progress)
-    plan = _prepare(storage, name, into, strict)
+    plan = prepare(storage, name, into, strict)
     files = plan.files_in_place()
     if files is not None:
         with contextlib.closing(files):
@@ -122,7 +100,7 @@ class _InPlace:
     Faster than filling fresh memory and copying from that, and needs no memory for another copy.
     """
 
-    def __init__(self, plan: _Plan, files: FilesInPlace) -> None:
+    def __init__(self, plan: LoadPlan, files: FilesInPlace) -> None:
         self._plan = plan
         self._files = files
         self._job = _Job(plan, plan.live_memory())
@@ -157,7 +135,7 @@ def _load_together(
 ) -> Loaded:
     with contextlib.ExitStack() as stack:
         with exchange.together() as here:
-            plan = _prepare(storage, name, into, strict)
+            plan = prepare(storage, name, into, strict)
             here.must_agree(plan.fingerprint())
             files, identity = plan.files_in_place(), identity_of(storage, name)
             if files is not None:
@@ -186,7 +164,7 @@ class _Shares:
     headers: Collection[int]
 
     @classmethod
-    def of(cls, plan: _Plan, exchange: Exchange) -> _Shares:
+    def of(cls, plan: LoadPlan, exchange: Exchange) -> _Shares:
         items = all_chunks(plan.manifest)
         rank, size = exchange.rank, exchange.size
         common = shares_of([i for i in items if i[0].spec.name in plan.whole], size)
@@ -208,7 +186,7 @@ def _take_in_place(
 
 
 def _read_side_by_side(
-    plan: _Plan, shares: _Shares, exchange: Exchange, progress: Progress | None
+    plan: LoadPlan, shares: _Shares, exchange: Exchange, progress: Progress | None
 ) -> Loaded:
     """Ranks with the same files under one kernel: what one has read, it has for the others, and
     gives it to them faster than they could (1 GiB among four: 0.7 s against 2.4 s, measured)."""
@@ -244,67 +222,10 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A load that is known to fit: what of each tensor is needed, and where."""
-
-    storage: Storage
-    manifest: Manifest
-    live: Mapping[str, torch.Tensor]
-    leaves: Mapping[str, str]  # path to name
-    match: _Match
-    is_partial: bool
-    into_live: bool  # copy into live tensors; else all is returned
-
-    def files_in_place(self) -> FilesInPlace | None:
-        """For loading from where files lie, if they can be copied from there into live tensors."""
-        return FilesInPlace.of(self.storage, self.manifest) if self.into_live else None
-
-    def fingerprint(self) -> str:
-        """What ranks that load together must have in common."""
-        return digest(json.dumps([digest(self.manifest.to_bytes()), sorted(self.whole)]).encode())
-
-    @functools.cached_property
-    def whole(self) -> frozenset[str]:
-        """Tensors that this rank needs all of: those that not only sharded ones take."""
-        fitting = set(self.match.fitting)
-        return frozenset(
-            name
-            for path, name in self.leaves.items()
-            if path not in fitting or not is_sharded(self.live[path])
-        )
-
-    def spares(self) -> dict[str, Spare]:
-        """Spare memory for what is needed of each tensor."""
-        live = self._live_blocks()
-        # A tensor that no leaf names is not needed at all; only strangers write such.
-        return {
-            name: Spare(tensor.spec, None if name in self.whole else _boxes(live.get(name, ())))
-            for name, tensor in self.manifest.tensors.items()
-        }
-
-    def live_memory(self) -> dict[str, Spare]:
-        """The live tensors' own memory; spare memory only for what is returned besides."""
-        fitting, live = set(self.match.fitting), self._live_blocks()
-        returned = {name for path, name in self.leaves.items() if path not in fitting}
-        return {
-            name: Spare(tensor.spec)
-            if name in returned
-            else Spare.over(tensor.spec, live.get(name, ()))
-            for name, tensor in self.manifest.tensors.items()
-        }
-
-    def _live_blocks(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
-        blocks: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
-        for path in self.match.fitting:
-            blocks[self.leaves[path]] += _blocks(self.live[path], path)
-        return blocks
-
-
-@dataclass(frozen=True)
 class _Job:
     """A plan, and the memory that is filled."""
 
-    plan: _Plan
+    plan: LoadPlan
     spares: Mapping[str, Spare]
 
     def read(
@@ -335,7 +256,7 @@ class _Job:
         with torch.no_grad():
             for path in plan.match.fitting:
                 spare = self.spares[plan.leaves[path]]
-                for box, memory in _blocks(plan.live[path], path):
+                for box, memory in local_blocks(plan.live[path], path):
                     spare.give(box, memory)
         fitting = set(plan.match.fitting)
 
@@ -347,52 +268,3 @@ class _Job:
             info=info_of(plan.manifest),
             left_out=plan.match.left_out() if plan.is_partial else (),
         )
-
-
-def _prepare(storage: Storage, name: str, into: object, strict: bool) -> _Plan:
-    manifest = read_manifest(storage, name)
-    leaves = tensor_leaves(manifest.tree)
-    live = {} if into is None else live_tensors(into)
-    match = _match(manifest, leaves, live)
-    differs = into is not None and bool(match.missing or match.extra or match.mis_shaped)
-    if differs and strict:
-        raise Mismatch(name, missing=match.missing, extra=match.extra, mis_shaped=match.mis_shaped)
-    return _Plan(storage, manifest, live, leaves, match, differs, into is not None)
-
-
-def _blocks(live: torch.Tensor, path: str) -> Sequence[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a live tensor, with the memory."""
-    return (
-        blocks_of(live, path) if is_sharded(live) else ((whole(tuple(live.shape)), live.detach()),)
-    )
-
-
-def _boxes(blocks: Iterable[tuple[Box, torch.Tensor]]) -> list[Box]:
-    return list(dict.fromkeys(box for box, _ in blocks))
-
-
-def _match(
-    manifest: Manifest, leaves: Mapping[str, str], live: Mapping[str, torch.Tensor]
-) -> _Match:
-    fitting, mis_shaped = [], []
-    for path, tensor in live.items():
-        if path not in leaves:
-            continue
-        spec = manifest.tensors[leaves[path]].spec
-        saved = (spec.shape, BY_NAME[spec.dtype].torch)
-        if (tuple(tensor.shape), tensor.dtype) == saved:
-            fitting.append(path)
-        else:
-            mis_shaped.append(
-                f"{path} (saved {_shape(*saved)}, here {_shape(tuple(tensor.shape), tensor.dtype)})"
-            )
-    return _Match(
-        fitting=tuple(fitting),
-        missing=tuple(path for path in live if path not in leaves),
-        extra=tuple(path for path in leaves if path not in live),
-        mis_shaped=tuple(mis_shaped),
-    )
-
-
-def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy
 
+from checkpoints.catalog.manifests import opened
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Manifest
 from checkpoints.loading.buffers import Spare
@@ -18,10 +19,9 @@ from checkpoints.loading.reader import (
     check_header,
     in_batches,
     into_spare,
-    opened,
 )
-from checkpoints.storage.local import Storage
 from checkpoints.storage.mapped_files import MappedFile
+from checkpoints.storage.protocol import Storage
 
 
 @dataclass(frozen=True)

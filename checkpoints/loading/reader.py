@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import defaultdict
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoints.errors import Corrupt, NoCheckpoint
-from checkpoints.format.checksummed_json import Hasher, digest, read_sealed
+from checkpoints.catalog.manifests import opened
+from checkpoints.errors import Corrupt
+from checkpoints.format.checksummed_json import Hasher, digest
 from checkpoints.format.manifest import Chunk, Manifest, Tensor, Writer
-from checkpoints.format.manifest_parser import parse_manifest
-from checkpoints.format.names import MANIFEST, CheckpointName, parse_committed
+from checkpoints.format.names import CheckpointName
 from checkpoints.loading.buffers import Spare
-from checkpoints.storage.local import Source, Storage, reading
+from checkpoints.storage.failures import reading
+from checkpoints.storage.protocol import Source, Storage
 from checkpoints.tensors.dtypes import BY_NAME
 
 _SIDE_BY_SIDE_BYTES = 64 << 20  # below, threads cost more than they save
@@ -31,33 +31,6 @@ Target = Callable[[Tensor, Chunk], memoryview]
 """Where a chunk's bytes go."""
 Done = Callable[[Tensor, Chunk, memoryview], None]
 """Called with a chunk's bytes once they are verified."""
-
-
-def read_manifest(storage: Storage, name: str) -> Manifest:
-    """The manifest of a committed checkpoint, checked, its files there with the right sizes."""
-    parsed = parse_committed(name)
-    if parsed is None:
-        raise NoCheckpoint(
-            f"{name!r} is not a checkpoint's name",
-            hint="Names look like step-000001200.g7.3f9c; list_checkpoints() lists them.",
-        )
-    file = f"{name}/{MANIFEST}"
-    with reading(f"{storage.place}/{name}"):
-        try:
-            source = storage.open(file)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NoCheckpoint(
-                f"there is no checkpoint {name} in {storage.place}",
-                hint="list_checkpoints() lists those that are there.",
-            ) from error
-        with contextlib.closing(source):
-            manifest = parse_manifest(read_sealed(source, file), file)
-        if manifest.name != parsed:
-            raise Corrupt(f"it is the manifest of {manifest.name}", file=file)
-        for writer in manifest.writers:
-            with opened(storage, parsed, writer):
-                pass
-    return manifest
 
 
 def all_chunks(manifest: Manifest) -> list[Item]:
@@ -191,19 +164,6 @@ def into_spare(spares: Mapping[str, Spare]) -> tuple[Target, Done]:
 
 def bytes_view(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
-
-
-@contextlib.contextmanager
-def opened(storage: Storage, name: CheckpointName, writer: Writer) -> Iterator[Source]:
-    file = f"{name}/{writer.file}"
-    try:
-        source = storage.open(file)
-    except FileNotFoundError as error:
-        raise Corrupt("the file is missing", file=file) from error
-    with contextlib.closing(source):
-        if source.size() != writer.size_bytes:
-            raise Corrupt(f"it has {source.size()} bytes, not {writer.size_bytes}", file=file)
-        yield source
 
 
 def check_header(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Manifest
-from checkpoints.storage.local import Source
+from checkpoints.storage.protocol import Source
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from checkpoints.catalog.retention import committed_names
+from checkpoints.catalog.manifests import committed_names, read_manifest
 from checkpoints.errors import LoadError
 from checkpoints.format.lineage import abandoned, as_lineage
 from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage, info_of
 from checkpoints.format.names import CheckpointName
 from checkpoints.loading.load import verify
-from checkpoints.loading.reader import read_manifest
-from checkpoints.storage.local import Root, Storage, reading, storage_for
+from checkpoints.storage.failures import reading
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
 
 
 @dataclass(frozen=True)

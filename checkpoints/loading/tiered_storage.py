@@ -23,8 +23,8 @@ from functools import partial
 from typing import TypeVar
 
 from checkpoints.catalog.commit import Incomplete, merge, read_part
+from checkpoints.catalog.manifests import read_sealed
 from checkpoints.errors import Corrupt, LoadError
-from checkpoints.format.checksummed_json import read_sealed
 from checkpoints.format.manifest import Manifest, Part
 from checkpoints.format.manifest_parser import parse_manifest
 from checkpoints.format.names import (
@@ -37,8 +37,8 @@ from checkpoints.format.names import (
     part_file,
 )
 from checkpoints.loading.replicas import Copies, Copy, hashes_of
-from checkpoints.memory.peer_storage import PeerStorage
-from checkpoints.storage.local import Root, Sink, Source, Storage, storage_for
+from checkpoints.storage.protocol import ClosableStorage, Sink, Source, Storage
+from checkpoints.storage.roots import Root, storage_for
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Tiers:
     def close(self) -> None:
         """Close the connections to peers."""
         for storage in self._all:
-            if isinstance(storage, PeerStorage):
+            if isinstance(storage, ClosableStorage):
                 storage.close()
 
     # --- which places have what

@@ -29,7 +29,7 @@ from checkpoints.memory.peer_server import PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from checkpoints.memory.replication import Copier, CopyOutcome
 from checkpoints.policies.retention import Keep, LatestN
-from checkpoints.storage.local import Root
+from checkpoints.storage.roots import Root
 from elastic.secure_channel import private_files
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.reports import Report

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from checkpoints.format.names import CheckpointName, parse_attempt
 from checkpoints.policies.retention import Keep, to_remove
-from checkpoints.storage.local import LocalStorage, Sink
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Sink
 
 OWN = "own"
 COPIES = "copies"

@@ -29,7 +29,7 @@ from checkpoints.format.names import (
 )
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.policies.retention import Keep, LatestN
-from checkpoints.storage.local import Source
+from checkpoints.storage.protocol import Source
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.hub import Connection, Handler, Hub, listen

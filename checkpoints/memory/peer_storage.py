@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import xxhash
 
 from checkpoints.memory.peer_server import BLOCK_BYTES, MAX_ANSWER
-from checkpoints.storage.local import Sink, Source
+from checkpoints.storage.protocol import Sink, Source
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.keys import SecretKey

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.catalog.commit import Incomplete, commit, is_committed, put, read_part
+from checkpoints.catalog.commit import Incomplete, commit, is_committed, read_part
 from checkpoints.catalog.retention import KeepsParts, after_commit
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Lineage, Part, Shared
@@ -25,7 +25,9 @@ from checkpoints.format.names import CheckpointName, part_file, writer_file
 from checkpoints.format.state_tree import Node
 from checkpoints.policies.retention import Keep
 from checkpoints.saving.tensor_file import Data, Pieces, write_share
-from checkpoints.storage.local import Storage, writing
+from checkpoints.storage.failures import writing
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.small_files import put
 from checkpoints.tensors.partition import TensorSpec
 
 

@@ -32,8 +32,10 @@ from checkpoints.policies.retention import Keep, LatestN
 from checkpoints.saving.attempt import Attempt, complete, run
 from checkpoints.saving.outcome import Ending, Handle, Outcome, World, WriterDied
 from checkpoints.saving.save import check_json, check_world, lineage_of
-from checkpoints.saving.staging import Buffer
-from checkpoints.storage.local import Root, Storage, storage_for, writing
+from checkpoints.saving.staging import Buffer, BufferPool
+from checkpoints.storage.failures import writing
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.partition import share
 
 THREAD_NAME = "checkpoint-writer"
@@ -83,9 +85,7 @@ class Engine:
         self._clock = clock
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._free: queue.Queue[Buffer] = queue.Queue()
-        for _ in range(2):
-            self._free.put(Buffer())
+        self._buffers = BufferPool(2)
         self._jobs: queue.Queue[_Job | Callable[[], object] | None] = queue.Queue()
         self._open: list[_Job] = []  # neither committed nor given up
         self._ended: deque[Outcome] = deque()
@@ -109,18 +109,8 @@ class Engine:
         pieces = share([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
         size = sum(span.count * spec.element_bytes for spec, span in pieces)
         pinned = any(t.is_cuda for t in tensors.values())
-        grow = functools.partial(self._grow, size, pinned=pinned)
+        grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
         self.later(grow) if background else grow()
-
-    def _grow(self, size_bytes: int, *, pinned: bool) -> None:
-        """One after the other: a save meanwhile finds the second one."""
-        for _ in range(2):
-            with contextlib.suppress(queue.Empty):
-                buffer = self._free.get_nowait()
-                # Without memory now, the save itself will say so.
-                with contextlib.suppress(MemoryError, RuntimeError):
-                    buffer.reserve(size_bytes, pinned=pinned)
-                self._free.put(buffer)
 
     def later(self, task: Callable[[], object]) -> None:
         """Run something on the writer's thread, in order with the saves. What it raises ends the
@@ -163,10 +153,10 @@ class Engine:
             pieces = share(specs, world.size, world.rank)
             data = buffer.fill(pieces, tensors)
         except CheckpointError:
-            self._free.put(buffer)
+            self._buffers.release(buffer)
             raise
         except (MemoryError, RuntimeError) as error:  # torch says RuntimeError for no memory
-            self._free.put(buffer)
+            self._buffers.release(buffer)
             self._end(handle, Ending.FAILED, reason=f"staging: {error}", error=error)
             return handle
         attempt = Attempt(
@@ -191,7 +181,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether a save now would find a free buffer."""
-        return not self._free.empty()
+        return self._buffers.has_free
 
     @property
     def in_flight(self) -> int:
@@ -248,9 +238,7 @@ class Engine:
         self._give_up_overdue()
         if wait_s is None:
             wait_s = self._deadline_s if self._busy == "wait" else 0.0
-        with contextlib.suppress(queue.Empty):
-            return self._free.get(block=wait_s > 0, timeout=wait_s)
-        return None
+        return self._buffers.acquire(wait_s)
 
     def _check_alive(self) -> None:
         self._report_death()
@@ -325,7 +313,7 @@ class Engine:
         try:
             self._write(job)
         finally:
-            self._free.put(job.buffer)
+            self._buffers.release(job.buffer)
         self._look_again()
         return True
 

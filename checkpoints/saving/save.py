@@ -15,7 +15,8 @@ from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName
 from checkpoints.format.state_tree import pack, spec_of
 from checkpoints.policies.retention import Keep, LatestN
 from checkpoints.saving.attempt import Attempt, Saved, run
-from checkpoints.storage.local import Root, storage_for, writing
+from checkpoints.storage.failures import writing
+from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.elements import bytes_of
 from checkpoints.tensors.partition import TensorSpec, share
 from checkpoints.tensors.regions import Place

@@ -6,13 +6,15 @@ is pinned where tensors are on CUDA devices, and only grows.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
-from checkpoints.loading.buffers import empty
 from checkpoints.saving.tensor_file import Data, Pieces
+from checkpoints.tensors.allocation import empty
 from checkpoints.tensors.elements import copy_to
 from checkpoints.tensors.partition import TensorSpec, chunks
 from checkpoints.tensors.regions import Place
@@ -47,6 +49,39 @@ class Buffer:
         for device in on_gpu:
             torch.cuda.current_stream(device).synchronize()
         return _reader(self._bytes.numpy().data, pieces, begins)
+
+
+class BufferPool:
+    """A fixed number of staging buffers, shared by the training thread and the writer thread."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free: queue.Queue[Buffer] = queue.Queue()
+        for _ in range(count):
+            self._free.put(Buffer())
+
+    @property
+    def has_free(self) -> bool:
+        return not self._free.empty()
+
+    def acquire(self, wait_s: float) -> Buffer | None:
+        """A free buffer; None if there is none within ``wait_s``."""
+        with contextlib.suppress(queue.Empty):
+            return self._free.get(block=wait_s > 0, timeout=wait_s)
+        return None
+
+    def release(self, buffer: Buffer) -> None:
+        self._free.put(buffer)
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> None:
+        """Grow the free buffers one at a time, so that a concurrent save finds the other one."""
+        for _ in range(self._count):
+            with contextlib.suppress(queue.Empty):
+                buffer = self._free.get_nowait()
+                # A lack of memory is reported by the save that needs it.
+                with contextlib.suppress(MemoryError, RuntimeError):
+                    buffer.reserve(size_bytes, pinned=pinned)
+                self._free.put(buffer)
 
 
 def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Chunk, Writer
 from checkpoints.format.names import writer_file
-from checkpoints.storage.local import Sink, Storage
+from checkpoints.storage.protocol import Sink, Storage
 from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.partition import TensorSpec, chunks
 from checkpoints.tensors.regions import Place, Span, whole

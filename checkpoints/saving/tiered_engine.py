@@ -24,7 +24,7 @@ from checkpoints.policies.retention import Keep, LatestN
 from checkpoints.policies.save import Moment, When
 from checkpoints.saving.engine import Engine
 from checkpoints.saving.outcome import Ending, Handle, Outcome, World
-from checkpoints.storage.local import Root, storage_for
+from checkpoints.storage.roots import Root, storage_for
 
 _SMOOTHING = 0.3  # of the cost of a save
 

@@ -1,4 +1,4 @@
-"""The few things an object store can do, and fsspec's drivers behind them.
+"""Object stores by fsspec's drivers.
 
 fsspec was chosen because it has a kept driver for every store (S3, GCS, Azure, …) with its own
 credentials, retries and multipart uploads. It is imported when the first URL is used.
@@ -18,63 +18,15 @@ import errno
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from checkpoints.errors import ArgumentError
+from checkpoints.storage.object_store import Entry, Upload
 
 # Below, an object is sent in one request; above, in parts of this size (S3 takes 10,000).
 PART_BYTES = 64 << 20
 _CONFLICTS = 5  # S3 says 409 while another conditional put of the same object is under way
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An object, or a prefix that objects have in common."""
-
-    size: int
-    modified_s: float  # since 1970, by the store's clock
-    is_folder: bool = False
-
-
-class Upload(Protocol):
-    """An object on its way: nobody sees it before :meth:`finish` returns."""
-
-    def write(self, data: bytes | memoryview) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class Objects(Protocol):
-    """An object store. Failures are ``OSError``, what is missing ``FileNotFoundError``."""
-
-    @property
-    def place(self) -> str: ...
-
-    def list(self, prefix: str) -> Mapping[str, Entry]:
-        """What stands directly under a prefix, by its last word. Empty if there is nothing."""
-        ...
-
-    def stat(self, key: str) -> Entry: ...
-
-    def get(self, key: str, begin: int, end: int) -> bytes: ...
-
-    def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
-        """At once; with ``only_new``, FileExistsError if there is one."""
-        ...
-
-    def upload(self, key: str) -> Upload: ...
-
-    def delete(self, key: str) -> None:
-        """One that is gone is fine."""
-        ...
-
-    def delete_prefix(self, prefix: str) -> None:
-        """One without objects, where prefixes are folders that stay when they are empty."""
-        ...
 
 
 def open_url(url: str, **options: Any) -> FsspecObjects:

@@ -1,12 +1,4 @@
-"""The one seam to the disk: a small protocol, and the local file system behind it.
-
-Paths are relative to the storage's root, with ``/``; what they name is made by
-:mod:`checkpoints.format.names`, never taken from a manifest unchecked. Failures are ``OSError``;
-callers turn them into errors for people (:func:`writing`, :func:`reading`).
-
-:mod:`checkpoints.storage.object_storage` is an object store behind the same protocol;
-:mod:`checkpoints.testing.faults` wraps any storage and injects a failure at a chosen call.
-"""
+"""The storage protocol on a local file system."""
 
 from __future__ import annotations
 
@@ -14,117 +6,16 @@ import contextlib
 import errno
 import io
 import os
-import re
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
-from checkpoints.errors import DiskFull, NotWritable, ReadFailed, WriteFailed
 from checkpoints.format.names import parse_attempt
 from checkpoints.storage.mapped_files import MappedFile, in_memory
+from checkpoints.storage.protocol import Sink, Source
 
 # Small tensors are gathered into writes of this size; larger ones pass through unbuffered.
 _BUFFER_BYTES = 1 << 20
-
-
-class Sink(Protocol):
-    """A file being written."""
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append all of ``data``."""
-        ...
-
-    def sync(self) -> None:
-        """Flush, then make the content durable: after this a power cut keeps it."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Source(Protocol):
-    """A file being read."""
-
-    def size(self) -> int: ...
-
-    def read_at(self, offset: int, into: memoryview) -> int:
-        """Fill ``into`` from ``offset``; the number of bytes, less only at the file's end."""
-        ...
-
-    def mapped(self) -> MappedFile | None:
-        """The file where it lies in this machine's memory; None if it does not, or may not be."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Storage(Protocol):
-    """What this package needs of a place for checkpoints."""
-
-    @property
-    def place(self) -> str:
-        """The root, for people."""
-        ...
-
-    def make_folder(self, path: str) -> None:
-        """With its parents; one that exists is fine. The root is ``""``."""
-        ...
-
-    def list(self, path: str) -> list[str]:
-        """Names in a folder."""
-        ...
-
-    def size(self, path: str) -> int: ...
-
-    def modified_s(self, path: str) -> float:
-        """When it last changed, in seconds since 1970."""
-        ...
-
-    def create(self, path: str) -> Sink:
-        """A new file; an old one of that name is emptied."""
-        ...
-
-    def open(self, path: str) -> Source: ...
-
-    def rename(self, old: str, new: str) -> None:
-        """Atomic. A folder onto a folder that is not empty fails (EEXIST or ENOTEMPTY)."""
-        ...
-
-    def sync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
-        ...
-
-    def remove(self, path: str) -> None: ...
-
-    def remove_folder(self, path: str) -> None:
-        """With all that is in it; one that is gone is fine."""
-        ...
-
-
-Root = str | os.PathLike[str] | Storage
-"""Where checkpoints live: a path on this machine, a URL of an object store, or a storage."""
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
-
-
-def storage_for(root: Root) -> Storage:
-    """The storage that ``root`` is or names.
-
-    A text that begins with a scheme is a URL: ``s3://bucket/prefix``, ``memory://jobs``;
-    ``file://`` ones are paths. Raises :class:`ArgumentError` if its driver is not installed.
-    """
-    if not isinstance(root, (str, os.PathLike)):
-        return root
-    scheme = _SCHEME.match(root) if isinstance(root, str) else None
-    if scheme is None:
-        return LocalStorage(root)
-    if scheme[1].lower() in ("file", "local"):
-        return LocalStorage(str(root)[scheme.end() :])
-    from checkpoints.storage.fsspec_store import open_url
-    from checkpoints.storage.object_storage import ObjectStorage
-
-    return ObjectStorage(open_url(str(root)))
 
 
 class LocalStorage:
@@ -249,42 +140,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
-
-
-@contextlib.contextmanager
-def writing(place: str) -> Iterator[None]:
-    """Turn an ``OSError`` into the error that says what to do about it."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL:
-            raise DiskFull(
-                f"no room to save into {place}: {reason}",
-                hint="Free space or keep fewer checkpoints; the older ones are untouched.",
-            ) from error
-        if error.errno in _REFUSED:
-            raise NotWritable(
-                f"cannot write into {place}: {reason}",
-                hint="Give a folder that every writer may write.",
-            ) from error
-        raise WriteFailed(
-            f"writing into {place} failed: {reason}",
-            hint="The older checkpoints are untouched; the next save starts anew.",
-        ) from error
-
-
-@contextlib.contextmanager
-def reading(place: str) -> Iterator[None]:
-    """Turn an ``OSError`` into :class:`ReadFailed`."""
-    try:
-        yield
-    except OSError as error:
-        raise ReadFailed(
-            f"reading {place} failed: {error.strerror or error}",
-            hint="Check the disk or the mount; latest() finds the newest that can be read.",
-        ) from error

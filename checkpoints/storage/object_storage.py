@@ -41,8 +41,8 @@ from checkpoints.format.names import (
     parse_part_file,
     parse_writer_file,
 )
-from checkpoints.storage.fsspec_store import Entry, Objects, Upload
-from checkpoints.storage.local import Sink, Source
+from checkpoints.storage.object_store import Entry, Objects, Upload
+from checkpoints.storage.protocol import Sink, Source
 
 _PENDING = ".manifest-pending.json"
 _REMOVED = ".removed"

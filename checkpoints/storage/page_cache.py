@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 
 from checkpoints.errors import ReadFailed
-from checkpoints.storage.local import Storage, writing
+from checkpoints.storage.failures import writing
+from checkpoints.storage.protocol import Storage
 
 MAX_RECORD_BYTES = 64 << 10
 _TEMPORARY = ".tmp-LATEST-record-"  # with LATEST's prefix: what is left over is swept
@@ -48,3 +49,13 @@ def read_record(storage: Storage, name: str) -> bytes | None:
         raise ReadFailed(f"{name} in {storage.place} cannot be read: {error}") from error
     finally:
         source.close()
+
+
+def put(storage: Storage, path: str, data: bytes) -> None:
+    """Write a small file and make its content durable."""
+    sink = storage.create(path)
+    try:
+        sink.write(data)
+        sink.sync()
+    finally:
+        sink.close()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from checkpoints.storage.fsspec_store import Entry, Objects, Upload
-from checkpoints.storage.local import Sink, Source, Storage
 from checkpoints.storage.mapped_files import MappedFile
+from checkpoints.storage.object_store import Entry, Objects, Upload
+from checkpoints.storage.protocol import Sink, Source, Storage
 
 
 class _Placed(Protocol):

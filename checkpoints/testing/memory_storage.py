@@ -11,7 +11,7 @@ import builtins
 import errno
 from dataclasses import dataclass, field
 
-from checkpoints.storage.local import Sink, Source
+from checkpoints.storage.protocol import Sink, Source
 
 
 @dataclass

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from checkpoints.catalog.manifests import read_manifest
 from checkpoints.format.manifest import Manifest, Tensor
 from checkpoints.format.state_tree import tensor_leaves
 from checkpoints.loading.buffers import Spare
-from checkpoints.loading.reader import into_spare, read_chunks, read_manifest
-from checkpoints.storage.local import Root, Storage, storage_for
+from checkpoints.loading.reader import into_spare, read_chunks
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
 
 
 @dataclass(frozen=True)

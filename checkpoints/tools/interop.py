@@ -30,7 +30,8 @@ from checkpoints.errors import (
 )
 from checkpoints.format.state_tree import check_tree, live_tensors, pack, unpack
 from checkpoints.loading.load import load
-from checkpoints.storage.local import Root, reading, writing
+from checkpoints.storage.failures import reading, writing
+from checkpoints.storage.roots import Root
 from checkpoints.tensors.torch_private import load_dcp
 
 Format = Literal["torch", "dcp", "safetensors"]

@@ -15,11 +15,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import checkpoints
-from checkpoints.catalog.retention import committed_names
+from checkpoints.catalog.manifests import committed_names, read_manifest
 from checkpoints.format.manifest import info_of
-from checkpoints.loading.reader import read_manifest
 from checkpoints.policies.retention import KeepPolicy
-from checkpoints.storage.local import storage_for
+from checkpoints.storage.roots import storage_for
 from checkpoints.tools.interop import FORMATS
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import checkpoints
 from checkpoints import SaveError
 from checkpoints.format.names import parse_committed
-from checkpoints.storage.local import storage_for
+from checkpoints.storage.roots import storage_for
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.errors import CheckpointRequired, ConfigError
 from elastic.training.memory_tier import everywhere

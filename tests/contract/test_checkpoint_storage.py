@@ -13,8 +13,9 @@ from s3_server import S3Server, s3_server
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.storage import fsspec_store
 from checkpoints.storage.fsspec_store import FsspecObjects, open_url
-from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.storage.protocol import Storage
 from checkpoints.testing.faults import Fault, FaultyObjects, FaultyStorage
 from checkpoints.testing.memory_storage import MemoryStorage
 

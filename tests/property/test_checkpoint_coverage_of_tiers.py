@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import checkpoints
 from checkpoints.format.names import CheckpointName
 from checkpoints.loading.tiered_storage import Tiers
-from checkpoints.storage.local import Storage
+from checkpoints.storage.protocol import Storage
 from checkpoints.testing.faults import FaultyStorage
 from checkpoints.testing.memory_storage import MemoryStorage
 

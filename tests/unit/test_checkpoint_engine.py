@@ -199,7 +199,7 @@ def test_buffers_can_be_made_in_the_background() -> None:
         reserved = threading.Event()
         engine.later(reserved.set)
         assert reserved.wait(LONG_S)
-        sizes = [buffer._bytes.numel() for buffer in engine._free.queue]
+        sizes = [buffer._bytes.numel() for buffer in engine._buffers._free.queue]
         assert len(sizes) == 2 and min(sizes) > 0
 
 

@@ -9,7 +9,8 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
 from checkpoints.testing.faults import Died, Fault, FaultyStorage
 from checkpoints.testing.memory_storage import MemoryStorage
 

@@ -20,8 +20,9 @@ from checkpoints.catalog.commit import Incomplete, commit, is_committed
 from checkpoints.catalog.retention import remove_committed
 from checkpoints.format.names import CheckpointName
 from checkpoints.storage.fsspec_store import FsspecObjects
-from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.storage.protocol import Storage
 from checkpoints.testing.faults import Died, Fault, FaultyObjects
 
 NAME = CheckpointName(5, 1, "aa")

@@ -17,9 +17,12 @@ from run_kit import job, process
 import checkpoints
 from checkpoints.catalog.commit import commit
 from checkpoints.format.names import CheckpointName
-from checkpoints.storage.fsspec_store import FsspecObjects, Upload
-from checkpoints.storage.local import LocalStorage, Storage, storage_for
+from checkpoints.storage.fsspec_store import FsspecObjects
+from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.storage.object_store import Upload
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import storage_for
 from checkpoints.testing.faults import Died, Fault, FaultyObjects, FaultyStorage
 
 

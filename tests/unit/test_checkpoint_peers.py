@@ -18,7 +18,8 @@ from checkpoints.loading.tiered_storage import Tiers
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_server import MAX_REQUEST, PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from checkpoints.storage.local import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import AuthenticationError, ProtocolError
 from elastic.secure_channel.frames import frame
