@@ -20,7 +20,7 @@ from checkpoints.format.names import (
     CheckpointName,
     parse_attempt,
 )
-from checkpoints.policies.retention import Keep, to_remove
+from checkpoints.policies.retention import RetentionFunction, to_remove
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
@@ -31,12 +31,14 @@ from checkpoints.storage.small_files import put
 class KeepsParts(Protocol):
     """A storage in which nothing is committed: whoever looks merges parts from several places."""
 
-    def part_written(self, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+    def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
         """One more part is there: remove what ``keep`` gives up; notes."""
         ...
 
 
-def after_commit(storage: Storage, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+def after_commit(
+    storage: Storage, name: CheckpointName, keep: RetentionFunction | None
+) -> tuple[str, ...]:
     """Point LATEST, remove what ``keep`` gives up and what can never be completed; notes."""
     notes = []
     try:
@@ -51,21 +53,21 @@ def after_commit(storage: Storage, name: CheckpointName, keep: Keep | None) -> t
 
 
 def given_up(
-    storage: Storage, newest_first: Sequence[CheckpointName], keep: Keep
+    storage: Storage, newest_first: Sequence[CheckpointName], keep: RetentionFunction
 ) -> tuple[CheckpointName, ...]:
     """What ``keep`` gives up of the committed checkpoints, oldest first."""
 
     @functools.cache
-    def look(name: CheckpointName) -> Manifest | None:
+    def manifest_of(name: CheckpointName) -> Manifest | None:
         try:
             return read_manifest(storage, str(name))
         except LoadError:
             return None
 
-    return to_remove(newest_first, keep, look)
+    return to_remove(newest_first, keep, manifest_of)
 
 
-def prune(root: Root, keep: Keep, *, dry_run: bool = False) -> tuple[str, ...]:
+def prune(root: Root, keep: RetentionFunction, *, dry_run: bool = False) -> tuple[str, ...]:
     """Remove the committed checkpoints that ``keep`` gives up, never the newest; their names.
 
     Raises :class:`SaveError` if the storage fails.

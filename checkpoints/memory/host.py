@@ -28,14 +28,14 @@ from checkpoints.memory.node_memory import COPIES, OWN, NodeMemory
 from checkpoints.memory.peer_server import PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from checkpoints.memory.replication import Copier, CopyOutcome
-from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.roots import Root
 from elastic.secure_channel import private_files
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.reports import Report
 
 NODE_FILE = "node.json"
-KEEP: Keep = LatestN(3)  # as many as ranks may be apart in their writing, and one
+KEEP: RetentionFunction = LatestN(3)  # as many as ranks may be apart in their writing, and one
 
 
 @dataclass(frozen=True)

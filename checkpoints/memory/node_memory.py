@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints.format.names import CheckpointName, parse_attempt
-from checkpoints.policies.retention import Keep, to_remove
+from checkpoints.policies.retention import RetentionFunction, to_remove
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.protocol import Sink
 
@@ -69,7 +69,7 @@ class NodeMemory(LocalStorage):
             return sorted(found, key=lambda name: name.age_order, reverse=True)
         return []
 
-    def part_written(self, name: CheckpointName, keep: Keep | None) -> tuple[str, ...]:
+    def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
         """Remove the parts that ``keep`` gives up; notes."""
         try:
             for old in to_remove(self.names(), keep) if keep is not None else ():

@@ -28,7 +28,7 @@ from checkpoints.format.names import (
     parse_writer_file,
 )
 from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.protocol import Source
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
@@ -68,7 +68,7 @@ class PeerServer(Handler):
         key: Callable[[], SecretKey],
         identity: str,
         host: str = "",
-        keep: Keep = LatestN(3),  # noqa: B008  frozen
+        keep: RetentionFunction = LatestN(3),  # noqa: B008  frozen
         limits: Limits = LIMITS,
         report: Report = lambda line: None,
         on_error: Callable[[BaseException], object] = lambda error: None,

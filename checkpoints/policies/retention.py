@@ -1,7 +1,8 @@
-"""Which checkpoints stay: small callables over the committed ones, newest first; ``|`` joins.
+"""Retention policies: which committed checkpoints to keep. Policies compose with ``|``.
 
-A policy sees names; one that needs more asks ``look`` for a checkpoint's manifest. What cannot
-be read (None) is never a reason to remove something else.
+A policy receives the names of all committed checkpoints, newest first. One that needs more than the
+name calls ``read_manifest``, which returns None for a manifest that cannot be read; an unreadable
+checkpoint is never a reason to remove another one.
 """
 
 from __future__ import annotations
@@ -16,37 +17,45 @@ from checkpoints.format.manifest import Manifest
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import unpack
 
-Names = Sequence[CheckpointName]
-Look = Callable[[CheckpointName], Manifest | None]
+CommittedNames = Sequence[CheckpointName]
+ManifestReader = Callable[[CheckpointName], Manifest | None]
 
 
-Keep = Callable[[Names], Collection[CheckpointName]]
-"""Any callable from names to those that stay; :class:`KeepPolicy` can look inside, too."""
+RetentionFunction = Callable[[CommittedNames], Collection[CheckpointName]]
+"""Maps committed names, newest first, to those to keep. A :class:`RetentionPolicy` is one that can
+also read manifests."""
 
 
-class KeepPolicy:
-    """A policy: :meth:`select` says which of the committed checkpoints stay."""
+class RetentionPolicy:
+    """Base class of retention policies: :meth:`select` returns the checkpoints to keep."""
 
-    def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
+    def select(
+        self, newest_first: CommittedNames, read_manifest: ManifestReader
+    ) -> Collection[CheckpointName]:
+        """The subset of ``newest_first`` to keep."""
         raise NotImplementedError
 
-    def __call__(self, newest_first: Names) -> Collection[CheckpointName]:
+    def __call__(self, newest_first: CommittedNames) -> Collection[CheckpointName]:
         return self.select(newest_first, lambda name: None)
 
-    def __or__(self, other: KeepPolicy) -> KeepPolicy:
+    def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
         return _Union((self, other))
 
 
 @dataclass(frozen=True)
-class _Union(KeepPolicy):
-    policies: tuple[KeepPolicy, ...]
+class _Union(RetentionPolicy):
+    policies: tuple[RetentionPolicy, ...]
 
-    def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
-        return {name for policy in self.policies for name in policy.select(newest_first, look)}
+    def select(
+        self, newest_first: CommittedNames, read_manifest: ManifestReader
+    ) -> Collection[CheckpointName]:
+        return {
+            name for policy in self.policies for name in policy.select(newest_first, read_manifest)
+        }
 
 
 @dataclass(frozen=True)
-class LatestN(KeepPolicy):
+class LatestN(RetentionPolicy):
     """Keep the ``count`` newest.
 
     >>> names = [CheckpointName(step, 0, "n") for step in (30, 20, 10)]
@@ -58,44 +67,52 @@ class LatestN(KeepPolicy):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ArgumentError(f"LatestN({self.count}): at least one checkpoint has to stay")
+            raise ArgumentError(f"LatestN({self.count}): count must be at least 1")
 
-    def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
+    def select(
+        self, newest_first: CommittedNames, read_manifest: ManifestReader
+    ) -> Collection[CheckpointName]:
         return newest_first[: self.count]
 
 
 @dataclass(frozen=True)
-class EveryNSteps(KeepPolicy):
-    """Keep those whose step is a multiple of ``count``."""
+class EveryNSteps(RetentionPolicy):
+    """Keep checkpoints whose step is a multiple of ``count``."""
 
     count: int
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ArgumentError(f"EveryNSteps({self.count}): it has to be positive")
+            raise ArgumentError(f"EveryNSteps({self.count}): count must be positive")
 
-    def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
+    def select(
+        self, newest_first: CommittedNames, read_manifest: ManifestReader
+    ) -> Collection[CheckpointName]:
         return [name for name in newest_first if name.step % self.count == 0]
 
 
 @dataclass(frozen=True)
-class EveryNSeconds(KeepPolicy):
-    """Keep one for every ``seconds`` of the time at which they were written: the first of each.
+class EveryNSeconds(RetentionPolicy):
+    """Keep one checkpoint per interval of ``seconds``, by the wall time at which it was written.
 
-    A clock that jumped makes it keep more, never fewer.
+    A jump of the clock makes the policy keep more checkpoints, never fewer.
     """
 
     seconds: float
 
     def __post_init__(self) -> None:
         if not (self.seconds > 0 and math.isfinite(self.seconds)):
-            raise ArgumentError(f"EveryNSeconds({self.seconds}): it has to be positive")
+            raise ArgumentError(
+                f"EveryNSeconds({self.seconds}): seconds must be positive and finite"
+            )
 
-    def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
+    def select(
+        self, newest_first: CommittedNames, read_manifest: ManifestReader
+    ) -> Collection[CheckpointName]:
         kept: list[CheckpointName] = []
         last_s = -math.inf
         for name in reversed(newest_first):
-            manifest = look(name)
+            manifest = read_manifest(name)
             if manifest is None:
                 kept.append(name)
             elif abs(manifest.wall_time_s - last_s) >= self.seconds:
@@ -105,11 +122,12 @@ class EveryNSeconds(KeepPolicy):
 
 
 @dataclass(frozen=True)
-class BestN(KeepPolicy):
-    """Keep the ``count`` best by a number in the saved state, at ``metric``: a path with ``/``.
+class BestN(RetentionPolicy):
+    """Keep the ``count`` best checkpoints by a number in the saved state.
 
-    ``BestN(2, "run/loss")`` looks at ``state["run"]["loss"]``. Those without it are not kept for
-    its sake, NaN is worse than everything; ``largest=True`` where more is better.
+    ``metric`` is the path of that number, joined by ``/``: ``BestN(2, "run/loss")`` reads
+    ``state["run"]["loss"]``. Smaller is better unless ``largest=True``; NaN ranks last, and
+    checkpoints without the metric are not selected.
     """
 
     count: int
@@ -118,10 +136,12 @@ class BestN(KeepPolicy):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ArgumentError(f"BestN({self.count}): at least one checkpoint has to stay")
+            raise ArgumentError(f"BestN({self.count}): count must be at least 1")
 
-    def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
-        values = {name: self._value(look(name)) for name in newest_first}
+    def select(
+        self, newest_first: CommittedNames, read_manifest: ManifestReader
+    ) -> Collection[CheckpointName]:
+        values = {name: self._value(read_manifest(name)) for name in newest_first}
         known = {name: value for name, value in values.items() if value is not None}
         sign = -1 if self.largest else 1
         order = sorted(known, key=lambda n: (math.isnan(known[n]), sign * known[n]))
@@ -139,9 +159,15 @@ class BestN(KeepPolicy):
 
 
 def to_remove(
-    newest_first: Names, keep: Keep, look: Look = lambda name: None
+    newest_first: CommittedNames,
+    keep: RetentionFunction,
+    read_manifest: ManifestReader = lambda name: None,
 ) -> tuple[CheckpointName, ...]:
-    """What a policy gives up, oldest first. Never the newest, whatever the policy says."""
-    chosen = keep.select(newest_first, look) if isinstance(keep, KeepPolicy) else keep(newest_first)
+    """The checkpoints that a policy does not keep, oldest first. The newest is always kept."""
+    chosen = (
+        keep.select(newest_first, read_manifest)
+        if isinstance(keep, RetentionPolicy)
+        else keep(newest_first)
+    )
     kept = {*chosen, *newest_first[:1]}
     return tuple(name for name in reversed(newest_first) if name not in kept)

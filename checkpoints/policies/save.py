@@ -1,8 +1,9 @@
-"""When to save: small callables over one :class:`Moment`, composable with ``|``.
+"""Save policies: when to save a checkpoint. Policies compose with ``|``.
 
-Each looks at a moment between two steps and nothing else. Writers that save together have to
-agree on the answer: policies that look at time or at what is in flight are asked by one rank,
-which tells the others with what they exchange anyway; ``needs_agreement`` says which those are.
+A policy is a pure function of a :class:`SaveContext`. All writers of a checkpoint must reach the
+same decision. A policy that depends only on the step decides alike on every rank; one that depends
+on time or on saves in flight (``needs_agreement``) is evaluated by one rank, which shares the
+result with the others in a message that they exchange anyway.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from checkpoints.errors import ArgumentError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """What is known between two steps. Times are of one monotonic clock."""
+class SaveContext:
+    """The inputs of a save policy at a step boundary. Times are readings of one monotonic clock."""
 
-    step: int  # steps done
+    step: int  # completed steps
     now_s: float
-    began_s: float  # when this history's observation began
-    saved_step: int  # the step of the last save, or where the job began
-    saved_s: float  # when that was
-    in_flight: int = 0  # saves under way
-    preempted: bool = False  # this node or job is asked to go
-    save_cost_s: float = 0.0  # what a save costs training, measured; 0: not known yet
+    began_s: float  # when observation of failures began
+    saved_step: int  # the step of the last save, or the initial step
+    saved_s: float  # time of the last save
+    in_flight: int = 0  # saves in flight
+    preempted: bool = False  # this node or job received a preemption notice
+    save_cost_s: float = 0.0  # measured stall per save; 0 if not measured yet
     failures: int = 0  # failures since ``began_s``
-    previous_step: int | None = None  # steps done at the moment before this one; one less
+    previous_step: int | None = None  # at the previous boundary; None: step - 1
 
-    def has_passed(self, count: int) -> bool:
-        """Whether a multiple of ``count`` steps was reached since the moment before.
+    def crosses_multiple_of(self, count: int) -> bool:
+        """Whether a multiple of ``count`` lies after the previous boundary and up to this one.
 
-        >>> at = Moment(step=12, previous_step=8, now_s=0, began_s=0, saved_step=0, saved_s=0)
+        >>> at = SaveContext(step=12, previous_step=8, now_s=0, began_s=0, saved_step=0, saved_s=0)
         >>> at.has_passed(10), at.has_passed(7)
         (True, False)
         """
@@ -39,24 +40,24 @@ class Moment:
         return self.step // count > previous // count
 
 
-class When:
-    """A policy: call it with a moment; True means save now."""
+class SavePolicy:
+    """Base class of save policies: a callable that returns True to save now."""
 
     needs_agreement = True
 
-    def __call__(self, moment: Moment) -> bool:
+    def __call__(self, context: SaveContext) -> bool:
         raise NotImplementedError
 
-    def __or__(self, other: When) -> When:
-        return _Any((*_parts(self), *_parts(other)))
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return _AnyOf((*_parts(self), *_parts(other)))
 
 
-def split(when: When) -> tuple[When | None, When | None]:
-    """The part of a policy that every writer can ask for itself, and what one has to ask for all.
+def split_by_agreement(when: SavePolicy) -> tuple[SavePolicy | None, SavePolicy | None]:
+    """Split a policy into (evaluated on every rank, evaluated by one rank for all).
 
-    >>> split(EverySteps(5) | EverySeconds(60))
+    >>> split_by_agreement(EverySteps(5) | EverySeconds(60))
     (EverySteps(count=5), EverySeconds(seconds=60))
-    >>> split(EverySteps(5))
+    >>> split_by_agreement(EverySteps(5))
     (EverySteps(count=5), None)
     """
     alone = [part for part in _parts(when) if not part.needs_agreement]
@@ -64,32 +65,31 @@ def split(when: When) -> tuple[When | None, When | None]:
     return _joined(alone), _joined(agreed)
 
 
-def _parts(when: When) -> tuple[When, ...]:
-    return when.policies if isinstance(when, _Any) else (when,)
+def _parts(when: SavePolicy) -> tuple[SavePolicy, ...]:
+    return when.policies if isinstance(when, _AnyOf) else (when,)
 
 
-def _joined(parts: list[When]) -> When | None:
+def _joined(parts: list[SavePolicy]) -> SavePolicy | None:
     if len(parts) < 2:
         return parts[0] if parts else None
-    return _Any(tuple(parts))
+    return _AnyOf(tuple(parts))
 
 
 @dataclass(frozen=True)
-class _Any(When):
-    policies: tuple[When, ...]
+class _AnyOf(SavePolicy):
+    policies: tuple[SavePolicy, ...]
 
     @property
     def needs_agreement(self) -> bool:  # type: ignore[override]
         return any(policy.needs_agreement for policy in self.policies)
 
-    def __call__(self, moment: Moment) -> bool:
-        return any(policy(moment) for policy in self.policies)
+    def __call__(self, context: SaveContext) -> bool:
+        return any(policy(context) for policy in self.policies)
 
 
 @dataclass(frozen=True)
-class EverySteps(When):
-    """After every ``count`` steps, counted from 0, or at the first moment after: the same steps on
-    every rank."""
+class EverySteps(SavePolicy):
+    """Save at every multiple of ``count`` steps, or at the first boundary after it."""
 
     count: int
     needs_agreement = False
@@ -97,49 +97,50 @@ class EverySteps(When):
     def __post_init__(self) -> None:
         _positive("EverySteps", self.count)
 
-    def __call__(self, moment: Moment) -> bool:
-        return moment.step > moment.saved_step and moment.has_passed(self.count)
+    def __call__(self, context: SaveContext) -> bool:
+        return context.step > context.saved_step and context.crosses_multiple_of(self.count)
 
 
 @dataclass(frozen=True)
-class EverySeconds(When):
-    """When the last save is ``seconds`` ago."""
+class EverySeconds(SavePolicy):
+    """Save once ``seconds`` have passed since the last save."""
 
     seconds: float
 
     def __post_init__(self) -> None:
         _positive("EverySeconds", self.seconds)
 
-    def __call__(self, moment: Moment) -> bool:
-        return moment.step > moment.saved_step and moment.now_s - moment.saved_s >= self.seconds
+    def __call__(self, context: SaveContext) -> bool:
+        elapsed_s = context.now_s - context.saved_s
+        return context.step > context.saved_step and elapsed_s >= self.seconds
 
 
 @dataclass(frozen=True)
-class Continuous(When):
-    """Whenever none is in flight."""
+class Continuous(SavePolicy):
+    """Save whenever no save is in flight."""
 
-    def __call__(self, moment: Moment) -> bool:
-        return moment.step > moment.saved_step and moment.in_flight == 0
+    def __call__(self, context: SaveContext) -> bool:
+        return context.step > context.saved_step and context.in_flight == 0
 
 
 @dataclass(frozen=True)
-class OnPreemption(When):
-    """When this job, or a node of it, is asked to go. Writers hear of that together: there is
-    nothing else to agree on."""
+class OnPreemption(SavePolicy):
+    """Save on a preemption notice to this job or one of its nodes. All writers receive the notice
+    at the same step: the decision needs no agreement."""
 
     needs_agreement = False
 
-    def __call__(self, moment: Moment) -> bool:
-        return moment.step > moment.saved_step and moment.preempted
+    def __call__(self, context: SaveContext) -> bool:
+        return context.step > context.saved_step and context.preempted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Automatic(When):
-    """As often as pays: the interval of Young and Daly, from measured cost and failure rate.
+class Automatic(SavePolicy):
+    """Save at the Young/Daly interval, computed from measured save cost and failure rate.
 
-    ``expected_between_failures_s`` is what is believed before anything failed; it counts as one
-    observed failure. The interval stays between the two bounds; until a save was measured it is
-    the lower one. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for
+    ``expected_between_failures_s`` is the prior mean time between failures; it weighs as much as
+    one observed failure. The interval is clamped to the two bounds; until a save has been measured
+    it is the lower bound. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for
     restart dumps", 2006, equation 20.
     """
 
@@ -156,21 +157,21 @@ class Automatic(When):
                 f"{self.min_interval_s}"
             )
 
-    def interval_s(self, moment: Moment) -> float:
-        """The interval that is best at this moment."""
-        watched_s = self.expected_between_failures_s + max(moment.now_s - moment.began_s, 0.0)
-        best = best_interval_s(moment.save_cost_s, watched_s / (1 + moment.failures))
+    def interval_s(self, context: SaveContext) -> float:
+        """The interval to use in this context, in seconds."""
+        watched_s = self.expected_between_failures_s + max(context.now_s - context.began_s, 0.0)
+        best = optimal_interval_s(context.save_cost_s, watched_s / (1 + context.failures))
         return min(max(best, self.min_interval_s), self.max_interval_s)
 
-    def __call__(self, moment: Moment) -> bool:
-        due = moment.now_s - moment.saved_s >= self.interval_s(moment)
-        return due and moment.step > moment.saved_step and moment.in_flight == 0
+    def __call__(self, context: SaveContext) -> bool:
+        due = context.now_s - context.saved_s >= self.interval_s(context)
+        return due and context.step > context.saved_step and context.in_flight == 0
 
 
-def best_interval_s(cost_s: float, between_failures_s: float) -> float:
-    """Training time between two saves that loses least (Daly 2006, equation 20).
+def optimal_interval_s(cost_s: float, between_failures_s: float) -> float:
+    """The training time between two saves that minimises lost time (Daly 2006, equation 20).
 
-    >>> round(best_interval_s(cost_s=2.0, between_failures_s=3600.0))
+    >>> round(optimal_interval_s(cost_s=2.0, between_failures_s=3600.0))
     119
     """
     if cost_s <= 0:
@@ -184,4 +185,4 @@ def best_interval_s(cost_s: float, between_failures_s: float) -> float:
 
 def _positive(what: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
-        raise ArgumentError(f"{what}({value}): it has to be a positive number")
+        raise ArgumentError(f"{what}({value}): must be positive and finite")

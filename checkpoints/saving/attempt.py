@@ -23,7 +23,7 @@ from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Lineage, Part, Shared
 from checkpoints.format.names import CheckpointName, part_file, writer_file
 from checkpoints.format.state_tree import Node
-from checkpoints.policies.retention import Keep
+from checkpoints.policies.retention import RetentionFunction
 from checkpoints.saving.tensor_file import Data, Pieces, write_share
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
@@ -67,7 +67,7 @@ def run(
     storage: Storage,
     attempt: Attempt,
     *,
-    keep: Keep | None,
+    keep: RetentionFunction | None,
     fence: Callable[[], bool] | None,
     clock: Callable[[], float],
     stands: Callable[[], object] = lambda: None,
@@ -89,7 +89,7 @@ def complete(
     attempt: Attempt,
     written: int,
     *,
-    keep: Keep | None,
+    keep: RetentionFunction | None,
     fence: Callable[[], bool] | None,
     stands: Callable[[], object] = lambda: None,
 ) -> Saved:

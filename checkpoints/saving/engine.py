@@ -28,7 +28,7 @@ from checkpoints.catalog.commit import is_committed
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import pack, spec_of
-from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.saving.attempt import Attempt, complete, run
 from checkpoints.saving.outcome import Ending, Handle, Outcome, World, WriterDied
 from checkpoints.saving.save import check_json, check_world, lineage_of
@@ -70,7 +70,7 @@ class Engine:
         self,
         root: Root,
         *,
-        keep: Keep | None = LatestN(3),  # noqa: B008  frozen
+        keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
         fence: Callable[[], bool] | None = None,
         deadline_s: float = 600.0,
         busy: Literal["skip", "wait"] = "skip",

@@ -13,7 +13,7 @@ from checkpoints.format.lineage import as_lineage
 from checkpoints.format.manifest import Ancestor, Lineage
 from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName
 from checkpoints.format.state_tree import pack, spec_of
-from checkpoints.policies.retention import Keep, LatestN
+from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.saving.attempt import Attempt, Saved, run
 from checkpoints.storage.failures import writing
 from checkpoints.storage.roots import Root, storage_for
@@ -36,7 +36,7 @@ def save(
     world_size: int = 1,
     lineage: Iterable[Ancestor | tuple[int, int]] = (),
     data_position: Any = None,
-    keep: Keep | None = LatestN(3),  # noqa: B008  frozen
+    keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
     fence: Callable[[], bool] | None = None,
     clock: Clock = time.time,
     progress: Callable[[int], object] | None = None,

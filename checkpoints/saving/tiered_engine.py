@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from checkpoints.errors import ArgumentError
-from checkpoints.policies.retention import Keep, LatestN
-from checkpoints.policies.save import Moment, When
+from checkpoints.policies.retention import LatestN, RetentionFunction
+from checkpoints.policies.save import SaveContext, SavePolicy
 from checkpoints.saving.engine import Engine
 from checkpoints.saving.outcome import Ending, Handle, Outcome, World
 from checkpoints.storage.roots import Root, storage_for
@@ -34,8 +34,8 @@ class Tier:
     """A place, and its own policies."""
 
     root: Root
-    when: When
-    keep: Keep | None = LatestN(3)  # noqa: RUF009  frozen
+    when: SavePolicy
+    keep: RetentionFunction | None = LatestN(3)  # noqa: RUF009  frozen
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class TieredEngine:
             index
             for index, running in enumerate(self._tiers)
             if running.tier.when(
-                Moment(
+                SaveContext(
                     step=step,
                     now_s=now_s,
                     began_s=self._began_s,

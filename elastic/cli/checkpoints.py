@@ -17,7 +17,7 @@ from rich.table import Table
 import checkpoints
 from checkpoints.catalog.manifests import committed_names, read_manifest
 from checkpoints.format.manifest import info_of
-from checkpoints.policies.retention import KeepPolicy
+from checkpoints.policies.retention import RetentionPolicy
 from checkpoints.storage.roots import storage_for
 from checkpoints.tools.interop import FORMATS
 from elastic.clock import SYSTEM_CLOCK
@@ -153,7 +153,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     if not (args.yes or args.dry_run):
         raise ConfigError("prune removes checkpoints", hint="say --dry-run or --yes")
-    policies: list[KeepPolicy] = []
+    policies: list[RetentionPolicy] = []
     if args.keep is not None:
         policies.append(checkpoints.LatestN(args.keep))
     if args.every is not None:

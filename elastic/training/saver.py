@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import checkpoints
-from checkpoints import CheckpointError, Ending, Handle, KeepPolicy, Outcome
+from checkpoints import CheckpointError, Ending, Handle, Outcome, RetentionPolicy
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
@@ -387,7 +387,7 @@ class Saver:
         self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=logging.WARNING)
 
 
-class _Keeping(KeepPolicy):
+class _Keeping(RetentionPolicy):
     """The policy as it is at the moment: a script may change it while it trains."""
 
     def __init__(self, saver: Saver) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import checkpoints
-from checkpoints import Ending, Handle, KeepPolicy, Outcome, SaveError, Storage
+from checkpoints import Ending, Handle, Outcome, RetentionPolicy, SaveError, Storage
 from checkpoints.saving.outcome import WriterDied
 from elastic.clock import Clock
 from elastic.events import CheckpointSkipped
@@ -31,7 +31,7 @@ class Writer:
     def __init__(
         self,
         storage: Storage,
-        keep: KeepPolicy,
+        keep: RetentionPolicy,
         *,
         report: Callable[[Outcome], object],
         journal: Callable[[], EventSink],

@@ -20,7 +20,9 @@ STEPS = (1, 2, 3)
 class Parts(MemoryStorage):
     """Parts that nobody commits."""
 
-    def part_written(self, name: CheckpointName, keep: checkpoints.Keep | None) -> tuple[str, ...]:
+    def part_written(
+        self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
+    ) -> tuple[str, ...]:
         return ()
 
 

@@ -32,7 +32,7 @@ def save(
     step: int,
     *,
     but: tuple[int, ...] = (),
-    keep: checkpoints.Keep | None = None,
+    keep: checkpoints.RetentionFunction | None = None,
     generation: int = 0,
     nonce: str = "aa",
 ) -> None:
