@@ -103,7 +103,7 @@ def bad_after_kills(root: Path, kills: int, seed: int) -> int:
         told = _killed(root, generation, chance.uniform(0, 0.02))
         listed = checkpoints.list_checkpoints(root)
         newest = checkpoints.latest(root)
-        right = bool(told and listed and not newest.passed_over)
+        right = bool(told and listed and not newest.skipped)
         for info in listed:
             try:
                 state = checkpoints.load(root, info.name).state
@@ -130,7 +130,7 @@ def _killed(root: Path, generation: int, delay_s: float) -> bytes:
 
 def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
     nonce = f"{generation:04x}"
-    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
     step = origin.step if origin else 0
     world = checkpoints.World(

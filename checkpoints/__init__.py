@@ -13,7 +13,7 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
-from checkpoints.catalog.garbage import LeftAlone, Swept, sweep
+from checkpoints.catalog.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
 from checkpoints.catalog.retention import prune
 from checkpoints.errors import (
     ArgumentError,
@@ -35,8 +35,8 @@ from checkpoints.format.lineage import descend
 from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage
 from checkpoints.format.names import CheckpointName, new_nonce
 from checkpoints.loading.load import Loaded, load, verify
-from checkpoints.loading.resolve import PassedOver, Resolution, latest, list_checkpoints
-from checkpoints.loading.tiered_storage import Tiers, Trouble
+from checkpoints.loading.resolve import Resolution, SkippedCheckpoint, latest, list_checkpoints
+from checkpoints.loading.tiered_storage import TieredStorage, TierFailure
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.policies.retention import (
     BestN,
@@ -84,9 +84,9 @@ __all__ = [
     "EveryNSteps",
     "EverySeconds",
     "EverySteps",
+    "GarbageCollectionResult",
     "Handle",
     "LatestN",
-    "LeftAlone",
     "Lineage",
     "LoadError",
     "Loaded",
@@ -97,9 +97,9 @@ __all__ = [
     "NotWritable",
     "OnPreemption",
     "Outcome",
-    "PassedOver",
     "ReadFailed",
     "Resolution",
+    "RetainedAttempt",
     "RetentionFunction",
     "RetentionPolicy",
     "Root",
@@ -107,18 +107,19 @@ __all__ = [
     "SaveError",
     "SavePolicy",
     "Saved",
+    "SkippedCheckpoint",
     "StateError",
     "Storage",
-    "Swept",
     "Tier",
+    "TierFailure",
     "TierOutcome",
     "TieredEngine",
-    "Tiers",
+    "TieredStorage",
     "TornLoad",
-    "Trouble",
     "UnsupportedFormat",
     "World",
     "WriteFailed",
+    "collect_garbage",
     "compare",
     "descend",
     "export_to",
@@ -129,6 +130,5 @@ __all__ = [
     "new_nonce",
     "prune",
     "save",
-    "sweep",
     "verify",
 ]

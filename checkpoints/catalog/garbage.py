@@ -1,10 +1,11 @@
-"""What one process does at the start of a world, before anyone lists: finish or remove leftovers.
+"""Garbage collection: commit complete attempts and remove abandoned ones.
 
-A dead committer's finished attempt is committed. An attempt that is not finished belongs to the
-world of its generation and nonce. It is removed once that world is over, which is so when a newer
-generation sweeps, or when nothing in it has changed for ``min_age_s``. Attempts of the sweeper's
-own world and of newer generations are left alone. Removing a living writer's attempt by mistake
-costs that one checkpoint and nothing else: its save fails.
+One process runs it at the start of a world, before any process lists checkpoints. A complete
+attempt whose committer died is committed. An incomplete attempt belongs to the world of its
+generation and nonce. It is removed once that world has ended: when the collector is of a newer
+generation, or when nothing in the attempt has changed for ``min_age_s``. Attempts of the
+collector's own world and of newer generations are retained. Removing the attempt of a live writer
+by mistake costs that one checkpoint only: its save fails.
 """
 
 from __future__ import annotations
@@ -28,39 +29,40 @@ from checkpoints.storage.roots import Root, storage_for
 
 
 @dataclass(frozen=True)
-class LeftAlone:
-    """A leftover that stays, and why."""
+class RetainedAttempt:
+    """An uncommitted attempt that was not removed, and why."""
 
     folder: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
-    """What a sweep did."""
+class GarbageCollectionResult:
+    """What :func:`collect_garbage` did: names committed, folders removed, attempts retained."""
 
     committed: tuple[str, ...]  # names
     removed: tuple[str, ...]  # folders
-    left_alone: tuple[LeftAlone, ...]
+    retained: tuple[RetainedAttempt, ...]
 
 
-def sweep(
+def collect_garbage(
     root: Root,
     *,
     generation: int = 0,
     nonce: str | None = None,
     min_age_s: float = 3600.0,
     clock: Callable[[], float] = time.time,
-) -> Swept:
-    """Commit finished attempts and remove those whose world is over. One process calls it.
+) -> GarbageCollectionResult:
+    """Commit complete attempts and remove those whose world has ended. One process calls it.
 
-    ``generation`` and ``nonce`` are those of the caller's world; a nonce of None says that the
-    caller has no world and removes by age alone. Raises :class:`SaveError` if the storage fails.
+    ``generation`` and ``nonce`` are those of the caller's world; with a nonce of None the caller
+    belongs to no world, and attempts are removed by age alone. Raises :class:`SaveError` if the
+    storage fails.
     """
     storage = storage_for(root)
     committed: list[str] = []
     removed: list[str] = []
-    left: list[LeftAlone] = []
+    left: list[RetainedAttempt] = []
     with writing(storage.place):
         for entry in _leftovers(storage):
             name = parse_attempt(entry)
@@ -69,35 +71,39 @@ def sweep(
             if name is not None and unfinished is None:
                 committed.append(str(name))
             elif owner is not None:
-                left.append(LeftAlone(entry, f"{unfinished}; {owner}"))
+                left.append(RetainedAttempt(entry, f"{unfinished}; {owner}"))
             else:
                 _remove(storage, entry)
                 removed.append(entry)
-    return Swept(committed=tuple(committed), removed=tuple(removed), left_alone=tuple(left))
+    return GarbageCollectionResult(
+        committed=tuple(committed), removed=tuple(removed), retained=tuple(left)
+    )
 
 
 def _leftovers(storage: Storage) -> list[str]:
-    """Attempts, folders on their way out, and LATEST files that were never renamed."""
+    """Attempts, folders being removed, and temporary LATEST files that were never renamed."""
     try:
         entries = sorted(storage.list(""))
     except FileNotFoundError:
         return []
-    debris = (REMOVED_PREFIX, LATEST_PREFIX)
-    return [e for e in entries if parse_attempt(e) is not None or e.startswith(debris)]
+    temporary = (REMOVED_PREFIX, LATEST_PREFIX)
+    return [e for e in entries if parse_attempt(e) is not None or e.startswith(temporary)]
 
 
 def _finish(storage: Storage, name: CheckpointName) -> str | None:
-    """Commit an attempt; None if that worked, else why not."""
+    """Commit an attempt; None on success, else the reason."""
     try:
         files = storage.list(name.attempt)
         sizes = {ranks[1] for ranks in map(parse_part_file, files) if ranks is not None}
         if len(sizes) != 1:
-            return "no writer finished" if not sizes else "its parts are of worlds of several sizes"
+            return (
+                "no writer finished" if not sizes else "its parts are of worlds of different sizes"
+            )
         commit(storage, name, sizes.pop())
     except Incomplete as why:
         return str(why)
     except FileNotFoundError:
-        return "it vanished"
+        return "it was removed meanwhile"
     return None
 
 
@@ -108,19 +114,19 @@ def _owner(
     nonce: str | None,
     changed_since_s: float,
 ) -> str | None:
-    """Why somebody may still be writing an attempt, or None."""
+    """Why a writer of this attempt may still be alive, or None."""
     if nonce is not None and name.generation < generation:
-        return None  # a newer generation forms only after the members of the older have left it
+        return None  # a newer generation forms only after all members have left the older one
     if name.generation > generation:
-        return f"generation {name.generation} is newer than this one"
+        return f"generation {name.generation} is newer than the collector's"
     if (name.generation, name.nonce) == (generation, nonce):
-        return "it is of this world"
+        return "it belongs to the collector's world"
     try:
         paths = [name.attempt, *(f"{name.attempt}/{file}" for file in storage.list(name.attempt))]
         changed = max(storage.modified_s(path) for path in paths)
     except FileNotFoundError:
         return None
-    return "it changed lately" if changed > changed_since_s else None
+    return "it changed recently" if changed > changed_since_s else None
 
 
 def _remove(storage: Storage, entry: str) -> None:

@@ -12,7 +12,7 @@ from checkpoints.storage.protocol import Source
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """One of them, and who is told when it cannot be read, or is damaged."""
 
     source: Source
@@ -20,21 +20,21 @@ class Copy:
     damaged: Callable[[str], None]
 
 
-class Copies:
+class ReplicatedFile:
     """One file in several places. The next is opened when the ones before do not serve.
 
     Used by several threads at once.
     """
 
     def __init__(
-        self, found: Iterator[Copy], size: int | None, hashes: Mapping[tuple[int, int], str]
+        self, found: Iterator[Replica], size: int | None, hashes: Mapping[tuple[int, int], str]
     ) -> None:
         self._found = found
         self._size = size
         self._hashes = hashes
         self._lock = threading.Lock()
-        self._open: list[Copy] = []
-        self._odd: Copy | None = None  # of the wrong size; for the error, if there is no other
+        self._open: list[Replica] = []
+        self._odd: Replica | None = None  # of the wrong size; for the error, if there is no other
         self._dead: set[int] = set()
         self._more()
 
@@ -74,7 +74,7 @@ class Copies:
         for copy in {*self._open, *([self._odd] if self._odd else [])}:
             copy.source.close()
 
-    def _copy(self, index: int) -> Copy | None:
+    def _copy(self, index: int) -> Replica | None:
         with self._lock:
             if index == len(self._open):
                 self._more()

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from: the newest of this history that is whole."""
+"""Find the checkpoint to resume from: the newest valid one of this training history."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from checkpoints.storage.roots import Root, storage_for
 
 
 @dataclass(frozen=True)
-class PassedOver:
-    """A committed checkpoint that was not taken, and why."""
+class SkippedCheckpoint:
+    """A committed checkpoint that :func:`latest` did not choose, and why."""
 
     name: str
     reason: str
@@ -26,24 +26,25 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What :func:`latest` found: the checkpoint, if there is one, and what it passed over."""
+    """The result of :func:`latest`: the chosen checkpoint, if any, and the newer ones it
+    skipped."""
 
     checkpoint: CheckpointInfo | None
-    passed_over: tuple[PassedOver, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
 
 
 def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
-    """Committed checkpoints, newest first by (generation, step).
+    """The committed checkpoints, newest first by (generation, step).
 
-    Only those whose manifest can be read and whose files are there with the right sizes; their
-    content is checked by :func:`verify`, :func:`latest` and :func:`load`.
+    Lists those whose manifest can be read and whose files exist with the right sizes; their
+    content is verified by :func:`verify`, :func:`latest` and :func:`load`.
     """
     storage = storage_for(root)
     found = []
     for name in _names(storage):
         try:
             found.append(info_of(read_manifest(storage, str(name))))
-        except LoadError:  # latest() reports it with its reason
+        except LoadError:  # latest() reports the reason
             continue
     return tuple(found)
 
@@ -51,35 +52,35 @@ def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
 def latest(
     root: Root, *, lineage: Iterable[Ancestor | tuple[int, int]] | None = None
 ) -> Resolution:
-    """The newest checkpoint by (generation, step) that is whole, every byte of it verified.
+    """The newest valid checkpoint by (generation, step), with every byte verified.
 
-    With ``lineage`` (:mod:`checkpoints.format.lineage`), those that it abandoned are never taken.
-    Without one, the lineage of the newest checkpoint whose manifest can be read is followed; what
-    it abandoned is taken only if nothing else is whole, since that loses less than a new start.
+    With ``lineage`` (:mod:`checkpoints.format.lineage`), checkpoints that it abandoned are never
+    chosen. Without one, the lineage of the newest checkpoint with a readable manifest applies; a
+    checkpoint that it abandoned is chosen only if no other is valid, which loses less than a start
+    from scratch.
 
-    Raises :class:`ReadFailed` if the folder cannot be listed; one that is missing has no
-    checkpoints.
+    Raises :class:`ReadFailed` if the folder cannot be listed; a missing folder has no checkpoints.
     """
     storage = storage_for(root)
     names = _names(storage)
     follow = _newest_lineage(storage, names) if lineage is None else as_lineage(lineage)
-    astray = {name: why for name in names if (why := abandoned(name, follow)) is not None}
-    candidates = [name for name in names if name not in astray]
+    off_lineage = {name: why for name in names if (why := abandoned(name, follow)) is not None}
+    candidates = [name for name in names if name not in off_lineage]
     if lineage is None:
-        candidates += astray
-    chosen, failures = _first_whole(storage, candidates)
-    passed = (
-        PassedOver(str(name), failures.get(name) or astray[name])
+        candidates += off_lineage
+    chosen, failures = _first_valid(storage, candidates)
+    skipped = (
+        SkippedCheckpoint(str(name), failures.get(name) or off_lineage[name])
         for name in names
-        if name in failures or (name in astray and (chosen is None or _newer(name, chosen)))
+        if name in failures or (name in off_lineage and (chosen is None or _newer(name, chosen)))
     )
-    return Resolution(chosen, tuple(passed))
+    return Resolution(chosen, tuple(skipped))
 
 
-def _first_whole(
+def _first_valid(
     storage: Storage, candidates: Iterable[CheckpointName]
 ) -> tuple[CheckpointInfo | None, dict[CheckpointName, str]]:
-    """The first that verifies, and why those before it do not."""
+    """The first candidate that verifies, and why the ones before it do not."""
     failures: dict[CheckpointName, str] = {}
     for name in candidates:
         try:

@@ -1,15 +1,15 @@
-"""Several places for the parts of checkpoints, looked at as one: memory, peers' memory, disk.
+"""A read-only storage that merges several tiers: this node's memory, peers' memory, disk.
 
-A checkpoint is there if the places that can be reached hold, together, every byte of every
-tensor of it: committed in one of them, or as parts of all its writers wherever these lie. A node's
-memory holds the parts of its own ranks, and copies of another node's, never all of them; whoever
-looks merges the parts into the manifest that a committer would have made.
+A checkpoint exists if the reachable tiers together hold every byte of every tensor: committed in
+one of them, or as parts of all its writers, in any of the tiers. The memory of a node holds the
+parts of its own ranks and replicas of another node's parts, never all of them, so the reader merges
+the parts into the manifest that a committer would have written.
 
-:class:`Tiers` is a storage for reading, so :func:`~checkpoints.latest`, :func:`~checkpoints.load`,
-:func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints` take one as their root.
-Each chunk is read from the first place whose bytes have its hash. A place that fails is passed
-over for good, one whose bytes are damaged for these; :attr:`Tiers.passed_over` tells. Make a new
-view for a new look.
+:class:`TieredStorage` is a storage for reading, so :func:`~checkpoints.latest`,
+:func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
+take one as their root. Each chunk is read from the first place whose bytes have its hash. A place
+that fails is passed over for good, one whose bytes are damaged for these;
+:attr:`TieredStorage.failures` tells. Make a new view for a new look.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from checkpoints.format.names import (
     parse_writer_file,
     part_file,
 )
-from checkpoints.loading.replicas import Copies, Copy, hashes_of
+from checkpoints.loading.replicas import Replica, ReplicatedFile, hashes_of
 from checkpoints.storage.protocol import ClosableStorage, Sink, Source, Storage
 from checkpoints.storage.roots import Root, storage_for
 
@@ -44,25 +44,25 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trouble:
+class TierFailure:
     """A place that could not be asked, or whose copy is damaged."""
 
     place: str
     reason: str
 
 
-class Tiers:
+class TieredStorage:
     """A view of several roots, fastest first; only for reading."""
 
     def __init__(self, roots: Sequence[Root]) -> None:
         self._all = [storage_for(root) for root in roots]
-        self._failed: dict[int, Trouble] = {}
-        self._damaged: builtins.list[Trouble] = []
-        self._known: dict[CheckpointName, builtins.list[_Folder]] = {}
+        self._failed: dict[int, TierFailure] = {}
+        self._damaged: builtins.list[TierFailure] = []
+        self._known: dict[CheckpointName, builtins.list[_TierFolder]] = {}
         self._manifests: dict[CheckpointName, tuple[bytes, Manifest]] = {}
 
     @property
-    def passed_over(self) -> tuple[Trouble, ...]:
+    def failures(self) -> tuple[TierFailure, ...]:
         """Places that failed, then damage that another place made good."""
         return (*self._failed.values(), *self._damaged)
 
@@ -135,21 +135,21 @@ class Tiers:
 
     def _fail(self, storage: Storage, error: OSError) -> None:
         reason = error.strerror or str(error) or type(error).__name__
-        self._failed[self._all.index(storage)] = Trouble(storage.place, reason)
+        self._failed[self._all.index(storage)] = TierFailure(storage.place, reason)
 
     def _note_damage(self, storage: Storage, path: str, what: str) -> None:
-        self._damaged.append(Trouble(storage.place, f"{path}: {what}"))
+        self._damaged.append(TierFailure(storage.place, f"{path}: {what}"))
 
     def _files(self, path: str) -> builtins.list[str]:
         name, _ = _split(f"{path}/")
         _, manifest = self._manifest(name)
         return [MANIFEST, *(writer.file for writer in manifest.writers)]
 
-    def _folders(self, name: CheckpointName) -> builtins.list[_Folder]:
+    def _folders(self, name: CheckpointName) -> builtins.list[_TierFolder]:
         """All there is of a checkpoint, fastest place first. Each place is asked once."""
         if name not in self._known:
             self._known[name] = [
-                _Folder(storage, folder, frozenset(files))
+                _TierFolder(storage, folder, frozenset(files))
                 for storage in self._reachable()
                 for folder in (str(name), name.attempt)
                 if (files := self._ask(storage, lambda s, f=folder: s.list(f)))  # type: ignore[misc]
@@ -199,7 +199,7 @@ class Tiers:
             parts = [self._part(name, rank, world_size) for rank in range(world_size)]
             data = merge(parts).to_bytes()
         except Incomplete as why:
-            raise Corrupt(f"its parts make no whole: {why}", file=file) from why
+            raise Corrupt(f"its parts do not make a complete checkpoint: {why}", file=file) from why
         return data, parse_manifest(data, file)
 
     def _part(self, name: CheckpointName, rank: int, world_size: int) -> Part:
@@ -222,19 +222,21 @@ class Tiers:
         """A writer's file, from the places that have one."""
         _, manifest = self._manifest(name)
         sizes = {writer.file: writer.size_bytes for writer in manifest.writers}
-        copies = Copies(self._opened(name, file), sizes.get(file), hashes_of(manifest, file))
+        copies = ReplicatedFile(
+            self._opened(name, file), sizes.get(file), hashes_of(manifest, file)
+        )
         if copies.is_empty:
             raise _missing(f"{name}/{file}")
         return copies
 
-    def _opened(self, name: CheckpointName, file: str) -> Iterator[Copy]:
+    def _opened(self, name: CheckpointName, file: str) -> Iterator[Replica]:
         for folder in self._folders(name):
             if file not in folder.files:
                 continue
             path = f"{folder.path}/{file}"
             source = self._ask(folder.storage, lambda s, p=path: s.open(p))  # type: ignore[misc]
             if source is not None:
-                yield Copy(
+                yield Replica(
                     source,
                     fail=partial(self._fail, folder.storage),
                     damaged=partial(self._note_damage, folder.storage, path),
@@ -262,7 +264,7 @@ class Tiers:
 
 
 @dataclass(frozen=True)
-class _Folder:
+class _TierFolder:
     """A place's files of one checkpoint."""
 
     storage: Storage

@@ -139,7 +139,8 @@ def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
 
 
 def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
-    """For :class:`~checkpoints.Tiers`: this node's memory, its copies, then all other nodes'.
+    """For :class:`~checkpoints.TieredStorage`: this node's memory, its copies, then all other
+    nodes'.
 
     Raises ``OSError`` if nobody hosts that folder.
     """

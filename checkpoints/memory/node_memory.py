@@ -8,7 +8,7 @@ agent, a launcher)::
     <folder>/node.json  where the memory of the other nodes can be read; kept by the agent
 
 No node has all parts, so nothing is ever committed here:
-:class:`~checkpoints.loading.tiered_storage.Tiers` finds what is complete. Memory is
+:class:`~checkpoints.loading.tiered_storage.TieredStorage` finds what is complete. Memory is
 bounded. A tmpfs takes what it gets until the kernel kills a process, so every write first checks
 what the folder's limit, the tmpfs, the machine and the cgroup leave.
 """

@@ -140,8 +140,8 @@ class Automatic(SavePolicy):
 
     ``expected_between_failures_s`` is the prior mean time between failures; it weighs as much as
     one observed failure. The interval is clamped to the two bounds; until a save has been measured
-    it is the lower bound. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps", 2006, equation 20.
+    it is the lower bound. J. T. Daly, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps", 2006, equation 20.
     """
 
     expected_between_failures_s: float = 4 * 3600.0

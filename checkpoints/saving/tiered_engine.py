@@ -1,7 +1,7 @@
 """Saving into several tiers, each by its own policy: memory every 10 steps, disk every 1,000.
 
 Each tier has an engine of its own, so one that is slow, full or gone costs its own saves and
-nothing else. To go on, look at all of them as one (:class:`~checkpoints.Tiers`)::
+nothing else. To go on, look at all of them as one (:class:`~checkpoints.TieredStorage`)::
 
     engine = TieredEngine([
         Tier(own_memory(folder), when=EverySteps(10)),

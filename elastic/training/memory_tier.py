@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import checkpoints
-from checkpoints import Ending, Handle, LatestN, Outcome, Storage, Tiers
+from checkpoints import Ending, Handle, LatestN, Outcome, Storage, TieredStorage
 from checkpoints.memory.host import memory_roots, own_memory
 from elastic.clock import Clock
 from elastic.telemetry.journal import EventSink
@@ -120,10 +120,10 @@ def everywhere(disk: Storage, report: Report) -> Iterator[Storage]:
     except OSError as error:
         report("memory", f"the agent's memory cannot be used: {error}")
         memory = []
-    tiers = Tiers([*memory, disk])
+    tiers = TieredStorage([*memory, disk])
     try:
         yield tiers
     finally:
-        for trouble in tiers.passed_over:
-            report("memory", f"{trouble.place}: {trouble.reason}")
+        for failure in tiers.failures:
+            report("memory", f"{failure.place}: {failure.reason}")
         tiers.close()

@@ -185,7 +185,7 @@ class Saver:
         """On the writer's thread: complete or remove what the broken world has left."""
         assert self._folder is not None
         try:
-            checkpoints.sweep(self._folder.storage, generation=generation, nonce=nonce)
+            checkpoints.collect_garbage(self._folder.storage, generation=generation, nonce=nonce)
         except CheckpointError as error:
             self._skipped("leftovers", str(error))
 

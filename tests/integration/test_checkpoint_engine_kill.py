@@ -41,7 +41,7 @@ def assert_whole(root: Path, info: checkpoints.CheckpointInfo) -> None:
 def train(root: Path, generation: int, size: int, pipe: int) -> None:
     """Start as a new world does; then each step changes the one state that is saved from."""
     nonce = f"{generation:04x}"
-    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
     lineage = checkpoints.descend(origin, generation)
     step = origin.step if origin else 0
@@ -96,9 +96,9 @@ def test_killed_at_any_instant(tmp_path: Path, kills: int) -> None:
         newest_told = max(told)
         assert listed[0].name >= newest_told and listed[0].generation == generation
         found = checkpoints.latest(tmp_path)
-        assert found.checkpoint is not None and found.passed_over == ()
+        assert found.checkpoint is not None and found.skipped == ()
         assert found.checkpoint.name == listed[0].name
         assert found.checkpoint.step > last_step  # every life gets further
         last_step = found.checkpoint.step
-    checkpoints.sweep(tmp_path, generation=kills + 1, nonce="ff")
+    checkpoints.collect_garbage(tmp_path, generation=kills + 1, nonce="ff")
     assert list(tmp_path.glob(".tmp-*")) == []

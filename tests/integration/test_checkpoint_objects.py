@@ -98,7 +98,7 @@ def test_passing_failures_of_the_store_are_tried_again(server: S3Server, root: s
     server.fails = lambda count, request: count % 12 == 0
     assert save(root, 1).committed
     server.fails = lambda count, request: False
-    assert checkpoints.latest(root).passed_over == ()
+    assert checkpoints.latest(root).skipped == ()
     assert checkpoints.list_checkpoints(root)[0].step == 1
 
 
@@ -184,6 +184,6 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
     assert any("uploadId" in r and "step-000000002" in r for r in server.requests)
     storage = ObjectStorage(open_url(root))
     assert [e for e in storage.list("") if e != "LATEST"] == ["step-000000001.g0.aa"]
-    assert checkpoints.sweep(root, generation=2, nonce="cc").left_alone == ()
-    assert checkpoints.latest(root).passed_over == ()
+    assert checkpoints.collect_garbage(root, generation=2, nonce="cc").retained == ()
+    assert checkpoints.latest(root).skipped == ()
     assert save(root, 3).committed

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.memory.peer_storage import PeerAddress
 from checkpoints.memory.replication import CopyOutcome
@@ -200,7 +200,7 @@ class Job:
 
 def assert_restores(node: Node, at_least: int) -> int:
     """What workers that start anew on this node find, without a disk."""
-    tiers = Tiers(memory_roots(node.folder))
+    tiers = TieredStorage(memory_roots(node.folder))
     found = checkpoints.latest(tiers).checkpoint
     assert found is not None and found.step >= at_least
     loaded = checkpoints.load(tiers, found.name).state
@@ -273,7 +273,9 @@ def test_two_neighbours_lost_at_once_are_too_many_for_memory_alone(memory: Path)
         for node in job.nodes[:2]:
             node.kill()
         job.form(job.nodes[2:])
-        found = checkpoints.latest(Tiers([*memory_roots(job.nodes[0].folder), disk])).checkpoint
+        found = checkpoints.latest(
+            TieredStorage([*memory_roots(job.nodes[0].folder), disk])
+        ).checkpoint
         assert found is not None and found.step == 1
     finally:
         job.close()

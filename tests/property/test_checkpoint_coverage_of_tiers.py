@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import checkpoints
 from checkpoints.format.names import CheckpointName
-from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.storage.protocol import Storage
 from checkpoints.testing.faults import FaultyStorage
 from checkpoints.testing.memory_storage import MemoryStorage
@@ -58,7 +58,7 @@ def test_the_newest_that_is_covered_is_found_and_loaded(
             )
     for place in damaged:
         _damage_tensors(places[place])
-    tiers = Tiers([_fails(p) if index in failing else p for index, p in enumerate(places)])
+    tiers = TieredStorage([_fails(p) if index in failing else p for index, p in enumerate(places)])
     good = set(range(PLACES)) - failing - damaged
     whole = [step for step in STEPS if all(where[step, rank] & good for rank in range(world_size))]
     found = checkpoints.latest(tiers)
@@ -68,7 +68,7 @@ def test_the_newest_that_is_covered_is_found_and_loaded(
     assert found.checkpoint is not None and found.checkpoint.step == max(whole)
     loaded = checkpoints.load(tiers, found.checkpoint.name).state
     assert all(torch.equal(loaded[key], value) for key, value in state(max(whole)).items())
-    assert len({t.place for t in tiers.passed_over if "smokes" in t.reason}) == min(len(failing), 1)
+    assert len({t.place for t in tiers.failures if "smokes" in t.reason}) == min(len(failing), 1)
 
 
 def _damage_tensors(storage: MemoryStorage) -> None:

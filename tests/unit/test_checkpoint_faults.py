@@ -42,7 +42,7 @@ def _assert_all_listed_are_whole(root: Storage) -> list[int]:
     found = checkpoints.latest(root)
     assert found.checkpoint is not None
     assert found.checkpoint.step == max(steps)
-    assert found.passed_over == ()
+    assert found.skipped == ()
     return steps
 
 
@@ -66,7 +66,7 @@ def test_dying_at_any_call(fault: Fault) -> None:
             _save_both(FaultyStorage(root, at=at, fault=fault))
         outcomes.add(2 in _assert_all_listed_are_whole(root))
         # The successor finishes or clears what is left, and then saves as if nothing had been.
-        checkpoints.sweep(root, generation=1, nonce="bb")
+        checkpoints.collect_garbage(root, generation=1, nonce="bb")
         assert _leftovers(root) == [], call
         _assert_all_listed_are_whole(root)
         save_all(root, small_state(3), step=3, generation=1, nonce="bb")
@@ -152,4 +152,4 @@ def test_a_read_error_is_told_apart_from_damage(tmp_path: Path) -> None:
         checkpoints.load(storage, name)
     found = checkpoints.latest(storage)
     assert found.checkpoint is None
-    assert "injected" in found.passed_over[0].reason
+    assert "injected" in found.skipped[0].reason

@@ -91,13 +91,13 @@ def assert_what_is_listed_is_whole(storage: Storage) -> list[int]:
     for info in infos:
         assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
     found = checkpoints.latest(storage)
-    assert found.passed_over == ()
+    assert found.skipped == ()
     assert is_committed(storage, NAME) == (str(NAME) in listed)
     return sorted(info.step for info in infos)
 
 
 def assert_nothing_lingers(storage: Storage) -> None:
-    checkpoints.sweep(storage, generation=9, nonce="zz")
+    checkpoints.collect_garbage(storage, generation=9, nonce="zz")
     left = [name for name in storage.list("") if name.startswith(".tmp-")]
     assert left == []
     assert_what_is_listed_is_whole(storage)

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.loading.tiered_storage import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_storage import PeerAddress
@@ -101,7 +101,7 @@ def test_any_one_node_can_be_lost(ring: Ring) -> None:
         rest = [host for host in ring.hosts if host is not ring.hosts[lost]]
         ring.form(rest)
         for host in rest:
-            tiers = Tiers(memory_roots(host.folder))
+            tiers = TieredStorage(memory_roots(host.folder))
             found = checkpoints.latest(tiers).checkpoint
             assert found is not None and found.step == 7
             assert same(checkpoints.load(tiers, found.name).state, small_state(7))
@@ -110,7 +110,7 @@ def test_any_one_node_can_be_lost(ring: Ring) -> None:
 def test_without_copies_the_loss_of_a_node_is_the_loss_of_its_parts(ring: Ring) -> None:
     ring.alone()
     ring.save(7)
-    assert checkpoints.list_checkpoints(Tiers(memory_roots(ring.hosts[0].folder))) == ()
+    assert checkpoints.list_checkpoints(TieredStorage(memory_roots(ring.hosts[0].folder))) == ()
 
 
 def test_only_the_owner_of_the_folder_reads_it_and_nothing_stays(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def assert_all_listed_are_whole(storage: Storage) -> list[int]:
     assert 1 in steps  # the one before is never harmed
     found = checkpoints.latest(storage)
     assert found.checkpoint is not None and found.checkpoint.step == max(steps)
-    assert found.passed_over == ()
+    assert found.skipped == ()
     return steps
 
 
@@ -93,7 +93,7 @@ def test_dying_at_any_request(level: Any, fault: Fault) -> None:
         except Died:
             count = at + 2
             outcomes.add(2 in assert_all_listed_are_whole(storage))
-            checkpoints.sweep(storage, generation=1, nonce="bb")
+            checkpoints.collect_garbage(storage, generation=1, nonce="bb")
             assert [e for e in storage.list("") if e.startswith(".tmp-")] == [], faulty[1].calls
             assert_all_listed_are_whole(storage)
             save_all(storage, small_state(3), step=3, generation=1, nonce="bb")
@@ -225,9 +225,9 @@ def test_a_sweep_leaves_what_has_an_owner() -> None:
         checkpoints.save(
             storage, {}, step=5, generation=generation, nonce=nonce, rank=0, world_size=2
         )
-    swept = checkpoints.sweep(storage, generation=2, nonce="mine")
-    assert swept.removed == (".tmp-step-000000005.g1.old",)
-    assert len(swept.left_alone) == 2
+    collected = checkpoints.collect_garbage(storage, generation=2, nonce="mine")
+    assert collected.removed == (".tmp-step-000000005.g1.old",)
+    assert len(collected.retained) == 2
 
 
 class Store(MemoryFileSystem):  # type: ignore[misc]

@@ -104,7 +104,7 @@ def test_a_clock_that_jumps_changes_nothing_but_dates(tmp_path: Path, seed: int)
         assert same(checkpoints.load(tmp_path, info.name).state, small_state(info.step))
     # A sweeper whose clock is wrong either way removes leftovers at most, nothing committed.
     for now in (0.0, 1e12):
-        checkpoints.sweep(tmp_path, clock=lambda now=now: now)  # type: ignore[misc]
+        checkpoints.collect_garbage(tmp_path, clock=lambda now=now: now)  # type: ignore[misc]
     assert checkpoints.list_checkpoints(tmp_path)[0].step == 7
 
 
@@ -134,7 +134,7 @@ def test_an_engine_at_every_storage_call(fault: Fault) -> None:
         assert listed
         for info in listed:
             assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
-        checkpoints.sweep(storage, generation=1, nonce="bb")
+        checkpoints.collect_garbage(storage, generation=1, nonce="bb")
         assert [entry for entry in storage.list("") if entry.startswith(".tmp-step")] == []
         save_all(storage, small_state(4), step=4, generation=1, nonce="bb")
 

@@ -18,7 +18,7 @@ from checkpoints import (
     OnPreemption,
     Tier,
     TieredEngine,
-    Tiers,
+    TieredStorage,
 )
 from checkpoints.testing.faults import FaultyStorage
 from checkpoints.testing.memory_storage import MemoryStorage
@@ -47,11 +47,11 @@ def test_memory_often_and_disk_seldom(tmp_path: Path) -> None:
         train(engine, range(1, 22))
         assert engine.due(21, preempted=True) == (1,)
         ended = engine.outcomes()
-    assert steps_of(Tiers([memory])) == [20, 18, 16]
+    assert steps_of(TieredStorage([memory])) == [20, 18, 16]
     assert steps_of(disk) == [18, 12]
     assert {t.place for t in ended} == {str(tmp_path / "memory"), str(disk)}
     assert all(t.outcome.ending is Ending.COMMITTED for t in ended)
-    both = Tiers([memory, disk])
+    both = TieredStorage([memory, disk])
     newest = checkpoints.latest(both).checkpoint
     assert newest is not None and newest.step == 20
     assert same(checkpoints.load(both, newest.name).state, small_state(20))

@@ -144,7 +144,7 @@ def test_a_harmful_manifest_is_refused(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
     found = checkpoints.latest(tmp_path)
     assert found.checkpoint is None
-    assert found.passed_over[0].name == name
+    assert found.skipped[0].name == name
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_newer_format_says_upgrade(tmp_path: Path, name: str) -> None:
     _rewrite(tmp_path / name, _set("format", to=2))
     with pytest.raises(checkpoints.UnsupportedFormat, match="Upgrade"):
         checkpoints.load(tmp_path, name)
-    assert "format 2" in checkpoints.latest(tmp_path).passed_over[0].reason
+    assert "format 2" in checkpoints.latest(tmp_path).skipped[0].reason
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "00000-of-00002.safetensors"])
