@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from checkpoints.format.manifest import Chunk
 from checkpoints.tensors.partition import TensorSpec
-from checkpoints.tensors.regions import Box, Span
+from checkpoints.tensors.regions import Region, Span
 
 # Tilings that no cut divides (a pinwheel) are compared pair by pair; no layout makes large ones.
-_MAX_TANGLE = 2000
+_MAX_PAIRWISE = 2000
 
 
 def coverage_problem(spec: TensorSpec, chunks: Sequence[Chunk]) -> str | None:
@@ -20,10 +20,10 @@ def coverage_problem(spec: TensorSpec, chunks: Sequence[Chunk]) -> str | None:
         if chunk.end - chunk.begin != count * spec.element_bytes:
             return "a chunk has more or fewer bytes than its elements"
     spans = [chunk.place for chunk in chunks if isinstance(chunk.place, Span)]
-    boxes = [chunk.place for chunk in chunks if isinstance(chunk.place, Box)]
-    if spans and boxes:
-        return "spans and boxes are mixed"
-    return _boxes_problem(spec, boxes) if boxes else _spans_problem(spec, spans)
+    regions = [chunk.place for chunk in chunks if isinstance(chunk.place, Region)]
+    if spans and regions:
+        return "spans and regions are mixed"
+    return _regions_problem(spec, regions) if regions else _spans_problem(spec, spans)
 
 
 def _spans_problem(spec: TensorSpec, spans: list[Span]) -> str | None:
@@ -39,21 +39,21 @@ def _spans_problem(spec: TensorSpec, spans: list[Span]) -> str | None:
     return f"its chunks have {reached} elements, not {spec.count}" if reached > spec.count else None
 
 
-def _boxes_problem(spec: TensorSpec, boxes: list[Box]) -> str | None:
-    for box in boxes:
-        if len(box.offset) != len(spec.shape) or len(box.shape) != len(spec.shape):
-            return "a box has another number of dimensions than its tensor"
-        if any(o + s > n for o, s, n in zip(box.offset, box.shape, spec.shape, strict=True)):
-            return "a box reaches out of its tensor"
-    if sum(math.prod(box.shape) for box in boxes) != spec.count:
-        return "its boxes have more or fewer elements than it"
+def _regions_problem(spec: TensorSpec, regions: list[Region]) -> str | None:
+    for region in regions:
+        if len(region.offset) != len(spec.shape) or len(region.shape) != len(spec.shape):
+            return "a region has another number of dimensions than its tensor"
+        if any(o + s > n for o, s, n in zip(region.offset, region.shape, spec.shape, strict=True)):
+            return "a region reaches out of its tensor"
+    if sum(math.prod(region.shape) for region in regions) != spec.count:
+        return "its regions have more or fewer elements than it"
     # As many elements as the tensor and none twice: each once.
-    return _overlap_problem(boxes, len(spec.shape))
+    return _overlap_problem(regions, len(spec.shape))
 
 
-def _overlap_problem(boxes: list[Box], dims: int) -> str | None:
-    """Divide by cuts that no box crosses, as all grids can be; what is left, pair by pair."""
-    groups = [boxes]
+def _overlap_problem(regions: list[Region], dims: int) -> str | None:
+    """Divide by cuts that no region crosses, as all grids can be; what is left, pair by pair."""
+    groups = [regions]
     while groups:
         group = groups.pop()
         for dim in range(dims):
@@ -62,21 +62,21 @@ def _overlap_problem(boxes: list[Box], dims: int) -> str | None:
                 groups += [part for part in parts if len(part) > 1]
                 break
         else:
-            if len(group) > _MAX_TANGLE:
-                return f"{len(group)} of its boxes cannot be told apart"
-            for index, box in enumerate(group):
-                if any(box & other for other in group[:index]):
-                    return "two of its boxes overlap"
+            if len(group) > _MAX_PAIRWISE:
+                return f"{len(group)} of its regions cannot be told apart"
+            for index, region in enumerate(group):
+                if any(region & other for other in group[:index]):
+                    return "two of its regions overlap"
     return None
 
 
-def _parts(boxes: list[Box], dim: int) -> Iterator[list[Box]]:
-    part: list[Box] = []
+def _parts(regions: list[Region], dim: int) -> Iterator[list[Region]]:
+    part: list[Region] = []
     reached = 0
-    for box in sorted(boxes, key=lambda b: b.offset[dim]):
-        if part and box.offset[dim] >= reached:
+    for region in sorted(regions, key=lambda b: b.offset[dim]):
+        if part and region.offset[dim] >= reached:
             yield part
             part = []
-        part.append(box)
-        reached = max(reached, box.offset[dim] + box.shape[dim])
+        part.append(region)
+        reached = max(reached, region.offset[dim] + region.shape[dim])
     yield part

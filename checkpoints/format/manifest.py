@@ -14,7 +14,7 @@ from checkpoints.format.checksummed_json import seal
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import Node
 from checkpoints.tensors.partition import TensorSpec
-from checkpoints.tensors.regions import Place, Span
+from checkpoints.tensors.regions import Extent, Span
 
 FORMAT = 1
 
@@ -37,7 +37,7 @@ class Chunk:
     file: str
     begin: int
     end: int
-    place: Place
+    place: Extent
     xxh3_128: str
 
     def as_json(self) -> dict[str, Any]:

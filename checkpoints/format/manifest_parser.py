@@ -31,7 +31,7 @@ from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName, writer_file
 from checkpoints.format.state_tree import check_tree
 from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.partition import TensorSpec
-from checkpoints.tensors.regions import Box, Span
+from checkpoints.tensors.regions import Region, Span
 
 MAX_DIMENSIONS = 64
 _MAX_INT = 2**62
@@ -163,7 +163,7 @@ class _Reader:
             end=self._int(end, "a byte offset"),
             place=self._span(fields["span"], tensor)
             if kind == "span"
-            else self._box(value, tensor),
+            else self._region(value, tensor),
             xxh3_128=self._hash(fields["xxh3_128"]),
         )
 
@@ -171,9 +171,9 @@ class _Reader:
         start, count = self._pair(value, tensor)
         return Span(self._int(start, "a span"), self._int(count, "a span"))
 
-    def _box(self, value: dict[str, Any], tensor: str) -> Box:
+    def _region(self, value: dict[str, Any], tensor: str) -> Region:
         offset, shape = (self._list(part) for part in self._pair(value["box"], tensor))
-        return Box(
+        return Region(
             tuple(self._int(item, "a box") for item in offset),
             tuple(self._int(item, "a box") for item in shape),
         )

@@ -23,7 +23,13 @@ from typing import Any
 import torch
 
 from checkpoints.errors import StateError
-from checkpoints.tensors.dtensors import blocks_of, identity_of, is_sharded, layout_of, local_of
+from checkpoints.tensors.dtensors import (
+    is_dtensor,
+    layout_of,
+    local_of,
+    local_regions,
+    tensor_identity,
+)
 from checkpoints.tensors.dtypes import BY_DTYPE
 from checkpoints.tensors.partition import TensorSpec
 
@@ -44,7 +50,7 @@ def pack(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """What the plan needs to know of a tensor."""
-    layout = layout_of(tensor) if is_sharded(tensor) else None
+    layout = layout_of(tensor) if is_dtensor(tensor) else None
     return TensorSpec(name, BY_DTYPE[tensor.dtype].name, tuple(tensor.shape), layout)
 
 
@@ -129,8 +135,8 @@ class _Packing:
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         _check_tensor(tensor, path)
         # The tensor stays in self.tensors, so its memory is not used again while we pack.
-        sharded = is_sharded(tensor)
-        memory = identity_of(tensor) if sharded else _memory(tensor)
+        sharded = is_dtensor(tensor)
+        memory = tensor_identity(tensor) if sharded else _memory(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
         wanted = name = path_name(path) or "tensor"
@@ -156,8 +162,8 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    if is_sharded(tensor):
-        blocks_of(tensor, _where(path))
+    if is_dtensor(tensor):
+        local_regions(tensor, _where(path))
         tensor = local_of(tensor)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise StateError(f"{_where(path)} is a sparse, quantized or meta tensor: it has no bytes")

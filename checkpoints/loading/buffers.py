@@ -13,87 +13,93 @@ from checkpoints.tensors.allocation import empty
 from checkpoints.tensors.dtensors import block
 from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.partition import TensorSpec
-from checkpoints.tensors.regions import Box, Place, Span, boxes_of, whole
+from checkpoints.tensors.regions import Extent, Region, Span, full_region, regions_of
 
 
 class Spare:
-    """Memory for one tensor: all of it (``boxes`` is None), or some blocks."""
+    """Memory for one tensor: all of it (``regions`` is None), or some blocks."""
 
-    def __init__(self, spec: TensorSpec, boxes: Sequence[Box] | None = None) -> None:
+    def __init__(self, spec: TensorSpec, regions: Sequence[Region] | None = None) -> None:
         dtype = BY_NAME[spec.dtype].torch
         self.spec = spec
-        self.is_whole = boxes is None
-        wanted = [whole(spec.shape)] if boxes is None else [box for box in boxes if box.count]
-        self.blocks = tuple((box, empty(box.shape, dtype)) for box in wanted)
+        self.is_complete = regions is None
+        wanted = (
+            [full_region(spec.shape)]
+            if regions is None
+            else [region for region in regions if region.count]
+        )
+        self.blocks = tuple((region, empty(region.shape, dtype)) for region in wanted)
 
     @classmethod
-    def over(cls, spec: TensorSpec, blocks: Sequence[tuple[Box, torch.Tensor]]) -> Spare:
+    def over(cls, spec: TensorSpec, blocks: Sequence[tuple[Region, torch.Tensor]]) -> Spare:
         """Not spare: live memory, to be filled with what was verified before."""
         made = cls(spec, ())
         # Tied tensors are one memory: filled once.
-        distinct = {(box, m.data_ptr(), m.stride()): (box, m) for box, m in blocks if box.count}
+        distinct = {
+            (region, m.data_ptr(), m.stride()): (region, m) for region, m in blocks if region.count
+        }
         made.blocks = tuple(distinct.values())
         return made
 
     @property
     def tensor(self) -> torch.Tensor:
         """All of it."""
-        assert self.is_whole
+        assert self.is_complete
         return self.blocks[0][1]
 
-    def needs(self, place: Place) -> bool:
+    def needs(self, place: Extent) -> bool:
         """Whether any element of ``place`` is in it."""
-        return self.is_whole or any(True for _ in self._common(place))
+        return self.is_complete or any(True for _ in self._common(place))
 
-    def room(self, place: Place) -> torch.Tensor | None:
+    def room(self, place: Extent) -> torch.Tensor | None:
         """The memory of ``place`` as flat elements, if it lies in one piece here, on the CPU."""
         if isinstance(place, Span):
             return self._run(place)
-        near = [(box, memory) for box, memory in self.blocks if box & place]
-        if len(near) != 1 or not near[0][0].holds(place) or not _is_plain(near[0][1]):
+        near = [(region, memory) for region, memory in self.blocks if region & place]
+        if len(near) != 1 or not near[0][0].contains(place) or not _is_plain(near[0][1]):
             return None
-        box, memory = near[0]
-        view = block(memory, place.within(box))
+        region, memory = near[0]
+        view = block(memory, place.relative_to(region))
         # One element of a column counts as contiguous, too, and is not.
         one_piece = view.is_contiguous() and view.reshape(-1).stride(0) == 1
         return view.reshape(-1) if one_piece else None
 
     def _run(self, span: Span) -> torch.Tensor | None:
-        if len(self.blocks) != 1 or self.blocks[0][0] != whole(self.spec.shape):
+        if len(self.blocks) != 1 or self.blocks[0][0] != full_region(self.spec.shape):
             return None
         memory = self.blocks[0][1]
         if not (_is_plain(memory) and memory.is_contiguous()) or memory.numel() == 1:
             return None
         return memory.view(-1)[span.start : span.start + span.count]
 
-    def put(self, place: Place, data: torch.Tensor) -> None:
+    def put(self, place: Extent, data: torch.Tensor) -> None:
         """Copy what is needed of the flat elements of ``place``."""
-        for common, box, memory, before, part in self._common(place):
+        for common, region, memory, before, part in self._common(place):
             source = data[before : before + part.count].view(part.shape)
-            block(memory, common.within(box)).copy_(block(source, common.within(part)))
+            block(memory, common.relative_to(region)).copy_(block(source, common.relative_to(part)))
 
-    def get(self, place: Place) -> torch.Tensor:
+    def get(self, place: Extent) -> torch.Tensor:
         """The flat elements of ``place``, of a tensor that is here as a whole."""
         if isinstance(place, Span):
             return self.tensor.reshape(-1)[place.start : place.start + place.count]
         return block(self.tensor, place).reshape(-1)
 
-    def give(self, box: Box, memory: torch.Tensor) -> None:
+    def give(self, region: Region, memory: torch.Tensor) -> None:
         """Copy a block into live memory, unless this is that memory."""
         for outer, ours in self.blocks:
-            if ours is not memory and outer.holds(box):
+            if ours is not memory and outer.contains(region):
                 if ours.data_ptr() != memory.data_ptr() or ours.device != memory.device:
-                    memory.copy_(block(ours, box.within(outer)))
+                    memory.copy_(block(ours, region.relative_to(outer)))
                 return
 
-    def _common(self, place: Place) -> Iterator[tuple[Box, Box, torch.Tensor, int, Box]]:
+    def _common(self, place: Extent) -> Iterator[tuple[Region, Region, torch.Tensor, int, Region]]:
         """(common block, ours, its memory, elements before the part of ``place``, that part)."""
-        parts = [(place, 0)] if isinstance(place, Box) else boxes_of(place, self.spec.shape)
+        parts = [(place, 0)] if isinstance(place, Region) else regions_of(place, self.spec.shape)
         for part, before in parts:
-            for box, memory in self.blocks:
-                common = box & part
+            for region, memory in self.blocks:
+                common = region & part
                 if common is not None:
-                    yield common, box, memory, before, part
+                    yield common, region, memory, before, part
 
 
 def _is_plain(memory: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from checkpoints.format.state_tree import unpack
 from checkpoints.loading.buffers import Spare
 from checkpoints.loading.exchange import Exchange, shares_of
 from checkpoints.loading.mapped_checkpoint import FilesInPlace
-from checkpoints.loading.plan import LoadPlan, local_blocks, prepare
+from checkpoints.loading.plan import LoadPlan, live_regions, prepare
 from checkpoints.loading.reader import (
     STEP_BYTES,
     Item,
@@ -256,8 +256,8 @@ class _Job:
         with torch.no_grad():
             for path in plan.match.fitting:
                 spare = self.spares[plan.leaves[path]]
-                for box, memory in local_blocks(plan.live[path], path):
-                    spare.give(box, memory)
+                for region, memory in live_regions(plan.live[path], path):
+                    spare.give(region, memory)
         fitting = set(plan.match.fitting)
 
         def leaf(path: str, tensor: str) -> torch.Tensor:

@@ -18,9 +18,9 @@ from checkpoints.format.state_tree import live_tensors, tensor_leaves
 from checkpoints.loading.buffers import Spare
 from checkpoints.loading.mapped_checkpoint import FilesInPlace
 from checkpoints.storage.protocol import Storage
-from checkpoints.tensors.dtensors import blocks_of, is_sharded
+from checkpoints.tensors.dtensors import is_dtensor, local_regions
 from checkpoints.tensors.dtypes import BY_NAME
-from checkpoints.tensors.regions import Box, whole
+from checkpoints.tensors.regions import Region, full_region
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,21 @@ class LoadPlan:
         return frozenset(
             name
             for path, name in self.leaves.items()
-            if path not in fitting or not is_sharded(self.live[path])
+            if path not in fitting or not is_dtensor(self.live[path])
         )
 
     def spares(self) -> dict[str, Spare]:
         """Spare memory for what is needed of each tensor."""
-        live = self._live_blocks()
+        live = self._live_regions()
         # A tensor that no leaf names is not needed at all; only strangers write such.
         return {
-            name: Spare(tensor.spec, None if name in self.whole else _boxes(live.get(name, ())))
+            name: Spare(tensor.spec, None if name in self.whole else _regions(live.get(name, ())))
             for name, tensor in self.manifest.tensors.items()
         }
 
     def live_memory(self) -> dict[str, Spare]:
         """The live tensors' own memory; spare memory only for what is returned besides."""
-        fitting, live = set(self.match.fitting), self._live_blocks()
+        fitting, live = set(self.match.fitting), self._live_regions()
         returned = {name for path, name in self.leaves.items() if path not in fitting}
         return {
             name: Spare(tensor.spec)
@@ -90,10 +90,10 @@ class LoadPlan:
             for name, tensor in self.manifest.tensors.items()
         }
 
-    def _live_blocks(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
-        blocks: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+    def _live_regions(self) -> dict[str, list[tuple[Region, torch.Tensor]]]:
+        blocks: dict[str, list[tuple[Region, torch.Tensor]]] = defaultdict(list)
         for path in self.match.fitting:
-            blocks[self.leaves[path]] += local_blocks(self.live[path], path)
+            blocks[self.leaves[path]] += live_regions(self.live[path], path)
         return blocks
 
 
@@ -108,15 +108,17 @@ def prepare(storage: Storage, name: str, into: object, strict: bool) -> LoadPlan
     return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None)
 
 
-def local_blocks(live: torch.Tensor, path: str) -> Sequence[tuple[Box, torch.Tensor]]:
+def live_regions(live: torch.Tensor, path: str) -> Sequence[tuple[Region, torch.Tensor]]:
     """What this rank holds of a live tensor, with the memory."""
     return (
-        blocks_of(live, path) if is_sharded(live) else ((whole(tuple(live.shape)), live.detach()),)
+        local_regions(live, path)
+        if is_dtensor(live)
+        else ((full_region(tuple(live.shape)), live.detach()),)
     )
 
 
-def _boxes(blocks: Iterable[tuple[Box, torch.Tensor]]) -> list[Box]:
-    return list(dict.fromkeys(box for box, _ in blocks))
+def _regions(blocks: Iterable[tuple[Region, torch.Tensor]]) -> list[Region]:
+    return list(dict.fromkeys(region for region, _ in blocks))
 
 
 def _match(

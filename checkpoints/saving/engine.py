@@ -36,7 +36,7 @@ from checkpoints.saving.staging import Buffer, BufferPool
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
-from checkpoints.tensors.partition import share
+from checkpoints.tensors.partition import share_of
 
 THREAD_NAME = "checkpoint-writer"
 _NICENESS = 10
@@ -106,7 +106,7 @@ class Engine:
         With ``background`` the writer's thread does it, between two saves.
         """
         _, tensors = pack(state)
-        pieces = share([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
+        pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
         size = sum(span.count * spec.element_bytes for spec, span in pieces)
         pinned = any(t.is_cuda for t in tensors.values())
         grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
@@ -150,7 +150,7 @@ class Engine:
         try:
             tree, tensors = pack(state)
             specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
-            pieces = share(specs, world.size, world.rank)
+            pieces = share_of(specs, world.size, world.rank)
             data = buffer.fill(pieces, tensors)
         except CheckpointError:
             self._buffers.release(buffer)

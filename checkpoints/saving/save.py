@@ -18,8 +18,8 @@ from checkpoints.saving.attempt import Attempt, Saved, run
 from checkpoints.storage.failures import writing
 from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.elements import bytes_of
-from checkpoints.tensors.partition import TensorSpec, share
-from checkpoints.tensors.regions import Place
+from checkpoints.tensors.partition import TensorSpec, share_of
+from checkpoints.tensors.regions import Extent
 
 Clock = Callable[[], float]
 """Seconds since 1970: for records and people, never for decisions."""
@@ -69,7 +69,7 @@ def save(
     tree, tensors = pack(state)
     specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
 
-    def data(spec: TensorSpec, place: Place) -> memoryview:
+    def data(spec: TensorSpec, place: Extent) -> memoryview:
         if progress is not None:
             progress(place.count * spec.element_bytes)
         return bytes_of(tensors[spec.name], place)
@@ -82,7 +82,7 @@ def save(
         data_position=data_position,
         specs=specs,
         tree=tree,
-        pieces=share(specs, world_size, rank),
+        pieces=share_of(specs, world_size, rank),
         data=data,
     )
     return run(storage, attempt, keep=keep, fence=fence, clock=clock)

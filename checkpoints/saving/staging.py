@@ -16,8 +16,8 @@ import torch
 from checkpoints.saving.tensor_file import Data, Pieces
 from checkpoints.tensors.allocation import empty
 from checkpoints.tensors.elements import copy_to
-from checkpoints.tensors.partition import TensorSpec, chunks
-from checkpoints.tensors.regions import Place
+from checkpoints.tensors.partition import TensorSpec, chunks_of
+from checkpoints.tensors.regions import Extent
 
 
 class Buffer:
@@ -85,9 +85,9 @@ class BufferPool:
 
 
 def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
-    starts: dict[tuple[str, Place], int] = {}
+    starts: dict[tuple[str, Extent], int] = {}
 
-    def data(spec: TensorSpec, place: Place) -> memoryview:
+    def data(spec: TensorSpec, place: Extent) -> memoryview:
         if not starts:  # made by the writer's thread: training does not wait for it
             starts.update(_starts(pieces, begins))
         begin = starts[spec.name, place]
@@ -96,11 +96,11 @@ def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
     return data
 
 
-def _starts(pieces: Pieces, begins: Sequence[int]) -> dict[tuple[str, Place], int]:
+def _starts(pieces: Pieces, begins: Sequence[int]) -> dict[tuple[str, Extent], int]:
     """Where each chunk begins in the buffer."""
     starts = {}
     for (spec, place), begin in zip(pieces, begins, strict=False):
-        for chunk in chunks(place, spec.element_bytes):
+        for chunk in chunks_of(place, spec.element_bytes):
             starts[spec.name, chunk] = begin
             begin += chunk.count * spec.element_bytes
     return starts

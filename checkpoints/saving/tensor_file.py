@@ -17,13 +17,13 @@ from checkpoints.format.manifest import Chunk, Writer
 from checkpoints.format.names import writer_file
 from checkpoints.storage.protocol import Sink, Storage
 from checkpoints.tensors.dtypes import BY_NAME
-from checkpoints.tensors.partition import TensorSpec, chunks
-from checkpoints.tensors.regions import Place, Span, whole
+from checkpoints.tensors.partition import TensorSpec, chunks_of
+from checkpoints.tensors.regions import Extent, Span, full_region
 
 _BESIDE_BYTES = 1 << 20  # from here on, a second thread hashes while this one writes
 
-Pieces = Sequence[tuple[TensorSpec, Place]]
-Data = Callable[[TensorSpec, Place], memoryview]
+Pieces = Sequence[tuple[TensorSpec, Extent]]
+Data = Callable[[TensorSpec, Extent], memoryview]
 """The bytes of a part of a tensor."""
 
 
@@ -55,7 +55,7 @@ def write_share(
     try:
         sink.write(head)
         for spec, place in pieces:
-            for piece in chunks(place, spec.element_bytes):
+            for piece in chunks_of(place, spec.element_bytes):
                 data = data_of(spec, piece)
                 hashed = _write_hashed(sink, data, hasher)
                 begin, end = end, end + len(data)
@@ -103,8 +103,8 @@ def header(pieces: Pieces) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _label(spec: TensorSpec, place: Place) -> tuple[str, tuple[int, ...]]:
-    if place in (whole(spec.shape), Span(0, spec.count)):
+def _label(spec: TensorSpec, place: Extent) -> tuple[str, tuple[int, ...]]:
+    if place in (full_region(spec.shape), Span(0, spec.count)):
         return spec.name, spec.shape
     if isinstance(place, Span):
         return f"{spec.name}[{place.start}:{place.start + place.count}]", (place.count,)

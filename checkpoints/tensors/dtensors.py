@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from checkpoints.errors import StateError
-from checkpoints.tensors.layout import Layout, Split, held, local_shape
-from checkpoints.tensors.regions import Box
+from checkpoints.tensors.layout import Layout, Split, local_shape, local_shards
+from checkpoints.tensors.regions import Region
 from checkpoints.tensors.torch_private import storage_of
 
 # Of each mesh, while it lives: a state has thousands of tensors, placed in a few ways.
 _LAYOUTS: weakref.WeakKeyDictionary[Any, dict[object, Layout]] = weakref.WeakKeyDictionary()
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
@@ -46,7 +46,7 @@ def local_of(tensor: Any) -> torch.Tensor:
     return local.detach() if local.requires_grad else local
 
 
-def blocks_of(tensor: Any, where: str = "a tensor") -> tuple[tuple[Box, torch.Tensor], ...]:
+def local_regions(tensor: Any, where: str = "a tensor") -> tuple[tuple[Region, torch.Tensor], ...]:
     """What this rank holds of a DTensor: blocks of the whole, each with a view of its memory.
 
     Raises :class:`StateError` if its memory has another shape than its placements say.
@@ -63,20 +63,20 @@ def blocks_of(tensor: Any, where: str = "a tensor") -> tuple[tuple[Box, torch.Te
             hint="Unevenly split tensors may need DTensor.from_local(..., shape=, stride=).",
         )
     return tuple(
-        (region.box, block(local, Box(region.local_offset, region.box.shape)))
-        for region in held(layout, shape, tuple(coordinate))
+        (shard.region, block(local, Region(shard.local_offset, shard.region.shape)))
+        for shard in local_shards(layout, shape, tuple(coordinate))
     )
 
 
-def block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """A block of a plain tensor, as a view."""
-    for dim, (offset, length) in enumerate(zip(box.offset, box.shape, strict=True)):
+    for dim, (offset, length) in enumerate(zip(region.offset, region.shape, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
     return tensor
 
 
-def identity_of(tensor: Any) -> tuple[object, ...]:
+def tensor_identity(tensor: Any) -> tuple[object, ...]:
     """The same for tied DTensors on every rank, also on those whose shard is empty.
 
     An empty shard has no address, so the storage tells them apart; the caller keeps it alive.

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 import torch
 
 from checkpoints.errors import StateError
-from checkpoints.tensors.dtensors import block, blocks_of, is_sharded
-from checkpoints.tensors.regions import Box, Place, boxes_of
+from checkpoints.tensors.dtensors import block, is_dtensor, local_regions
+from checkpoints.tensors.regions import Extent, Region, regions_of
 
 
-def views_of(tensor: torch.Tensor, place: Place) -> Iterator[tuple[torch.Tensor, int]]:
+def views_of(tensor: torch.Tensor, place: Extent) -> Iterator[tuple[torch.Tensor, int]]:
     """Views that together are ``place`` in row-major order, each with the elements before it."""
-    if isinstance(place, Box):
+    if isinstance(place, Region):
         yield _block(tensor, place), 0
     elif tensor.is_contiguous():
         yield tensor.reshape(-1)[place.start : place.start + place.count], 0
     else:
-        for box, before in boxes_of(place, tuple(tensor.shape)):
-            yield block(tensor, box), before
+        for region, before in regions_of(place, tuple(tensor.shape)):
+            yield block(tensor, region), before
 
 
-def copy_to(room: torch.Tensor, tensor: torch.Tensor, place: Place) -> None:
+def copy_to(room: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
     """Copy ``place`` into ``room``, contiguous bytes. Does not wait for copies from a GPU."""
     typed = room.view(tensor.dtype)
     with torch.no_grad():
@@ -31,7 +31,7 @@ def copy_to(room: torch.Tensor, tensor: torch.Tensor, place: Place) -> None:
             target.view(view.shape).copy_(view, non_blocking=True)
 
 
-def bytes_of(tensor: torch.Tensor, place: Place) -> memoryview:
+def bytes_of(tensor: torch.Tensor, place: Extent) -> memoryview:
     """The bytes of ``place``: a view of the tensor's own memory where that is possible."""
     first = next(views_of(tensor, place))[0]
     if _is_plain_memory(first) and first.numel() == place.count:
@@ -49,13 +49,13 @@ def _is_plain_memory(view: torch.Tensor) -> bool:
     return not (view.is_cuda or view.is_conj() or view.is_neg()) and view.is_contiguous()
 
 
-def _block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    if not is_sharded(tensor):
-        return block(tensor, box)
-    for outer, memory in blocks_of(tensor):
-        if outer.holds(box):
-            return block(memory, box.within(outer))
+def _block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    if not is_dtensor(tensor):
+        return block(tensor, region)
+    for outer, memory in local_regions(tensor):
+        if outer.contains(region):
+            return block(memory, region.relative_to(outer))
     raise StateError(
-        f"this rank does not hold the block at {list(box.offset)} of a sharded tensor",
+        f"this rank does not hold the block at {list(region.offset)} of a sharded tensor",
         hint="Save with the rank and world size of torch.distributed.",
     )

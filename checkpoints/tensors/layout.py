@@ -16,7 +16,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from checkpoints.tensors.regions import Box, Shape, cut
+from checkpoints.tensors.regions import Region, Shape, split_evenly
 
 Interval = tuple[int, int]  # start, length
 
@@ -49,29 +49,29 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Region:
+class LocalShard:
     """A block of the whole tensor, and where it begins in the memory of the rank that holds it."""
 
-    box: Box
+    region: Region
     local_offset: Shape
 
 
 @functools.lru_cache(maxsize=65536)
-def held(layout: Layout, shape: Shape, coordinate: Shape) -> tuple[Region, ...]:
+def local_shards(layout: Layout, shape: Shape, coordinate: Shape) -> tuple[LocalShard, ...]:
     """What the rank at ``coordinate`` holds: one block, seldom more, none if its share is empty.
 
     >>> rows = Layout((2,), (0, 1), (Split(0),))
-    >>> held(rows, (5, 4), (1,))
-    (Region(box=Box(offset=(3, 0), shape=(2, 4)), local_offset=(0, 0)),)
+    >>> local_shards(rows, (5, 4), (1,))
+    (LocalShard(region=Region(offset=(3, 0), shape=(2, 4)), local_offset=(0, 0)),)
     """
     kept: list[list[Interval]] = [[(0, n)] for n in shape]
     for split, size, at in zip(layout.splits, layout.mesh_shape, coordinate, strict=True):
         if split is not None:
             kept[split.dim] = _share_of(kept[split.dim], split.factor, size, at)
-    by_dim = [list(_placed(intervals)) for intervals in kept]
+    by_dim = [list(_merged(intervals)) for intervals in kept]
     return tuple(
-        Region(
-            Box(tuple(start for start, _, _ in block), tuple(length for _, length, _ in block)),
+        LocalShard(
+            Region(tuple(start for start, _, _ in block), tuple(length for _, length, _ in block)),
             tuple(local for _, _, local in block),
         )
         for block in itertools.product(*by_dim)
@@ -96,7 +96,7 @@ def local_shape(layout: Layout, shape: Shape, coordinate: Shape) -> Shape:
 
 
 @functools.lru_cache(maxsize=65536)
-def written(layout: Layout, shape: Shape, rank: int, turn: int) -> tuple[Box, ...]:
+def written_regions(layout: Layout, shape: Shape, rank: int, turn: int) -> tuple[Region, ...]:
     """What ``rank`` writes of what it holds. ``turn`` deals out blocks too small to be sliced."""
     coordinate = layout.coordinate(rank)
     if coordinate is None:
@@ -105,8 +105,11 @@ def written(layout: Layout, shape: Shape, rank: int, turn: int) -> tuple[Box, ..
     for split, size, at in zip(layout.splits, layout.mesh_shape, coordinate, strict=True):
         if split is None:
             copies, mine = copies * size, mine * size + at
-    slices = (cut(r.box, copies)[(mine + turn) % copies] for r in held(layout, shape, coordinate))
-    return tuple(box for box in slices if box.count)
+    slices = (
+        split_evenly(r.region, copies)[(mine + turn) % copies]
+        for r in local_shards(layout, shape, coordinate)
+    )
+    return tuple(region for region in slices if region.count)
 
 
 def _share_of(kept: list[Interval], factor: int, size: int, at: int) -> list[Interval]:
@@ -133,7 +136,7 @@ def _window(kept: list[Interval], low: int, high: int) -> list[Interval]:
     return found
 
 
-def _placed(kept: list[Interval]) -> list[tuple[int, int, int]]:
+def _merged(kept: list[Interval]) -> list[tuple[int, int, int]]:
     """(start, length, start in local memory), neighbours joined."""
     placed: list[tuple[int, int, int]] = []
     local = 0

@@ -2,7 +2,7 @@
 
 Replicated tensors are laid end to end, widest elements first, and the line is cut into W pieces of
 equal bytes, at the next whole element. A rank's share of a tensor is a *span*: a run of elements
-in row-major order. Of sharded tensors a rank writes *boxes* that it holds
+in row-major order. Of sharded tensors a rank writes *regions* that it holds
 (:mod:`checkpoints.tensors.layout`). In a file, wide elements come first: it keeps every piece
 aligned.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from checkpoints.errors import ArgumentError
 from checkpoints.tensors.dtypes import BY_NAME
-from checkpoints.tensors.layout import Layout, written
-from checkpoints.tensors.regions import Place, Span, rows
+from checkpoints.tensors.layout import Layout, written_regions
+from checkpoints.tensors.regions import Extent, Span, row_blocks
 
 # One hash for this many bytes: what a reader must read to trust any part of it.
 CHUNK_BYTES = 16 << 20
@@ -44,26 +44,28 @@ class TensorSpec:
         return self.count * self.element_bytes
 
 
-def share(
+def share_of(
     specs: Sequence[TensorSpec], world_size: int, rank: int
-) -> tuple[tuple[TensorSpec, Place], ...]:
+) -> tuple[tuple[TensorSpec, Extent], ...]:
     """What ``rank`` writes, in the order in which it stands in its file.
 
     >>> specs = [TensorSpec("a", "F32", (3,)), TensorSpec("b", "U8", (4,))]
-    >>> [(s.name, span.start, span.count) for s, span in share(specs, 2, 0)]
+    >>> [(s.name, span.start, span.count) for s, span in share_of(specs, 2, 0)]
     [('a', 0, 2)]
-    >>> [(s.name, span.start, span.count) for s, span in share(specs, 2, 1)]
+    >>> [(s.name, span.start, span.count) for s, span in share_of(specs, 2, 1)]
     [('a', 2, 1), ('b', 0, 4)]
     """
     ordered = sorted(specs, key=lambda spec: -spec.element_bytes)
     total = sum(spec.size_bytes for spec in ordered if spec.layout is None)
     low, high = total * rank // world_size, total * (rank + 1) // world_size
-    pieces: list[tuple[TensorSpec, Place]] = []
+    pieces: list[tuple[TensorSpec, Extent]] = []
     begin = 0
     for turn, spec in enumerate(ordered):
         if spec.layout is not None and spec.count:
             _check_mesh(spec, spec.layout, world_size)
-            pieces += [(spec, box) for box in written(spec.layout, spec.shape, rank, turn)]
+            pieces += [
+                (spec, region) for region in written_regions(spec.layout, spec.shape, rank, turn)
+            ]
             continue
         start, stop = (_element_at(cut - begin, spec) for cut in (low, high))
         # Empty tensors have no bytes, but readers of safetensors look for their names.
@@ -87,11 +89,11 @@ def _element_at(offset_bytes: int, spec: TensorSpec) -> int:
     return min(max(-(-offset_bytes // spec.element_bytes), 0), spec.count)
 
 
-def chunks(place: Place, element_bytes: int) -> Iterator[Place]:
+def chunks_of(place: Extent, element_bytes: int) -> Iterator[Extent]:
     """A piece in parts of at most :data:`CHUNK_BYTES`, in order: each is hashed by itself."""
     per_chunk = max(1, CHUNK_BYTES // element_bytes)
     if not isinstance(place, Span):
-        yield from rows(place, per_chunk)
+        yield from row_blocks(place, per_chunk)
         return
     stop = place.start + place.count
     for start in range(place.start, stop, per_chunk):

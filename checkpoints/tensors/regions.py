@@ -22,7 +22,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """A block of a tensor: what a rank holds of a sharded one."""
 
     offset: Shape
@@ -32,18 +32,20 @@ class Box:
     def count(self) -> int:
         return math.prod(self.shape)
 
-    def within(self, outer: Box) -> Box:
+    def relative_to(self, outer: Region) -> Region:
         """The same block, seen from the corner of ``outer``."""
-        return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
+        return Region(
+            tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape
+        )
 
-    def holds(self, inner: Box) -> bool:
+    def contains(self, inner: Region) -> bool:
         return self & inner == inner
 
-    def __and__(self, other: Box) -> Box | None:
-        """What two boxes have in common, or None.
+    def __and__(self, other: Region) -> Region | None:
+        """What two regions have in common, or None.
 
-        >>> Box((0, 0), (2, 4)) & Box((1, 2), (5, 5))
-        Box(offset=(1, 2), shape=(1, 2))
+        >>> Region((0, 0), (2, 4)) & Region((1, 2), (5, 5))
+        Region(offset=(1, 2), shape=(1, 2))
         """
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(
@@ -51,84 +53,87 @@ class Box:
             for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         shape = tuple(h - o for h, o in zip(high, low, strict=True))
-        return Box(low, shape) if all(n > 0 for n in shape) else None
+        return Region(low, shape) if all(n > 0 for n in shape) else None
 
 
-Place = Span | Box
+Extent = Span | Region
 
 
-def whole(shape: Shape) -> Box:
-    return Box((0,) * len(shape), shape)
+def full_region(shape: Shape) -> Region:
+    return Region((0,) * len(shape), shape)
 
 
-def cut(box: Box, parts: int) -> tuple[Box, ...]:
-    """A box in ``parts`` slices of nearly equal size; some are empty where it is too small.
+def split_evenly(region: Region, parts: int) -> tuple[Region, ...]:
+    """A region in ``parts`` slices of nearly equal size; some are empty where it is too small.
 
     Along the first dimension if that is long enough, since such slices are contiguous.
 
-    >>> [piece.shape for piece in cut(Box((0, 0), (17, 2)), 2)]
+    >>> [piece.shape for piece in split_evenly(Region((0, 0), (17, 2)), 2)]
     [(8, 2), (9, 2)]
     """
     if parts == 1:
-        return (box,)
-    if not box.shape:
-        return (box, *(Box((), (0,)) for _ in range(parts - 1)))
-    even = [d for d, n in enumerate(box.shape) if n >= 8 * parts or (n and n % parts == 0)]
-    dim = even[0] if even else box.shape.index(max(box.shape))
-    edges = [box.shape[dim] * part // parts for part in range(parts + 1)]
-    return tuple(_slice(box, dim, low, high - low) for low, high in pairwise(edges))
+        return (region,)
+    if not region.shape:
+        return (region, *(Region((), (0,)) for _ in range(parts - 1)))
+    even = [d for d, n in enumerate(region.shape) if n >= 8 * parts or (n and n % parts == 0)]
+    dim = even[0] if even else region.shape.index(max(region.shape))
+    edges = [region.shape[dim] * part // parts for part in range(parts + 1)]
+    return tuple(_slice(region, dim, low, high - low) for low, high in pairwise(edges))
 
 
-def rows(box: Box, limit: int) -> Iterator[Box]:
-    """A box in blocks of at most ``limit`` elements that follow each other in row-major order."""
-    if box.count <= limit or not box.shape:
-        yield box
+def row_blocks(region: Region, limit: int) -> Iterator[Region]:
+    """A region in blocks of at most ``limit`` elements that follow each other in row-major
+    order."""
+    if region.count <= limit or not region.shape:
+        yield region
         return
-    dim = next(d for d, n in enumerate(box.shape) if n > 1)
-    per_row = math.prod(box.shape[dim + 1 :])
+    dim = next(d for d, n in enumerate(region.shape) if n > 1)
+    per_row = math.prod(region.shape[dim + 1 :])
     if per_row > limit:
-        for index in range(box.shape[dim]):
-            yield from rows(_slice(box, dim, index, 1), limit)
+        for index in range(region.shape[dim]):
+            yield from row_blocks(_slice(region, dim, index, 1), limit)
         return
     step = limit // per_row
-    for low in range(0, box.shape[dim], step):
-        yield _slice(box, dim, low, min(step, box.shape[dim] - low))
+    for low in range(0, region.shape[dim], step):
+        yield _slice(region, dim, low, min(step, region.shape[dim] - low))
 
 
-def boxes_of(span: Span, shape: Shape) -> Iterator[tuple[Box, int]]:
-    """A run of elements as boxes, each with the number of elements of the run before it.
+def regions_of(span: Span, shape: Shape) -> Iterator[tuple[Region, int]]:
+    """A run of elements as regions, each with the number of elements of the run before it.
 
-    >>> [(box.offset, box.shape, before) for box, before in boxes_of(Span(1, 6), (3, 3))]
+    >>> [(region.offset, region.shape, before) for region, before in regions_of(Span(1, 6), (3, 3))]
     [((0, 1), (1, 2), 0), ((1, 0), (1, 3), 2), ((2, 0), (1, 1), 5)]
     """
     if span.count:
-        yield from _boxes_of(whole(shape), 0, span.start, span.start + span.count, 0)
+        yield from _regions_of(full_region(shape), 0, span.start, span.start + span.count, 0)
 
 
-def _boxes_of(box: Box, dim: int, start: int, stop: int, before: int) -> Iterator[tuple[Box, int]]:
-    """``box`` is one index wide before ``dim``; start and stop count its elements."""
-    if dim == len(box.shape):
-        yield box, before
+def _regions_of(
+    region: Region, dim: int, start: int, stop: int, before: int
+) -> Iterator[tuple[Region, int]]:
+    """``region`` is one index wide before ``dim``; start and stop count its elements."""
+    if dim == len(region.shape):
+        yield region, before
         return
-    row = math.prod(box.shape[dim + 1 :])
+    row = math.prod(region.shape[dim + 1 :])
     first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # within one row
-        inner = _slice(box, dim, last, 1)
-        yield from _boxes_of(inner, dim + 1, start - last * row, stop - last * row, before)
+        inner = _slice(region, dim, last, 1)
+        yield from _regions_of(inner, dim + 1, start - last * row, stop - last * row, before)
         return
     if start < first * row:
-        inner = _slice(box, dim, first - 1, 1)
+        inner = _slice(region, dim, first - 1, 1)
         begin = start - (first - 1) * row
-        yield from _boxes_of(inner, dim + 1, begin, row, before)
+        yield from _regions_of(inner, dim + 1, begin, row, before)
     if first < last:
-        yield _slice(box, dim, first, last - first), before + first * row - start
+        yield _slice(region, dim, first, last - first), before + first * row - start
     if last * row < stop:
-        inner = _slice(box, dim, last, 1)
-        yield from _boxes_of(inner, dim + 1, 0, stop - last * row, before + last * row - start)
+        inner = _slice(region, dim, last, 1)
+        yield from _regions_of(inner, dim + 1, 0, stop - last * row, before + last * row - start)
 
 
-def _slice(box: Box, dim: int, low: int, length: int) -> Box:
-    offset, shape = list(box.offset), list(box.shape)
+def _slice(region: Region, dim: int, low: int, length: int) -> Region:
+    offset, shape = list(region.offset), list(region.shape)
     offset[dim] += low
     shape[dim] = length
-    return Box(tuple(offset), tuple(shape))
+    return Region(tuple(offset), tuple(shape))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import checkpoints
 from checkpoints.saving.tensor_file import header
 from checkpoints.tensors.dtypes import BY_DTYPE, BY_NAME
-from checkpoints.tensors.partition import TensorSpec, chunks, share
+from checkpoints.tensors.partition import TensorSpec, chunks_of, share_of
 from checkpoints.tensors.regions import Span
 from checkpoints.testing.memory_storage import MemoryStorage
 
@@ -28,10 +28,10 @@ def test_shares_are_equal_and_cover_every_element_once(
     total = sum(spec.size_bytes for spec in specs)
     seen: dict[str, list[int]] = {spec.name: [] for spec in specs}
     for rank in range(world_size):
-        pieces = share(specs, world_size, rank)
+        pieces = share_of(specs, world_size, rank)
         size = 0
         for spec, span in pieces:
-            for piece in chunks(span, spec.element_bytes):
+            for piece in chunks_of(span, spec.element_bytes):
                 assert isinstance(piece, Span)  # nothing here is sharded
                 seen[spec.name].extend(range(piece.start, piece.start + piece.count))
             assert size % spec.element_bytes == 0  # aligned in its file

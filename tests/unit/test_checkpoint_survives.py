@@ -19,7 +19,7 @@ from checkpoint_states import flip, same, small_state
 import checkpoints
 from checkpoints.format.state_tree import pack, spec_of
 from checkpoints.saving.staging import Buffer
-from checkpoints.tensors.partition import share
+from checkpoints.tensors.partition import share_of
 
 NAME = "step-000000001.g0.aa"
 
@@ -159,5 +159,5 @@ def test_each_of_w_ranks_stages_its_part_only() -> None:
     total = sum(spec.size_bytes for spec in specs)
     for rank in range(4):
         buffer = Buffer()
-        buffer.fill(share(specs, 4, rank), tensors)
+        buffer.fill(share_of(specs, 4, rank), tensors)
         assert buffer._bytes.numel() <= total / 4 + 16

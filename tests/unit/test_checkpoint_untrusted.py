@@ -215,7 +215,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
 
 
 def test_boxes_of_sharded_tensors_are_read_and_checked(tmp_path: Path, name: str) -> None:
-    """This version writes spans; boxes are in the format for what later ones shard."""
+    """This version writes spans for this tensor; sharded tensors are stored as regions."""
     halves = [torch.tensor([[0.0, 1.0], [4.0, 5.0]]), torch.tensor([[2.0, 3.0], [6.0, 7.0]])]
     name = save_all(tmp_path, {"w": torch.cat([half.reshape(-1) for half in halves])}, step=9)
 
@@ -239,7 +239,7 @@ def test_boxes_of_sharded_tensors_are_read_and_checked(tmp_path: Path, name: str
     assert torch.equal(loaded, torch.arange(8.0).reshape(2, 4))
     for box in ([[0, 1], [2, 2]], [[0, 0], [2, 2]], [[0, 3], [2, 2]], [[0], [4]], [[0, 2], [4, 1]]):
         _rewrite(tmp_path / name, _set("tensors", "w", "chunks", 1, "box", to=box))
-        with pytest.raises(checkpoints.Corrupt, match="box"):
+        with pytest.raises(checkpoints.Corrupt, match="region"):
             checkpoints.load(tmp_path, name)
 
 
