@@ -77,11 +77,11 @@ def load(subject: str, path: Path, into: State) -> None:
         dcp_load(into, checkpoint_id=path)
     else:
         found = checkpoints.list_checkpoints(path)[0]
-        identity_of = vars(checkpoints.loading.load)["identity_of"]
+        page_cache_identity = vars(checkpoints.loading.load)["page_cache_identity"]
         if "other hosts" in subject:  # they exchange over the group
-            vars(checkpoints.loading.load).update(identity_of=lambda storage, name: None)
+            vars(checkpoints.loading.load).update(page_cache_identity=lambda storage, name: None)
         checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
-        vars(checkpoints.loading.load).update(identity_of=identity_of)
+        vars(checkpoints.loading.load).update(page_cache_identity=page_cache_identity)
 
 
 def read_raw(path: Path, into: list[torch.Tensor]) -> None:
@@ -133,8 +133,8 @@ def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
     step = origin.step if origin else 0
-    world = checkpoints.World(
-        nonce=nonce, generation=generation, lineage=checkpoints.descend(origin, generation)
+    world = checkpoints.WriterGroup(
+        nonce=nonce, generation=generation, lineage=checkpoints.derive_lineage(origin, generation)
     )
     state = {name: torch.zeros(40_000, dtype=torch.int64) for name in "ab"}
     engine = checkpoints.Engine(root, busy="wait")
@@ -143,5 +143,5 @@ def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
         for tensor in state.values():
             tensor.fill_(step)
         engine.save_async(state, step=step, world=world)
-        if any(o.ending is checkpoints.Ending.COMMITTED for o in engine.outcomes()):
+        if any(o.status is checkpoints.SaveStatus.COMMITTED for o in engine.outcomes()):
             os.write(pipe, b"c")

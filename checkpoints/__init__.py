@@ -18,23 +18,23 @@ from checkpoints.catalog.retention import prune
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
-    Corrupt,
+    CheckpointNotFound,
+    CorruptCheckpoint,
     DiskFull,
     LoadError,
-    Mismatch,
-    NoCheckpoint,
     NotWritable,
     ReadFailed,
     SaveError,
     StateError,
-    TornLoad,
+    StateMismatch,
+    TornRead,
     UnsupportedFormat,
     WriteFailed,
 )
-from checkpoints.format.lineage import descend
+from checkpoints.format.lineage import derive_lineage
 from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage
 from checkpoints.format.names import CheckpointName, new_nonce
-from checkpoints.loading.load import Loaded, load, verify
+from checkpoints.loading.load import LoadResult, load, verify
 from checkpoints.loading.resolve import Resolution, SkippedCheckpoint, latest, list_checkpoints
 from checkpoints.loading.tiered_storage import TieredStorage, TierFailure
 from checkpoints.memory.node_memory import NodeMemory
@@ -55,9 +55,9 @@ from checkpoints.policies.save import (
     SaveContext,
     SavePolicy,
 )
-from checkpoints.saving.attempt import Saved
+from checkpoints.saving.attempt import SaveResult
 from checkpoints.saving.engine import Engine
-from checkpoints.saving.outcome import Ending, Handle, Outcome, World
+from checkpoints.saving.outcome import SaveHandle, SaveOutcome, SaveStatus, WriterGroup
 from checkpoints.saving.save import save
 from checkpoints.saving.tiered_engine import Tier, TieredEngine, TierOutcome
 from checkpoints.storage.local import LocalStorage
@@ -74,29 +74,25 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointName",
+    "CheckpointNotFound",
     "Continuous",
-    "Corrupt",
+    "CorruptCheckpoint",
     "Difference",
     "DiskFull",
-    "Ending",
     "Engine",
     "EveryNSeconds",
     "EveryNSteps",
     "EverySeconds",
     "EverySteps",
     "GarbageCollectionResult",
-    "Handle",
     "LatestN",
     "Lineage",
     "LoadError",
-    "Loaded",
+    "LoadResult",
     "LocalStorage",
-    "Mismatch",
-    "NoCheckpoint",
     "NodeMemory",
     "NotWritable",
     "OnPreemption",
-    "Outcome",
     "ReadFailed",
     "Resolution",
     "RetainedAttempt",
@@ -105,23 +101,27 @@ __all__ = [
     "Root",
     "SaveContext",
     "SaveError",
+    "SaveHandle",
+    "SaveOutcome",
     "SavePolicy",
-    "Saved",
+    "SaveResult",
+    "SaveStatus",
     "SkippedCheckpoint",
     "StateError",
+    "StateMismatch",
     "Storage",
     "Tier",
     "TierFailure",
     "TierOutcome",
     "TieredEngine",
     "TieredStorage",
-    "TornLoad",
+    "TornRead",
     "UnsupportedFormat",
-    "World",
     "WriteFailed",
+    "WriterGroup",
     "collect_garbage",
     "compare",
-    "descend",
+    "derive_lineage",
     "export_to",
     "import_from",
     "latest",

@@ -2,20 +2,17 @@
 
 ::
 
-    CheckpointError
-    ├── SaveError                 a save failed; older checkpoints are as they were
+    CheckpointError ├── SaveError                 a save failed; older checkpoints are as they were
     │   ├── NotWritable           the folder cannot be written (permission, read-only, not a folder)
-    │   ├── DiskFull              no room: ENOSPC, EDQUOT, or a limit on file size
-    │   └── WriteFailed           anything else the storage said
-    ├── StateError (TypeError)    the state holds what a checkpoint cannot hold
-    ├── LoadError                 a load failed; live tensors are as they were
-    │   ├── NoCheckpoint          there is no such checkpoint
-    │   ├── Corrupt               it is damaged; names the file, and the tensor if there is one
-    │   ├── ReadFailed            the storage failed while reading
-    │   ├── UnsupportedFormat     a newer version of this package wrote it
-    │   ├── Mismatch              it is of another model; lists what differs
-    │   └── TornLoad              its files changed while it was loaded; live tensors are mixed
-    └── ArgumentError (ValueError)  a step, nonce, rank or lineage that cannot be
+    │   ├── DiskFull              no room: ENOSPC, EDQUOT, or a limit on file size │   └──
+    WriteFailed           anything else the storage said ├── StateError (TypeError)    the state
+    holds what a checkpoint cannot hold ├── LoadError                 a load failed; live tensors
+    are as they were │   ├── CheckpointNotFound          there is no such checkpoint │   ├──
+    CorruptCheckpoint               it is damaged; names the file, and the tensor if there is one │
+    ├── ReadFailed            the storage failed while reading │   ├── UnsupportedFormat     a newer
+    version of this package wrote it │   ├── Mismatch              it is of another model; lists
+    what differs │   └── TornRead              its files changed while it was loaded; live tensors
+    are mixed └── ArgumentError (ValueError)  a step, nonce, rank or lineage that cannot be
 
 The message says what happened and where; ``hint`` says what to do.
 """
@@ -62,12 +59,12 @@ class WriteFailed(SaveError):
 class LoadError(CheckpointError):
     """A load failed. Live tensors are as they were.
 
-    Not after TornLoad, and not where the hint says something else: when the group of ranks that
+    Not after TornRead, and not where the hint says something else: when the group of ranks that
     load together broke at the very end.
     """
 
 
-class NoCheckpoint(LoadError):
+class CheckpointNotFound(LoadError):
     """There is no such checkpoint."""
 
 
@@ -79,7 +76,7 @@ class UnsupportedFormat(LoadError):
     """A newer version of this package wrote the checkpoint."""
 
 
-class Corrupt(LoadError):
+class CorruptCheckpoint(LoadError):
     """A checkpoint is damaged, or not what it says it is.
 
     ``file`` is relative to the root; ``tensor`` is None where the damage hits no tensor (or all).
@@ -96,7 +93,7 @@ class Corrupt(LoadError):
         self.tensor = tensor
 
 
-class Mismatch(LoadError):
+class StateMismatch(LoadError):
     """The checkpoint is of another model than the tensors it was to be loaded into."""
 
     def __init__(
@@ -105,13 +102,13 @@ class Mismatch(LoadError):
         *,
         missing: tuple[str, ...],
         extra: tuple[str, ...],
-        mis_shaped: tuple[str, ...],
+        mismatched: tuple[str, ...],
     ) -> None:
         lines = [f"{name} does not fit the tensors it was to be loaded into; nothing was changed"]
         for title, names in (
             ("missing in the checkpoint", missing),
             ("only in the checkpoint", extra),
-            ("of another shape or dtype", mis_shaped),
+            ("of another shape or dtype", mismatched),
         ):
             if names:
                 more = f" … and {len(names) - 20} more" if len(names) > 20 else ""
@@ -122,10 +119,10 @@ class Mismatch(LoadError):
         )
         self.missing = missing
         self.extra = extra
-        self.mis_shaped = mis_shaped
+        self.mismatched = mismatched
 
 
-class TornLoad(LoadError):
+class TornRead(LoadError):
     """Files of a checkpoint changed between their verification and their use.
 
     Live tensors hold parts of it then. It takes somebody who writes into a committed checkpoint

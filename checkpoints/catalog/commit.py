@@ -12,16 +12,16 @@ import errno
 import secrets
 from collections.abc import Sequence
 
-from checkpoints.catalog.manifests import read_sealed
+from checkpoints.catalog.manifests import read_document
 from checkpoints.errors import LoadError
-from checkpoints.format.manifest import Chunk, Manifest, Part, Shared, Tensor
+from checkpoints.format.manifest import Chunk, Manifest, Part, SharedMetadata, TensorEntry
 from checkpoints.format.manifest_parser import parse_manifest, parse_part
 from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.small_files import put
+from checkpoints.storage.small_files import write_durably
 
 
-class Incomplete(Exception):
+class IncompleteAttempt(Exception):
     """An attempt that cannot be committed now; says why."""
 
 
@@ -36,15 +36,16 @@ def is_committed(storage: Storage, name: CheckpointName) -> bool:
 def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
     """Commit an attempt of ``world_size`` writers; returns once it is committed and durable.
 
-    Raises :class:`Incomplete` if parts are missing or do not fit, ``OSError`` if the storage fails.
+    Raises :class:`IncompleteAttempt` if parts are missing or do not fit, ``OSError`` if the storage
+    fails.
     """
     try:
-        manifest = merge(read_parts(storage, name, world_size))
+        manifest = merge_parts(read_parts(storage, name, world_size))
         data = manifest.to_bytes()
         try:
             parse_manifest(data, MANIFEST)  # what a loader would refuse is not committed
         except LoadError as error:
-            raise Incomplete(f"the parts do not make a whole: {error.message}") from error
+            raise IncompleteAttempt(f"the parts do not make a whole: {error.message}") from error
         _check_sizes(storage, manifest)
         _put_manifest(storage, name, data)
         _publish(storage, name)
@@ -53,48 +54,49 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
         if not is_committed(storage, name):
             raise
     storage.sync_folder("")
-    _tidy(storage, name)
+    _remove_leftovers(storage, name)
 
 
 def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
-    """All parts of an attempt, by rank. Raises :class:`Incomplete`."""
+    """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt`."""
     there = set(storage.list(name.attempt))
     missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in there]
     if missing:
         ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        raise Incomplete(f"waits for {len(missing)} of {world_size} writers: {ranks}")
+        raise IncompleteAttempt(f"waits for {len(missing)} of {world_size} writers: {ranks}")
     return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
 
 
 def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> Part:
-    """One part, checked to be of this very attempt. Raises :class:`Incomplete` if it is not."""
+    """One part, checked to be of this very attempt. Raises :class:`IncompleteAttempt` if it is
+    not."""
     path = f"{name.attempt}/{part_file(rank, world_size)}"
     source = storage.open(path)
     try:
-        part = parse_part(read_sealed(source, path), path)
+        part = parse_part(read_document(source, path), path)
     except LoadError as error:
-        raise Incomplete(error.message) from error
+        raise IncompleteAttempt(error.message) from error
     finally:
         source.close()
     if part.name != name:
-        raise Incomplete(f"part {rank} is of another world: it says {part.name}")
+        raise IncompleteAttempt(f"part {rank} is of another world: it says {part.name}")
     if (part.writer.rank, part.world_size) != (rank, world_size):
-        raise Incomplete(f"part {rank} is of another writer")
+        raise IncompleteAttempt(f"part {rank} is of another writer")
     return part
 
 
-def merge(parts: Sequence[Part]) -> Manifest:
+def merge_parts(parts: Sequence[Part]) -> Manifest:
     """One manifest of all parts: pure, and the same whoever calls it.
 
-    Raises :class:`Incomplete` where the writers did not save the same tensors.
+    Raises :class:`IncompleteAttempt` where the writers did not save the same tensors.
     """
     first = parts[0]
     shared = first.shared
     if shared is None:
-        raise Incomplete("part 0 does not say what is in the checkpoint")
+        raise IncompleteAttempt("part 0 does not say what is in the checkpoint")
     strangers = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
     if strangers:
-        raise Incomplete(f"writer {strangers[0]} saved other tensors than writer 0")
+        raise IncompleteAttempt(f"writer {strangers[0]} saved other tensors than writer 0")
     return Manifest(
         name=first.name,
         lineage=shared.lineage,
@@ -108,26 +110,28 @@ def merge(parts: Sequence[Part]) -> Manifest:
     )
 
 
-def _tensors(shared: Shared, parts: Sequence[Part]) -> dict[str, Tensor]:
+def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorEntry]:
     chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in shared.specs}
     for part in parts:
         for name, more in part.chunks.items():
             if name not in chunks:
-                raise Incomplete(f"writer {part.writer.rank} saved an unknown tensor {name!r}")
+                raise IncompleteAttempt(
+                    f"writer {part.writer.rank} saved an unknown tensor {name!r}"
+                )
             chunks[name].extend(more)
-    return {spec.name: Tensor(spec, tuple(chunks[spec.name])) for spec in shared.specs}
+    return {spec.name: TensorEntry(spec, tuple(chunks[spec.name])) for spec in shared.specs}
 
 
 def _check_sizes(storage: Storage, manifest: Manifest) -> None:
     for writer in manifest.writers:
         size = storage.size(f"{manifest.name.attempt}/{writer.file}")
         if size != writer.size_bytes:
-            raise Incomplete(f"{writer.file} has {size} bytes, not {writer.size_bytes}")
+            raise IncompleteAttempt(f"{writer.file} has {size} bytes, not {writer.size_bytes}")
 
 
 def _put_manifest(storage: Storage, name: CheckpointName, data: bytes) -> None:
     private = f"{name.attempt}/.manifest-{secrets.token_hex(4)}.json"
-    put(storage, private, data)
+    write_durably(storage, private, data)
     storage.rename(private, f"{name.attempt}/{MANIFEST}")
     storage.sync_folder(name.attempt)
 
@@ -141,7 +145,7 @@ def _publish(storage: Storage, name: CheckpointName) -> None:
         storage.remove_folder(name.attempt)
 
 
-def _tidy(storage: Storage, name: CheckpointName) -> None:
+def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
     """Parts have done their work, and a committer that lost the race may have left its copy."""
     with contextlib.suppress(OSError):  # they harm nobody: no reader looks at them
         for file in storage.list(str(name)):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoints.catalog.commit import Incomplete, commit
+from checkpoints.catalog.commit import IncompleteAttempt, commit
 from checkpoints.format.names import (
     LATEST_PREFIX,
     REMOVED_PREFIX,
@@ -100,7 +100,7 @@ def _finish(storage: Storage, name: CheckpointName) -> str | None:
                 "no writer finished" if not sizes else "its parts are of worlds of different sizes"
             )
         commit(storage, name, sizes.pop())
-    except Incomplete as why:
+    except IncompleteAttempt as why:
         return str(why)
     except FileNotFoundError:
         return "it was removed meanwhile"

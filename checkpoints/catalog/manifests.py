@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from checkpoints.errors import Corrupt, NoCheckpoint
-from checkpoints.format.checksummed_json import MAX_SEALED_BYTES
-from checkpoints.format.manifest import Manifest, Writer
+from checkpoints.errors import CheckpointNotFound, CorruptCheckpoint
+from checkpoints.format.checksummed_json import MAX_DOCUMENT_BYTES
+from checkpoints.format.manifest import Manifest, WriterEntry
 from checkpoints.format.manifest_parser import parse_manifest
 from checkpoints.format.names import MANIFEST, CheckpointName, parse_committed
 from checkpoints.storage.failures import reading
-from checkpoints.storage.protocol import Source, Storage
+from checkpoints.storage.protocol import ReadableFile, Storage
 
 
 def committed_names(storage: Storage) -> list[CheckpointName]:
@@ -28,7 +28,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     """The manifest of a committed checkpoint, checked, its files there with the right sizes."""
     parsed = parse_committed(name)
     if parsed is None:
-        raise NoCheckpoint(
+        raise CheckpointNotFound(
             f"{name!r} is not a checkpoint's name",
             hint="Names look like step-000001200.g7.3f9c; list_checkpoints() lists them.",
         )
@@ -37,39 +37,43 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         try:
             source = storage.open(file)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NoCheckpoint(
+            raise CheckpointNotFound(
                 f"there is no checkpoint {name} in {storage.place}",
                 hint="list_checkpoints() lists those that are there.",
             ) from error
         with contextlib.closing(source):
-            manifest = parse_manifest(read_sealed(source, file), file)
+            manifest = parse_manifest(read_document(source, file), file)
         if manifest.name != parsed:
-            raise Corrupt(f"it is the manifest of {manifest.name}", file=file)
+            raise CorruptCheckpoint(f"it is the manifest of {manifest.name}", file=file)
         for writer in manifest.writers:
-            with opened(storage, parsed, writer):
+            with open_verified_size(storage, parsed, writer):
                 pass
     return manifest
 
 
 @contextlib.contextmanager
-def opened(storage: Storage, name: CheckpointName, writer: Writer) -> Iterator[Source]:
+def open_verified_size(
+    storage: Storage, name: CheckpointName, writer: WriterEntry
+) -> Iterator[ReadableFile]:
     file = f"{name}/{writer.file}"
     try:
         source = storage.open(file)
     except FileNotFoundError as error:
-        raise Corrupt("the file is missing", file=file) from error
+        raise CorruptCheckpoint("the file is missing", file=file) from error
     with contextlib.closing(source):
         if source.size() != writer.size_bytes:
-            raise Corrupt(f"it has {source.size()} bytes, not {writer.size_bytes}", file=file)
+            raise CorruptCheckpoint(
+                f"it has {source.size()} bytes, not {writer.size_bytes}", file=file
+            )
         yield source
 
 
-def read_sealed(source: Source, file: str) -> bytes:
+def read_document(source: ReadableFile, file: str) -> bytes:
     """All bytes of a sealed file, refused before anything is allocated if absurdly large."""
     size = source.size()
-    if size > MAX_SEALED_BYTES:
-        raise Corrupt(f"{size} bytes are more than any manifest has", file=file)
+    if size > MAX_DOCUMENT_BYTES:
+        raise CorruptCheckpoint(f"{size} bytes are more than any manifest has", file=file)
     data = bytearray(size)
     if source.read_at(0, memoryview(data)) != size:
-        raise Corrupt("it became shorter while being read", file=file)
+        raise CorruptCheckpoint("it became shorter while being read", file=file)
     return bytes(data)

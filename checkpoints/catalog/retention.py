@@ -24,11 +24,11 @@ from checkpoints.policies.retention import RetentionFunction, to_remove
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
-from checkpoints.storage.small_files import put
+from checkpoints.storage.small_files import write_durably
 
 
 @runtime_checkable
-class KeepsParts(Protocol):
+class PartStorage(Protocol):
     """A storage in which nothing is committed: whoever looks merges parts from several places."""
 
     def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
@@ -44,15 +44,15 @@ def after_commit(
     try:
         names = committed_names(storage)
         _point_latest(storage, names[0])
-        for old in given_up(storage, names, keep) if keep is not None else ():
+        for old in not_retained(storage, names, keep) if keep is not None else ():
             remove_committed(storage, old)
-        _remove_overtaken(storage, name)
+        _remove_superseded(storage, name)
     except OSError as error:
         notes.append(f"{name} is committed, but tidying up failed: {error.strerror or error}")
     return tuple(notes)
 
 
-def given_up(
+def not_retained(
     storage: Storage, newest_first: Sequence[CheckpointName], keep: RetentionFunction
 ) -> tuple[CheckpointName, ...]:
     """What ``keep`` gives up of the committed checkpoints, oldest first."""
@@ -74,7 +74,7 @@ def prune(root: Root, keep: RetentionFunction, *, dry_run: bool = False) -> tupl
     """
     storage = storage_for(root)
     with writing(storage.place):
-        old = given_up(storage, committed_names(storage), keep)
+        old = not_retained(storage, committed_names(storage), keep)
         for name in () if dry_run else old:
             remove_committed(storage, name)
     return tuple(map(str, old))
@@ -92,11 +92,11 @@ def remove_committed(storage: Storage, name: CheckpointName) -> None:
 def _point_latest(storage: Storage, newest: CheckpointName) -> None:
     """For people and scripts; this package never reads it."""
     temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"
-    put(storage, temporary, f"{newest}\n".encode("ascii"))
+    write_durably(storage, temporary, f"{newest}\n".encode("ascii"))
     storage.rename(temporary, LATEST)
 
 
-def _remove_overtaken(storage: Storage, name: CheckpointName) -> None:
+def _remove_superseded(storage: Storage, name: CheckpointName) -> None:
     """Attempts of the same world at earlier steps: all its writers have gone on without them."""
     for folder in storage.list(""):
         attempt = parse_attempt(folder)

@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-from checkpoints.errors import Corrupt
+from checkpoints.errors import CorruptCheckpoint
 
-MAX_SEALED_BYTES = 512 << 20  # about three million chunks: 48 TB of tensors
+MAX_DOCUMENT_BYTES = 512 << 20  # about three million chunks: 48 TB of tensors
 
 _BEFORE = b'{"xxh3_128": "'
 _AFTER = b'",\n'
@@ -33,7 +33,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return str(hashed.hexdigest())
 
 
-def seal(fields: Mapping[str, object]) -> bytes:
+def encode(fields: Mapping[str, object]) -> bytes:
     """The file's bytes. The same fields give the same bytes."""
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
@@ -43,29 +43,29 @@ def seal(fields: Mapping[str, object]) -> bytes:
     return _BEFORE + digest(body).encode("ascii") + _AFTER + body
 
 
-def unseal(data: bytes, file: str) -> dict[str, Any]:
-    """The fields of a sealed file, without its hash. Raises :class:`Corrupt`."""
+def decode(data: bytes, file: str) -> dict[str, Any]:
+    """The fields of a sealed file, without its hash. Raises :class:`CorruptCheckpoint`."""
     body = memoryview(data)[_PREFIX_BYTES:]
     if data[:_PREFIX_BYTES] != _BEFORE + digest(body).encode("ascii") + _AFTER:
-        raise Corrupt("it does not have the hash it says it has", file=file)
+        raise CorruptCheckpoint("it does not have the hash it says it has", file=file)
     try:
         fields = json.loads(
-            data, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+            data, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
         )
     except (ValueError, RecursionError) as error:
         # Its hash fits, so this was written on purpose: 10 MB of brackets, "NaN", twice a key.
-        raise Corrupt(f"not strict JSON: {str(error)[:200]}", file=file) from error
+        raise CorruptCheckpoint(f"not strict JSON: {str(error)[:200]}", file=file) from error
     assert isinstance(fields, dict)  # it begins with a brace
     del fields["xxh3_128"]
     return fields
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a key stands twice in one object")
     return fields
 
 
-def _refuse_constant(word: str) -> Any:
+def _reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")

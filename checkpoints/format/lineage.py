@@ -38,10 +38,10 @@ def as_lineage(pairs: Iterable[Ancestor | tuple[int, int]]) -> Lineage:
     return lineage
 
 
-def descend(origin: CheckpointInfo | None, generation: int) -> Lineage:
+def derive_lineage(origin: CheckpointInfo | None, generation: int) -> Lineage:
     """The lineage of ``generation``, which begins with the state of ``origin`` (None: from zero).
 
-    >>> descend(None, 1)
+    >>> derive_lineage(None, 1)
     (Ancestor(generation=1, began_at_step=0),)
     """
     if origin is None:
@@ -53,7 +53,7 @@ def descend(origin: CheckpointInfo | None, generation: int) -> Lineage:
     return (*before, Ancestor(generation, origin.step))
 
 
-def abandoned(name: CheckpointName, lineage: Lineage) -> str | None:
+def why_abandoned(name: CheckpointName, lineage: Lineage) -> str | None:
     """Why a checkpoint is not on a lineage, in words; None if it is (or the lineage is empty)."""
     if not lineage:
         return None

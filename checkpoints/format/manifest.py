@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpoints.format.checksummed_json import seal
+from checkpoints.format.checksummed_json import encode
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import Node
 from checkpoints.tensors.partition import TensorSpec
@@ -55,7 +55,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorEntry:
     """A whole tensor and the chunks that cover it, each element once."""
 
     spec: TensorSpec
@@ -70,7 +70,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Writer:
+class WriterEntry:
     """One writer's file. The header's hash is kept because no chunk covers the header."""
 
     rank: int
@@ -101,12 +101,12 @@ class Manifest:
     data_position: Any  # JSON
     wall_time_s: float  # of the last writer
     versions: Mapping[str, str]  # of writer 0
-    writers: tuple[Writer, ...]  # by rank
-    tensors: Mapping[str, Tensor]
+    writers: tuple[WriterEntry, ...]  # by rank
+    tensors: Mapping[str, TensorEntry]
     tree: Node
 
     def to_bytes(self) -> bytes:
-        return seal(
+        return encode(
             {
                 "format": FORMAT,
                 "step": self.name.step,
@@ -135,13 +135,13 @@ class Part:
 
     name: CheckpointName
     world_size: int
-    writer: Writer
+    writer: WriterEntry
     specs_xxh3_128: str
     chunks: Mapping[str, tuple[Chunk, ...]]
-    shared: Shared | None  # of writer 0 only
+    shared: SharedMetadata | None  # of writer 0 only
 
     def to_bytes(self) -> bytes:
-        return seal(
+        return encode(
             {
                 "format": FORMAT,
                 "step": self.name.step,
@@ -160,7 +160,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedMetadata:
     """What is the same for all writers, as writer 0 says it."""
 
     lineage: Lineage

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from checkpoints.errors import ArgumentError, Corrupt, UnsupportedFormat
-from checkpoints.format.checksummed_json import unseal
+from checkpoints.errors import ArgumentError, CorruptCheckpoint, UnsupportedFormat
+from checkpoints.format.checksummed_json import decode
 from checkpoints.format.coverage import coverage_problem
 from checkpoints.format.manifest import (
     FORMAT,
@@ -23,9 +23,9 @@ from checkpoints.format.manifest import (
     Lineage,
     Manifest,
     Part,
-    Shared,
-    Tensor,
-    Writer,
+    SharedMetadata,
+    TensorEntry,
+    WriterEntry,
 )
 from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName, writer_file
 from checkpoints.format.state_tree import check_tree
@@ -46,16 +46,17 @@ _PART_FIELDS = _COMMON_FIELDS | {"writer", "specs_xxh3_128", "chunks", "shared"}
 
 
 def parse_manifest(data: bytes, file: str) -> Manifest:
-    """A manifest from its bytes. Raises :class:`Corrupt` or :class:`UnsupportedFormat`."""
-    return _Reader(file).manifest(unseal(data, file))
+    """A manifest from its bytes. Raises :class:`CorruptCheckpoint` or
+    :class:`UnsupportedFormat`."""
+    return _Parser(file).manifest(decode(data, file))
 
 
 def parse_part(data: bytes, file: str) -> Part:
-    """A part from its bytes. Raises :class:`Corrupt` or :class:`UnsupportedFormat`."""
-    return _Reader(file).part(unseal(data, file))
+    """A part from its bytes. Raises :class:`CorruptCheckpoint` or :class:`UnsupportedFormat`."""
+    return _Parser(file).part(decode(data, file))
 
 
-class _Reader:
+class _Parser:
     """Carries the file's name, for the errors."""
 
     def __init__(self, file: str) -> None:
@@ -104,14 +105,14 @@ class _Reader:
             shared=shared,
         )
 
-    def _shared(self, value: object) -> Shared:
+    def _shared(self, value: object) -> SharedMetadata:
         fields = self._keys(value, ("lineage", "data_position", "versions", "specs", "tree"))
         specs = []
         for item in self._list(fields["specs"]):
             if not isinstance(item, list) or len(item) != 3 or not isinstance(item[0], str):
                 self._fail("a tensor's description is malformed")
             specs.append(self._spec(item[0], item[1], item[2]))
-        return Shared(
+        return SharedMetadata(
             lineage=self._lineage(fields["lineage"]),
             data_position=fields["data_position"],
             versions=self._versions(fields["versions"]),
@@ -121,7 +122,9 @@ class _Reader:
 
     # --- tensors
 
-    def _tensor(self, name: str, value: object, files: Mapping[str, tuple[int, int]]) -> Tensor:
+    def _tensor(
+        self, name: str, value: object, files: Mapping[str, tuple[int, int]]
+    ) -> TensorEntry:
         fields = self._keys(value, ("dtype", "shape", "chunks"), tensor=name)
         spec = self._spec(name, fields["dtype"], fields["shape"])
         chunks = tuple(self._chunk(name, chunk) for chunk in self._list(fields["chunks"]))
@@ -132,7 +135,7 @@ class _Reader:
         problem = coverage_problem(spec, chunks)
         if problem is not None:
             self._fail(problem, name)
-        return Tensor(spec, chunks)
+        return TensorEntry(spec, chunks)
 
     def _spec(self, name: str, dtype: object, shape: object) -> TensorSpec:
         if not isinstance(dtype, str):
@@ -178,7 +181,7 @@ class _Reader:
             tuple(self._int(item, "a box") for item in shape),
         )
 
-    def _no_shared_bytes(self, tensors: Mapping[str, Tensor]) -> None:
+    def _no_shared_bytes(self, tensors: Mapping[str, TensorEntry]) -> None:
         every = sorted(
             (chunk.file, chunk.begin, chunk.end, tensor.spec.name)
             for tensor in tensors.values()
@@ -219,7 +222,7 @@ class _Reader:
         except ArgumentError as error:
             self._fail(error.message[:200])
 
-    def _writer(self, value: object, world_size: int) -> Writer:
+    def _writer(self, value: object, world_size: int) -> WriterEntry:
         keys = ("rank", "file", "size_bytes", "header_bytes", "header_xxh3_128", "wall_time_s")
         fields = self._keys(value, keys)
         rank = self._int(fields["rank"], "a rank")
@@ -230,7 +233,7 @@ class _Reader:
         header = self._int(fields["header_bytes"], "a size")
         if header > size:
             self._fail("a header is larger than its file")
-        return Writer(
+        return WriterEntry(
             rank=rank,
             file=writer_file(rank, world_size),
             size_bytes=size,
@@ -303,4 +306,4 @@ class _Reader:
         return fields
 
     def _fail(self, reason: str, tensor: str | None = None) -> NoReturn:
-        raise Corrupt(reason, file=self._file, tensor=tensor)
+        raise CorruptCheckpoint(reason, file=self._file, tensor=tensor)

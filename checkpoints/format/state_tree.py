@@ -39,12 +39,12 @@ MAX_INT_BITS = 1024
 Node = dict[str, Any]
 
 
-def pack(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
+def flatten(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
     """The tree of ``state`` and its tensors by name. Copies no tensor.
 
     Raises :class:`StateError`, naming the place, for anything but JSON values and tensors.
     """
-    packing = _Packing()
+    packing = _Flattening()
     return packing.node(state, ()), packing.tensors
 
 
@@ -54,12 +54,12 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, BY_DTYPE[tensor.dtype].name, tuple(tensor.shape), layout)
 
 
-def unpack(node: Node, leaf: Callable[[str, str], object]) -> Any:
+def unflatten(node: Node, leaf: Callable[[str, str], object]) -> Any:
     """The state that ``node`` stands for; ``leaf(path, name)`` gives each tensor.
 
     ``node`` has passed :func:`check_tree`.
     """
-    return _unpack(node, (), leaf)
+    return _unflatten(node, (), leaf)
 
 
 def tensor_leaves(node: Node) -> dict[str, str]:
@@ -69,7 +69,7 @@ def tensor_leaves(node: Node) -> dict[str, str]:
     def note(path: str, name: str) -> None:
         leaves[path] = name
 
-    _unpack(node, (), note)
+    _unflatten(node, (), note)
     return leaves
 
 
@@ -101,7 +101,7 @@ def path_name(path: tuple[object, ...]) -> str:
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
-class _Packing:
+class _Flattening:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
@@ -190,16 +190,16 @@ def _value(item: object, path: tuple[object, ...]) -> Node:
     )
 
 
-def _unpack(node: Node, path: tuple[object, ...], leaf: Callable[[str, str], object]) -> Any:
+def _unflatten(node: Node, path: tuple[object, ...], leaf: Callable[[str, str], object]) -> Any:
     ((kind, body),) = node.items()
     if kind == "tensor":
         return leaf(path_name(path), body)
     if kind == "dict":
-        return {key: _unpack(value, (*path, key), leaf) for key, value in body.items()}
+        return {key: _unflatten(value, (*path, key), leaf) for key, value in body.items()}
     if kind == "items":
-        return {key: _unpack(value, (*path, key), leaf) for key, value in body}
+        return {key: _unflatten(value, (*path, key), leaf) for key, value in body}
     if kind in ("list", "tuple"):
-        values = [_unpack(value, (*path, i), leaf) for i, value in enumerate(body)]
+        values = [_unflatten(value, (*path, i), leaf) for i, value in enumerate(body)]
         return values if kind == "list" else tuple(values)
     return float(body) if kind == "float" else body
 

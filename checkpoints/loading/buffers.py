@@ -16,7 +16,7 @@ from checkpoints.tensors.partition import TensorSpec
 from checkpoints.tensors.regions import Extent, Region, Span, full_region, regions_of
 
 
-class Spare:
+class TensorBuffer:
     """Memory for one tensor: all of it (``regions`` is None), or some blocks."""
 
     def __init__(self, spec: TensorSpec, regions: Sequence[Region] | None = None) -> None:
@@ -31,7 +31,7 @@ class Spare:
         self.blocks = tuple((region, empty(region.shape, dtype)) for region in wanted)
 
     @classmethod
-    def over(cls, spec: TensorSpec, blocks: Sequence[tuple[Region, torch.Tensor]]) -> Spare:
+    def over(cls, spec: TensorSpec, blocks: Sequence[tuple[Region, torch.Tensor]]) -> TensorBuffer:
         """Not spare: live memory, to be filled with what was verified before."""
         made = cls(spec, ())
         # Tied tensors are one memory: filled once.

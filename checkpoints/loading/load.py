@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from checkpoints.catalog.manifests import read_manifest
-from checkpoints.errors import LoadError, TornLoad
-from checkpoints.format.manifest import CheckpointInfo, Chunk, Tensor, info_of
-from checkpoints.format.state_tree import unpack
-from checkpoints.loading.buffers import Spare
+from checkpoints.errors import LoadError, TornRead
+from checkpoints.format.manifest import CheckpointInfo, Chunk, TensorEntry, info_of
+from checkpoints.format.state_tree import unflatten
+from checkpoints.loading.buffers import TensorBuffer
 from checkpoints.loading.exchange import Exchange, shares_of
-from checkpoints.loading.mapped_checkpoint import FilesInPlace
+from checkpoints.loading.mapped_checkpoint import MappedCheckpoint
 from checkpoints.loading.plan import LoadPlan, live_regions, prepare
 from checkpoints.loading.reader import (
     STEP_BYTES,
     Item,
     all_chunks,
-    into_spare,
+    into_buffers,
     read_chunks,
     scratch,
 )
-from checkpoints.storage.page_cache import identity_of
+from checkpoints.storage.page_cache import page_cache_identity
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
 
@@ -37,16 +37,16 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadResult:
     """What was loaded.
 
     ``state`` is the whole saved state; where a live tensor was given, it stands there itself.
-    ``left_out`` says, with ``strict=False``, which tensors were not copied, and why.
+    ``unmatched`` says, with ``strict=False``, which tensors were not copied, and why.
     """
 
     state: Any
     info: CheckpointInfo
-    left_out: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
 
 def load(
@@ -57,7 +57,7 @@ def load(
     strict: bool = True,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Load a checkpoint by name, whatever the world that saved it.
 
     With ``into``, a state of the same form whose tensors are live ones, values are copied into
@@ -74,36 +74,36 @@ def load(
 
     ``progress`` is called, by several threads, with the number of bytes of each chunk read.
 
-    Raises :class:`NoCheckpoint`, :class:`Corrupt`, :class:`UnsupportedFormat`,
-    :class:`ReadFailed`, :class:`Mismatch`; with ``group`` also :class:`LoadError`, if the group
-    itself fails. From a memory file system, what was verified is copied from where it lies: if
-    its files change in between, :class:`TornLoad`.
+    Raises :class:`CheckpointNotFound`, :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`,
+    :class:`ReadFailed`, :class:`StateMismatch`; with ``group`` also :class:`LoadError`, if the
+    group itself fails. From a memory file system, what was verified is copied from where it lies:
+    if its files change in between, :class:`TornRead`.
     """
     storage = storage_for(root)
     if group is not None:
-        return _load_together(storage, name, into, strict, Exchange(group), progress)
+        return _load_in_group(storage, name, into, strict, Exchange(group), progress)
     plan = prepare(storage, name, into, strict)
     files = plan.files_in_place()
     if files is not None:
         with contextlib.closing(files):
-            in_place = _InPlace(plan, files)
+            in_place = _MappedLoad(plan, files)
             in_place.verify(all_chunks(plan.manifest), None, progress)
             return in_place.take()
-    job = _Job(plan, plan.spares())
+    job = _LoadJob(plan, plan.buffers())
     job.read(all_chunks(plan.manifest), progress=progress)
     return job.finish()
 
 
-class _InPlace:
+class _MappedLoad:
     """Verify files where they lie in memory, then copy them from there into the live tensors.
 
     Faster than filling fresh memory and copying from that, and needs no memory for another copy.
     """
 
-    def __init__(self, plan: LoadPlan, files: FilesInPlace) -> None:
+    def __init__(self, plan: LoadPlan, files: MappedCheckpoint) -> None:
         self._plan = plan
         self._files = files
-        self._job = _Job(plan, plan.live_memory())
+        self._job = _LoadJob(plan, plan.live_memory())
 
     def verify(
         self, items: Iterable[Item], headers: Collection[int] | None, progress: Progress | None
@@ -111,46 +111,46 @@ class _InPlace:
         """Look at each byte of these that is needed; others may do so with the rest."""
         self._files.verify(self._job.needed(items), headers, progress)
 
-    def take(self) -> Loaded:
-        """All was verified: copy it. Raises TornLoad if the files have changed meanwhile."""
+    def take(self) -> LoadResult:
+        """All was verified: copy it. Raises TornRead if the files have changed meanwhile."""
         every = all_chunks(self._plan.manifest)
         try:
             with torch.no_grad():
-                self._files.copy(self._job.needed(every), self._job.spares)
+                self._files.copy(self._job.needed(every), self._job.buffers)
             changed = self._files.have_changed()
         except LoadError as error:
-            raise TornLoad(str(self._plan.manifest.name)) from error
+            raise TornRead(str(self._plan.manifest.name)) from error
         if changed:
-            raise TornLoad(str(self._plan.manifest.name))
+            raise TornRead(str(self._plan.manifest.name))
         return self._job.finish()
 
 
-def _load_together(
+def _load_in_group(
     storage: Storage,
     name: str,
     into: object,
     strict: bool,
     exchange: Exchange,
     progress: Progress | None,
-) -> Loaded:
+) -> LoadResult:
     with contextlib.ExitStack() as stack:
-        with exchange.together() as here:
+        with exchange.stage() as here:
             plan = prepare(storage, name, into, strict)
             here.must_agree(plan.fingerprint())
-            files, identity = plan.files_in_place(), identity_of(storage, name)
+            files, identity = plan.files_in_place(), page_cache_identity(storage, name)
             if files is not None:
                 stack.enter_context(contextlib.closing(files))
                 identity = identity and f"{identity} {files.identity}"
             here.reads(identity)
         shares = _Shares.of(plan, exchange)
-        if here.have_same_files and files is not None:
-            return _take_in_place(_InPlace(plan, files), shares, exchange, progress)
-        if here.have_same_files:
-            return _read_side_by_side(plan, shares, exchange, progress)
-        with exchange.together():
-            job = _Job(plan, plan.spares())
+        if here.share_page_cache and files is not None:
+            return _load_mapped(_MappedLoad(plan, files), shares, exchange, progress)
+        if here.share_page_cache:
+            return _load_through_page_cache(plan, shares, exchange, progress)
+        with exchange.stage():
+            job = _LoadJob(plan, plan.buffers())
             job.read(shares.own, headers=shares.headers, progress=progress)
-        exchange.all_gather(shares.common, job.spares)
+        exchange.all_gather(shares.common, job.buffers)
         return job.finish()
 
 
@@ -174,26 +174,26 @@ class _Shares:
         return cls(common, [*common[rank], *alone], rest, headers)
 
 
-def _take_in_place(
-    in_place: _InPlace, shares: _Shares, exchange: Exchange, progress: Progress | None
-) -> Loaded:
+def _load_mapped(
+    in_place: _MappedLoad, shares: _Shares, exchange: Exchange, progress: Progress | None
+) -> LoadResult:
     """Ranks with the same files in one memory: verify a share each, then copy all of it each."""
-    with exchange.together():
+    with exchange.stage():
         in_place.verify(shares.own, shares.headers, progress)
     exchange.tensors = "The live tensors may hold the checkpoint by now."
-    with exchange.together():
+    with exchange.stage():
         return in_place.take()
 
 
-def _read_side_by_side(
+def _load_through_page_cache(
     plan: LoadPlan, shares: _Shares, exchange: Exchange, progress: Progress | None
-) -> Loaded:
+) -> LoadResult:
     """Ranks with the same files under one kernel: what one has read, it has for the others, and
     gives it to them faster than they could (1 GiB among four: 0.7 s against 2.4 s, measured)."""
-    with exchange.together():
-        job = _Job(plan, plan.spares())
+    with exchange.stage():
+        job = _LoadJob(plan, plan.buffers())
         job.read(shares.own, headers=shares.headers, progress=progress)
-    with exchange.together():
+    with exchange.stage():
         job.read(shares.rest, headers=(), progress=progress)
     return job.finish()
 
@@ -205,14 +205,14 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
     """
     storage = storage_for(root)
     manifest = read_manifest(storage, name)
-    files = FilesInPlace.of(storage, manifest)
+    files = MappedCheckpoint.of(storage, manifest)
     if files is not None:
         with contextlib.closing(files):
             files.verify(all_chunks(manifest), None, progress)
         return info_of(manifest)
     room = scratch(STEP_BYTES)
 
-    def target(tensor: Tensor, chunk: Chunk) -> memoryview:
+    def target(tensor: TensorEntry, chunk: Chunk) -> memoryview:
         if progress is not None:
             progress(chunk.end - chunk.begin)
         return room(tensor, chunk)
@@ -222,11 +222,11 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
 
 
 @dataclass(frozen=True)
-class _Job:
+class _LoadJob:
     """A plan, and the memory that is filled."""
 
     plan: LoadPlan
-    spares: Mapping[str, Spare]
+    buffers: Mapping[str, TensorBuffer]
 
     def read(
         self,
@@ -236,9 +236,9 @@ class _Job:
         progress: Progress | None = None,
     ) -> None:
         """Read and verify those of ``items`` that are needed."""
-        target, put = into_spare(self.spares)
+        target, put = into_buffers(self.buffers)
 
-        def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
+        def done(tensor: TensorEntry, chunk: Chunk, data: memoryview) -> None:
             put(tensor, chunk, data)
             if progress is not None:
                 progress(chunk.end - chunk.begin)
@@ -248,23 +248,23 @@ class _Job:
             read_chunks(storage, manifest, self.needed(items), target, headers=headers, done=done)
 
     def needed(self, items: Iterable[Item]) -> list[Item]:
-        return [(t, c) for t, c in items if self.spares[t.spec.name].needs(c.place)]
+        return [(t, c) for t, c in items if self.buffers[t.spec.name].needs(c.place)]
 
-    def finish(self) -> Loaded:
+    def finish(self) -> LoadResult:
         """Copy what was verified into the live tensors, where it is not there yet."""
         plan = self.plan
         with torch.no_grad():
             for path in plan.match.fitting:
-                spare = self.spares[plan.leaves[path]]
+                buffer = self.buffers[plan.leaves[path]]
                 for region, memory in live_regions(plan.live[path], path):
-                    spare.give(region, memory)
+                    buffer.give(region, memory)
         fitting = set(plan.match.fitting)
 
         def leaf(path: str, tensor: str) -> torch.Tensor:
-            return plan.live[path] if path in fitting else self.spares[tensor].tensor
+            return plan.live[path] if path in fitting else self.buffers[tensor].tensor
 
-        return Loaded(
-            state=unpack(plan.manifest.tree, leaf),
+        return LoadResult(
+            state=unflatten(plan.manifest.tree, leaf),
             info=info_of(plan.manifest),
-            left_out=plan.match.left_out() if plan.is_partial else (),
+            unmatched=plan.match.unmatched() if plan.is_partial else (),
         )

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 import numpy
 
-from checkpoints.catalog.manifests import opened
+from checkpoints.catalog.manifests import open_verified_size
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Manifest
-from checkpoints.loading.buffers import Spare
+from checkpoints.loading.buffers import TensorBuffer
 from checkpoints.loading.reader import (
     Batch,
     Item,
     check_chunk,
     check_header,
     in_batches,
-    into_spare,
+    into_buffers,
 )
 from checkpoints.storage.mapped_files import MappedFile
 from checkpoints.storage.protocol import Storage
 
 
 @dataclass(frozen=True)
-class FilesInPlace:
+class MappedCheckpoint:
     """All tensor files of a checkpoint. Close them when done."""
 
     storage: Storage
@@ -33,12 +33,12 @@ class FilesInPlace:
     files: Mapping[str, MappedFile]
 
     @classmethod
-    def of(cls, storage: Storage, manifest: Manifest) -> FilesInPlace | None:
+    def of(cls, storage: Storage, manifest: Manifest) -> MappedCheckpoint | None:
         """None where a file is not in memory, or cannot be mapped: read them, then."""
         files: dict[str, MappedFile] = {}
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for writer in manifest.writers:
-                with opened(storage, manifest.name, writer) as source:
+                with open_verified_size(storage, manifest.name, writer) as source:
                     mapped = source.mapped()
                 if mapped is None:
                     return None
@@ -77,9 +77,9 @@ class FilesInPlace:
 
         in_batches(self.storage, self.manifest, items, headers, work)
 
-    def copy(self, items: Iterable[Item], into: Mapping[str, Spare]) -> None:
+    def copy(self, items: Iterable[Item], into: Mapping[str, TensorBuffer]) -> None:
         """Copy what was verified. :meth:`have_changed` says whether it still was that."""
-        target, done = into_spare(into)
+        target, done = into_buffers(into)
 
         def work(batch: Batch) -> None:
             for tensor, chunk in batch.items:

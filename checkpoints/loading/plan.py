@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from checkpoints.catalog.manifests import read_manifest
-from checkpoints.errors import Mismatch
+from checkpoints.errors import StateMismatch
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Manifest
 from checkpoints.format.state_tree import live_tensors, tensor_leaves
-from checkpoints.loading.buffers import Spare
-from checkpoints.loading.mapped_checkpoint import FilesInPlace
+from checkpoints.loading.buffers import TensorBuffer
+from checkpoints.loading.mapped_checkpoint import MappedCheckpoint
 from checkpoints.storage.protocol import Storage
 from checkpoints.tensors.dtensors import is_dtensor, local_regions
 from checkpoints.tensors.dtypes import BY_NAME
@@ -30,13 +30,13 @@ class Match:
     fitting: tuple[str, ...]
     missing: tuple[str, ...]
     extra: tuple[str, ...]
-    mis_shaped: tuple[str, ...]
+    mismatched: tuple[str, ...]
 
-    def left_out(self) -> tuple[str, ...]:
+    def unmatched(self) -> tuple[str, ...]:
         return (
             *(f"{path}: missing in the checkpoint" for path in self.missing),
             *(f"{path}: only in the checkpoint" for path in self.extra),
-            *self.mis_shaped,
+            *self.mismatched,
         )
 
 
@@ -52,9 +52,9 @@ class LoadPlan:
     is_partial: bool
     into_live: bool  # copy into live tensors; else all is returned
 
-    def files_in_place(self) -> FilesInPlace | None:
+    def files_in_place(self) -> MappedCheckpoint | None:
         """For loading from where files lie, if they can be copied from there into live tensors."""
-        return FilesInPlace.of(self.storage, self.manifest) if self.into_live else None
+        return MappedCheckpoint.of(self.storage, self.manifest) if self.into_live else None
 
     def fingerprint(self) -> str:
         """What ranks that load together must have in common."""
@@ -70,23 +70,25 @@ class LoadPlan:
             if path not in fitting or not is_dtensor(self.live[path])
         )
 
-    def spares(self) -> dict[str, Spare]:
+    def buffers(self) -> dict[str, TensorBuffer]:
         """Spare memory for what is needed of each tensor."""
         live = self._live_regions()
         # A tensor that no leaf names is not needed at all; only strangers write such.
         return {
-            name: Spare(tensor.spec, None if name in self.whole else _regions(live.get(name, ())))
+            name: TensorBuffer(
+                tensor.spec, None if name in self.whole else _regions(live.get(name, ()))
+            )
             for name, tensor in self.manifest.tensors.items()
         }
 
-    def live_memory(self) -> dict[str, Spare]:
+    def live_memory(self) -> dict[str, TensorBuffer]:
         """The live tensors' own memory; spare memory only for what is returned besides."""
         fitting, live = set(self.match.fitting), self._live_regions()
         returned = {name for path, name in self.leaves.items() if path not in fitting}
         return {
-            name: Spare(tensor.spec)
+            name: TensorBuffer(tensor.spec)
             if name in returned
-            else Spare.over(tensor.spec, live.get(name, ()))
+            else TensorBuffer.over(tensor.spec, live.get(name, ()))
             for name, tensor in self.manifest.tensors.items()
         }
 
@@ -102,9 +104,11 @@ def prepare(storage: Storage, name: str, into: object, strict: bool) -> LoadPlan
     leaves = tensor_leaves(manifest.tree)
     live = {} if into is None else live_tensors(into)
     match = _match(manifest, leaves, live)
-    differs = into is not None and bool(match.missing or match.extra or match.mis_shaped)
+    differs = into is not None and bool(match.missing or match.extra or match.mismatched)
     if differs and strict:
-        raise Mismatch(name, missing=match.missing, extra=match.extra, mis_shaped=match.mis_shaped)
+        raise StateMismatch(
+            name, missing=match.missing, extra=match.extra, mismatched=match.mismatched
+        )
     return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None)
 
 
@@ -124,7 +128,7 @@ def _regions(blocks: Iterable[tuple[Region, torch.Tensor]]) -> list[Region]:
 def _match(
     manifest: Manifest, leaves: Mapping[str, str], live: Mapping[str, torch.Tensor]
 ) -> Match:
-    fitting, mis_shaped = [], []
+    fitting, mismatched = [], []
     for path, tensor in live.items():
         if path not in leaves:
             continue
@@ -133,14 +137,14 @@ def _match(
         if (tuple(tensor.shape), tensor.dtype) == saved:
             fitting.append(path)
         else:
-            mis_shaped.append(
+            mismatched.append(
                 f"{path} (saved {_shape(*saved)}, here {_shape(tuple(tensor.shape), tensor.dtype)})"
             )
     return Match(
         fitting=tuple(fitting),
         missing=tuple(path for path in live if path not in leaves),
         extra=tuple(path for path in leaves if path not in live),
-        mis_shaped=tuple(mis_shaped),
+        mismatched=tuple(mismatched),
     )
 
 

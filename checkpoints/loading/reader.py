@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoints.catalog.manifests import opened
-from checkpoints.errors import Corrupt
+from checkpoints.catalog.manifests import open_verified_size
+from checkpoints.errors import CorruptCheckpoint
 from checkpoints.format.checksummed_json import Hasher, digest
-from checkpoints.format.manifest import Chunk, Manifest, Tensor, Writer
+from checkpoints.format.manifest import Chunk, Manifest, TensorEntry, WriterEntry
 from checkpoints.format.names import CheckpointName
-from checkpoints.loading.buffers import Spare
+from checkpoints.loading.buffers import TensorBuffer
 from checkpoints.storage.failures import reading
-from checkpoints.storage.protocol import Source, Storage
+from checkpoints.storage.protocol import ReadableFile, Storage
 from checkpoints.tensors.dtypes import BY_NAME
 
 _SIDE_BY_SIDE_BYTES = 64 << 20  # below, threads cost more than they save
@@ -26,10 +26,10 @@ _BATCH_BYTES = 32 << 20
 STEP_BYTES = 1 << 20  # that a verification holds at a time
 _READERS = min(8, os.cpu_count() or 1)
 
-Item = tuple[Tensor, Chunk]
-Target = Callable[[Tensor, Chunk], memoryview]
+Item = tuple[TensorEntry, Chunk]
+Target = Callable[[TensorEntry, Chunk], memoryview]
 """Where a chunk's bytes go."""
-Done = Callable[[Tensor, Chunk, memoryview], None]
+Done = Callable[[TensorEntry, Chunk, memoryview], None]
 """Called with a chunk's bytes once they are verified."""
 
 
@@ -46,18 +46,18 @@ def read_chunks(
     target: Target,
     *,
     headers: Collection[int] | None = None,
-    done: Callable[[Tensor, Chunk, memoryview], object] | None = None,
+    done: Callable[[TensorEntry, Chunk, memoryview], object] | None = None,
 ) -> None:
     """Read chunks, each into its target, verify its hash, then say that it is ``done``.
 
     ``headers``: the ranks whose files' headers are verified, too; by default all. Where there are
     many bytes, several threads read, hash and call; they are joined before this returns. Raises
-    :class:`Corrupt` naming file and tensor, :class:`ReadFailed` if the storage fails: of several
-    failures, the first in the order of files and bytes.
+    :class:`CorruptCheckpoint` naming file and tensor, :class:`ReadFailed` if the storage fails: of
+    several failures, the first in the order of files and bytes.
     """
 
     def work(batch: Batch) -> None:
-        with opened(storage, manifest.name, batch.writer) as source:
+        with open_verified_size(storage, manifest.name, batch.writer) as source:
             if batch.with_header:
                 # At most the size of the file, which was compared with the file itself.
                 data = bytearray(batch.writer.header_bytes)
@@ -96,7 +96,7 @@ def in_batches(
 class Batch:
     """What one thread reads of one file at a time."""
 
-    writer: Writer
+    writer: WriterEntry
     with_header: bool
     items: Sequence[Item]
 
@@ -134,7 +134,7 @@ def scratch(limit: int | None = None) -> Target:
     of a chunk that is longer, only the last bytes are there in the end."""
     own = threading.local()
 
-    def target(_: Tensor, chunk: Chunk) -> memoryview:
+    def target(_: TensorEntry, chunk: Chunk) -> memoryview:
         size = chunk.end - chunk.begin
         size = size if limit is None else min(size, limit)
         buffer: torch.Tensor | None = getattr(own, "buffer", None)
@@ -145,19 +145,19 @@ def scratch(limit: int | None = None) -> Target:
     return target
 
 
-def into_spare(spares: Mapping[str, Spare]) -> tuple[Target, Done]:
+def into_buffers(buffers: Mapping[str, TensorBuffer]) -> tuple[Target, Done]:
     """Where chunks go, straight into spare memory if they lie there in one piece, and by copy."""
     beside = scratch()
 
-    def target(tensor: Tensor, chunk: Chunk) -> memoryview:
-        room = spares[tensor.spec.name].room(chunk.place)
+    def target(tensor: TensorEntry, chunk: Chunk) -> memoryview:
+        room = buffers[tensor.spec.name].room(chunk.place)
         return beside(tensor, chunk) if room is None else bytes_view(room)
 
-    def done(tensor: Tensor, chunk: Chunk, data: memoryview) -> None:
-        spare = spares[tensor.spec.name]
-        if spare.room(chunk.place) is None:
+    def done(tensor: TensorEntry, chunk: Chunk, data: memoryview) -> None:
+        buffer = buffers[tensor.spec.name]
+        if buffer.room(chunk.place) is None:
             flat = torch.frombuffer(data, dtype=BY_NAME[tensor.spec.dtype].torch)
-            spare.put(chunk.place, flat)
+            buffer.put(chunk.place, flat)
 
     return target, done
 
@@ -167,29 +167,29 @@ def bytes_view(flat: torch.Tensor) -> memoryview:
 
 
 def check_header(
-    data: bytes | bytearray | memoryview, name: CheckpointName, writer: Writer
+    data: bytes | bytearray | memoryview, name: CheckpointName, writer: WriterEntry
 ) -> None:
     if digest(data) != writer.header_xxh3_128:
-        raise Corrupt(
+        raise CorruptCheckpoint(
             "its header does not have the hash it was saved with", file=f"{name}/{writer.file}"
         )
 
 
 def check_chunk(
-    count: int, xxh3_128: str, name: CheckpointName, tensor: Tensor, chunk: Chunk
+    count: int, xxh3_128: str, name: CheckpointName, tensor: TensorEntry, chunk: Chunk
 ) -> None:
     """Whether ``count`` bytes with this hash are what was saved."""
     is_short = count != chunk.end - chunk.begin
     if is_short or xxh3_128 != chunk.xxh3_128:
         what = "became shorter" if is_short else "do not have the hash they were saved with"
-        raise Corrupt(
+        raise CorruptCheckpoint(
             f"bytes {chunk.begin} to {chunk.end} {what}",
             file=f"{name}/{chunk.file}",
             tensor=tensor.spec.name,
         )
 
 
-def _read_hashed(source: Source, chunk: Chunk, into: memoryview) -> tuple[int, str]:
+def _read_hashed(source: ReadableFile, chunk: Chunk, into: memoryview) -> tuple[int, str]:
     """Read and hash in steps that stay in the processor's cache between the two."""
     hashed, size = Hasher(), chunk.end - chunk.begin
     for low in range(0, size, STEP_BYTES):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Manifest
-from checkpoints.storage.protocol import Source
+from checkpoints.storage.protocol import ReadableFile
 
 
 @dataclass(frozen=True)
 class Replica:
     """One of them, and who is told when it cannot be read, or is damaged."""
 
-    source: Source
+    source: ReadableFile
     fail: Callable[[OSError], None]
     damaged: Callable[[str], None]
 

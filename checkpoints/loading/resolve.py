@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from checkpoints.catalog.manifests import committed_names, read_manifest
 from checkpoints.errors import LoadError
-from checkpoints.format.lineage import abandoned, as_lineage
+from checkpoints.format.lineage import as_lineage, why_abandoned
 from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage, info_of
 from checkpoints.format.names import CheckpointName
 from checkpoints.loading.load import verify
@@ -64,7 +64,7 @@ def latest(
     storage = storage_for(root)
     names = _names(storage)
     follow = _newest_lineage(storage, names) if lineage is None else as_lineage(lineage)
-    off_lineage = {name: why for name in names if (why := abandoned(name, follow)) is not None}
+    off_lineage = {name: why for name in names if (why := why_abandoned(name, follow)) is not None}
     candidates = [name for name in names if name not in off_lineage]
     if lineage is None:
         candidates += off_lineage

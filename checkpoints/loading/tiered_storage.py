@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from checkpoints.catalog.commit import Incomplete, merge, read_part
-from checkpoints.catalog.manifests import read_sealed
-from checkpoints.errors import Corrupt, LoadError
+from checkpoints.catalog.commit import IncompleteAttempt, merge_parts, read_part
+from checkpoints.catalog.manifests import read_document
+from checkpoints.errors import CorruptCheckpoint, LoadError
 from checkpoints.format.manifest import Manifest, Part
 from checkpoints.format.manifest_parser import parse_manifest
 from checkpoints.format.names import (
@@ -37,7 +37,7 @@ from checkpoints.format.names import (
     part_file,
 )
 from checkpoints.loading.replicas import Replica, ReplicatedFile, hashes_of
-from checkpoints.storage.protocol import ClosableStorage, Sink, Source, Storage
+from checkpoints.storage.protocol import ClosableStorage, ReadableFile, Storage, WritableFile
 from checkpoints.storage.roots import Root, storage_for
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class TieredStorage:
         found.update(str(name) for name in attempts if self._world_size(name) is not None)
         return sorted(found)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ReadableFile:
         name, file = _split(path)
         if file == MANIFEST:
             return _Bytes(self._manifest(name)[0])
@@ -197,9 +197,11 @@ class TieredStorage:
         file = f"{name}/{MANIFEST}"
         try:
             parts = [self._part(name, rank, world_size) for rank in range(world_size)]
-            data = merge(parts).to_bytes()
-        except Incomplete as why:
-            raise Corrupt(f"its parts do not make a complete checkpoint: {why}", file=file) from why
+            data = merge_parts(parts).to_bytes()
+        except IncompleteAttempt as why:
+            raise CorruptCheckpoint(
+                f"its parts do not make a complete checkpoint: {why}", file=file
+            ) from why
         return data, parse_manifest(data, file)
 
     def _part(self, name: CheckpointName, rank: int, world_size: int) -> Part:
@@ -209,16 +211,16 @@ class TieredStorage:
                 continue
             try:
                 part = self._ask(folder.storage, lambda s: read_part(s, name, rank, world_size))
-            except Incomplete as problem:
+            except IncompleteAttempt as problem:
                 why = problem
                 continue
             if part is not None:
                 return part
-        raise Incomplete(str(why or f"{part_file(rank, world_size)} went away")) from why
+        raise IncompleteAttempt(str(why or f"{part_file(rank, world_size)} went away")) from why
 
     # --- tensors
 
-    def _copies(self, name: CheckpointName, file: str) -> Source:
+    def _copies(self, name: CheckpointName, file: str) -> ReadableFile:
         """A writer's file, from the places that have one."""
         _, manifest = self._manifest(name)
         sizes = {writer.file: writer.size_bytes for writer in manifest.writers}
@@ -247,7 +249,7 @@ class TieredStorage:
     def make_folder(self, path: str) -> None:
         raise _read_only(path)
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> WritableFile:
         raise _read_only(path)
 
     def rename(self, old: str, new: str) -> None:
@@ -293,7 +295,7 @@ class _Bytes:
 
 def _read(storage: Storage, path: str) -> bytes:
     with contextlib.closing(storage.open(path)) as source:
-        return read_sealed(source, path)
+        return read_document(source, path)
 
 
 def _split(path: str) -> tuple[CheckpointName, str]:

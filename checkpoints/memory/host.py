@@ -27,7 +27,7 @@ from pathlib import Path
 from checkpoints.memory.node_memory import COPIES, OWN, NodeMemory
 from checkpoints.memory.peer_server import PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from checkpoints.memory.replication import Copier, CopyOutcome
+from checkpoints.memory.replication import ReplicationOutcome, Replicator
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.roots import Root
 from elastic.secure_channel import private_files
@@ -64,7 +64,7 @@ class MemoryHost:
         limit_bytes: int | None = None,
         neighbours: Callable[[], Neighbours] = Neighbours,
         report: Report = lambda line: None,
-        on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
+        on_outcome: Callable[[ReplicationOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._folder = Path(folder)
@@ -95,7 +95,7 @@ class MemoryHost:
                 on_error=on_error,
             )
             undo.callback(self._server.close)
-            self._copier = Copier(
+            self._copier = Replicator(
                 own, self.look, key=self._key, on_outcome=on_outcome, on_error=on_error
             )
             undo.pop_all()
@@ -153,7 +153,7 @@ def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> l
 
 
 @dataclass(frozen=True)
-class _Told:
+class _HostState:
     """What the host's file says."""
 
     limit_bytes: int | None
@@ -161,11 +161,11 @@ class _Told:
     peers: tuple[PeerAddress, ...]
 
 
-def _read(folder: str | os.PathLike[str]) -> _Told:
+def _read(folder: str | os.PathLike[str]) -> _HostState:
     text = private_files.read(Path(folder) / NODE_FILE).decode()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         data = json.loads(text)
         names = [field.name for field in fields(PeerAddress)]
         peers = (PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"])
-        return _Told(data["limit_bytes"], SecretKey.parse(data["key"]), tuple(peers))
+        return _HostState(data["limit_bytes"], SecretKey.parse(data["key"]), tuple(peers))
     raise OSError(f"{folder}/{NODE_FILE} is not what an agent writes")

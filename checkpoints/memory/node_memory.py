@@ -24,7 +24,7 @@ from pathlib import Path
 from checkpoints.format.names import CheckpointName, parse_attempt
 from checkpoints.policies.retention import RetentionFunction, to_remove
 from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.protocol import Sink
+from checkpoints.storage.protocol import WritableFile
 
 OWN = "own"
 COPIES = "copies"
@@ -53,9 +53,9 @@ class NodeMemory(LocalStorage):
         super().__init__(folder)
         self._folder = Path(folder)
         self._limit_bytes = limit_bytes
-        self._room = room or room_for
+        self._room = room or available_bytes_in
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> WritableFile:
         return _BoundedSink(super().create(path), self.room)
 
     def room(self) -> tuple[int, str]:
@@ -82,7 +82,7 @@ class NodeMemory(LocalStorage):
 class _BoundedSink:
     """Refuses, as a full disk does, before there is too little memory for everybody."""
 
-    def __init__(self, inner: Sink, room: Callable[[], tuple[int, str]]) -> None:
+    def __init__(self, inner: WritableFile, room: Callable[[], tuple[int, str]]) -> None:
         self._inner = inner
         self._room = room
         self._allowed = 0
@@ -104,7 +104,7 @@ class _BoundedSink:
         self._inner.close()
 
 
-def room_for(folder: Path, limit_bytes: int | None) -> tuple[int, str]:
+def available_bytes_in(folder: Path, limit_bytes: int | None) -> tuple[int, str]:
     """Bytes that may be added to a folder in memory, and what bounds them."""
     bounds = [
         (_free(folder), f"the file system of {folder}"),

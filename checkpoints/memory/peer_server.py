@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from checkpoints.format.checksummed_json import MAX_SEALED_BYTES
+from checkpoints.format.checksummed_json import MAX_DOCUMENT_BYTES
 from checkpoints.format.names import (
     MANIFEST,
     CheckpointName,
@@ -29,7 +29,7 @@ from checkpoints.format.names import (
 )
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.policies.retention import LatestN, RetentionFunction
-from checkpoints.storage.protocol import Source
+from checkpoints.storage.protocol import ReadableFile
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.hub import Connection, Handler, Hub, listen
@@ -191,7 +191,7 @@ class PeerServer(Handler):
                 return {"size": storage.size(path), "modified_s": storage.modified_s(path)}
         raise FileNotFoundError(errno.ENOENT, "no such file")
 
-    def _open_file(self, path: str) -> Source:
+    def _open_file(self, path: str) -> ReadableFile:
         with contextlib.suppress(FileNotFoundError):
             return self._own.open(path)
         return self._copies.open(path)
@@ -205,7 +205,7 @@ class PeerServer(Handler):
             with _no_way_back():
                 self._stream(channel, source, begin, count)
 
-    def _stream(self, channel: Channel, source: Source, begin: int, count: int) -> None:
+    def _stream(self, channel: Channel, source: ReadableFile, begin: int, count: int) -> None:
         block = memoryview(bytearray(min(count, BLOCK_BYTES)))
         while count:
             piece = block[: min(count, BLOCK_BYTES)]
@@ -220,7 +220,7 @@ class PeerServer(Handler):
         folder, _, file = path.partition("/")
         name = parse_attempt(folder)
         is_part = parse_part_file(file) is not None
-        if name is None or file in ("", MANIFEST) or (is_part and size > MAX_SEALED_BYTES):
+        if name is None or file in ("", MANIFEST) or (is_part and size > MAX_DOCUMENT_BYTES):
             raise OSError(errno.EINVAL, "only parts of attempts are taken")
         left, bound = self._copies.room()
         if size > left:

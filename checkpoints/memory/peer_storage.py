@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import xxhash
 
 from checkpoints.memory.peer_server import BLOCK_BYTES, MAX_ANSWER
-from checkpoints.storage.protocol import Sink, Source
+from checkpoints.storage.protocol import ReadableFile, WritableFile
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.keys import SecretKey
@@ -75,7 +75,7 @@ class PeerStorage:
     def modified_s(self, path: str) -> float:
         return self._number(self._ask("stat", path), "modified_s")
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ReadableFile:
         return _PeerSource(self, path, self.size(path))
 
     def read(self, path: str, begin: int, into: memoryview) -> int:
@@ -92,7 +92,7 @@ class PeerStorage:
 
         return self._with_channel(exchange)
 
-    def put(self, path: str, source: Source) -> None:
+    def put(self, path: str, source: ReadableFile) -> None:
         """Copy a file there; it is seen there once all of it has arrived with the right hash."""
         size = source.size()
 
@@ -208,7 +208,7 @@ class PeerStorage:
     def make_folder(self, path: str) -> None:
         self._refuse(path)
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> WritableFile:
         self._refuse(path)
 
     def rename(self, old: str, new: str) -> None:

@@ -26,7 +26,7 @@ _NEWEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyOutcome:
+class ReplicationOutcome:
     """What became of one part."""
 
     name: str
@@ -37,7 +37,7 @@ class CopyOutcome:
     reason: str = ""  # why it failed; empty: it is there
 
 
-class Copier:
+class Replicator:
     """Asks ``peer`` before each copy where it goes; None: nowhere, for now.
 
     ``on_outcome`` is told of every copy, ``on_error`` if the thread dies; both on its thread.
@@ -49,7 +49,7 @@ class Copier:
         peer: Callable[[], PeerAddress | None],
         *,
         key: Callable[[], SecretKey],
-        on_outcome: Callable[[CopyOutcome], object] = lambda outcome: None,
+        on_outcome: Callable[[ReplicationOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
         timeout_s: float = 5.0,
         monotonic: Callable[[], float] = time.monotonic,
@@ -159,7 +159,7 @@ class Copier:
     ) -> None:
         assert self._address is not None
         self._on_outcome(
-            CopyOutcome(
+            ReplicationOutcome(
                 name=str(name),
                 rank=rank,
                 peer=self._address.node,

@@ -15,7 +15,7 @@ from typing import Any
 from checkpoints.errors import ArgumentError
 from checkpoints.format.manifest import Manifest
 from checkpoints.format.names import CheckpointName
-from checkpoints.format.state_tree import unpack
+from checkpoints.format.state_tree import unflatten
 
 CommittedNames = Sequence[CheckpointName]
 ManifestReader = Callable[[CheckpointName], Manifest | None]
@@ -150,7 +150,7 @@ class BestN(RetentionPolicy):
     def _value(self, manifest: Manifest | None) -> float | None:
         if manifest is None:
             return None
-        item: Any = unpack(manifest.tree, lambda path, name: None)
+        item: Any = unflatten(manifest.tree, lambda path, name: None)
         for key in self.metric.split("/"):
             if not isinstance(item, dict) or key not in item:
                 return None

@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-from checkpoints.catalog.commit import Incomplete, commit, is_committed, read_part
-from checkpoints.catalog.retention import KeepsParts, after_commit
+from checkpoints.catalog.commit import IncompleteAttempt, commit, is_committed, read_part
+from checkpoints.catalog.retention import PartStorage, after_commit
 from checkpoints.format.checksummed_json import digest
-from checkpoints.format.manifest import Lineage, Part, Shared
+from checkpoints.format.manifest import Lineage, Part, SharedMetadata
 from checkpoints.format.names import CheckpointName, part_file, writer_file
 from checkpoints.format.state_tree import Node
 from checkpoints.policies.retention import RetentionFunction
 from checkpoints.saving.tensor_file import Data, Pieces, write_share
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.small_files import put
+from checkpoints.storage.small_files import write_durably
 from checkpoints.tensors.partition import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SaveResult:
     """What a save did.
 
     ``committed`` says whether the checkpoint stands now. With several writers it is True for
@@ -49,7 +49,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class WriteAttempt:
     """One writer's share of one checkpoint, ready to be written."""
 
     name: CheckpointName
@@ -63,63 +63,65 @@ class Attempt:
     data: Data  # the bytes of a part of a piece
 
 
-def run(
+def write_and_commit(
     storage: Storage,
-    attempt: Attempt,
+    attempt: WriteAttempt,
     *,
     keep: RetentionFunction | None,
     fence: Callable[[], bool] | None,
     clock: Callable[[], float],
-    stands: Callable[[], object] = lambda: None,
-) -> Saved:
+    on_committed: Callable[[], object] = lambda: None,
+) -> SaveResult:
     """Write the share, commit if it was the last one; then ``keep`` runs.
 
-    ``stands`` is called between the two. Raises :class:`SaveError`.
+    ``on_committed`` is called between the two. Raises :class:`SaveError`.
     """
     name = attempt.name
     with writing(storage.place):
         if is_committed(storage, name):
-            return Saved(name=str(name), step=name.step, bytes_written=0, committed=True)
+            return SaveResult(name=str(name), step=name.step, bytes_written=0, committed=True)
         written = write_once(storage, attempt, clock)
-    return complete(storage, attempt, written, keep=keep, fence=fence, stands=stands)
+    return commit_if_complete(
+        storage, attempt, written, keep=keep, fence=fence, on_committed=on_committed
+    )
 
 
-def complete(
+def commit_if_complete(
     storage: Storage,
-    attempt: Attempt,
+    attempt: WriteAttempt,
     written: int,
     *,
     keep: RetentionFunction | None,
     fence: Callable[[], bool] | None,
-    stands: Callable[[], object] = lambda: None,
-) -> Saved:
+    on_committed: Callable[[], object] = lambda: None,
+) -> SaveResult:
     """Commit if all shares are there and the world is not stale. Raises :class:`SaveError`."""
     name = attempt.name
     why = "the fence says that this world is stale" if fence is not None and not fence() else ""
-    if not why and not isinstance(storage, KeepsParts):
+    if not why and not isinstance(storage, PartStorage):
         with writing(storage.place):
             try:
                 commit(storage, name, attempt.world_size)
-            except Incomplete as problem:
+            except IncompleteAttempt as problem:
                 why = str(problem)
-    stands()
+    on_committed()
     if why:
         notes: tuple[str, ...] = (f"not committed: {why}",)
-    elif isinstance(storage, KeepsParts):
+    elif isinstance(storage, PartStorage):
         notes = storage.part_written(name, keep)
     else:
         notes = after_commit(storage, name, keep)
-    return Saved(
+    return SaveResult(
         name=str(name), step=name.step, bytes_written=written, committed=not why, notes=notes
     )
 
 
-def write_once(storage: Storage, attempt: Attempt, clock: Callable[[], float]) -> int:
+def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> int:
     """Write this rank's file and part, unless they are there; the number of bytes written."""
     name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
     storage.make_folder("")
     storage.make_folder(name.attempt)
-    with contextlib.suppress(Incomplete, FileNotFoundError):
+    with contextlib.suppress(IncompleteAttempt, FileNotFoundError):
         read_part(storage, name, rank, world_size)
         return 0  # this world wrote it before; a committer may be reading it
     with _removed_on_failure(storage, name, rank, world_size):
@@ -142,7 +144,7 @@ def write_once(storage: Storage, attempt: Attempt, clock: Callable[[], float]) -
         )
         data = part.to_bytes()
         final = f"{name.attempt}/{part_file(rank, world_size)}"
-        put(storage, f"{final}.tmp", data)
+        write_durably(storage, f"{final}.tmp", data)
         storage.rename(f"{final}.tmp", final)
     with contextlib.suppress(FileNotFoundError):  # somebody commits it this very moment
         storage.sync_folder(name.attempt)
@@ -154,8 +156,8 @@ def _digest_of(specs: tuple[TensorSpec, ...]) -> str:
     return digest(listed.encode("ascii"))
 
 
-def _shared(attempt: Attempt) -> Shared:
-    return Shared(
+def _shared(attempt: WriteAttempt) -> SharedMetadata:
+    return SharedMetadata(
         lineage=attempt.lineage,
         data_position=attempt.data_position,
         versions=_versions(),

@@ -2,7 +2,7 @@
 
 The caller pays for the copy of its share and nothing else. The background thread talks to the
 storage only; there is no collective and no live tensor in it. Whatever goes wrong becomes an
-:class:`Outcome`; training goes on.
+:class:`SaveOutcome`; training goes on.
 
 A thread that hangs in a system call cannot be stopped. So the deadline is looked at by the
 caller's thread, too (in :meth:`Engine.outcomes`), the hung save is given up for good: if its disk
@@ -27,12 +27,18 @@ from typing import Any, Literal
 from checkpoints.catalog.commit import is_committed
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.format.names import CheckpointName
-from checkpoints.format.state_tree import pack, spec_of
+from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.policies.retention import LatestN, RetentionFunction
-from checkpoints.saving.attempt import Attempt, complete, run
-from checkpoints.saving.outcome import Ending, Handle, Outcome, World, WriterDied
+from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, write_and_commit
+from checkpoints.saving.outcome import (
+    SaveHandle,
+    SaveOutcome,
+    SaveStatus,
+    WriterGroup,
+    WriterThreadDied,
+)
 from checkpoints.saving.save import check_json, check_world, lineage_of
-from checkpoints.saving.staging import Buffer, BufferPool
+from checkpoints.saving.staging import StagingBuffer, StagingPool
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
@@ -44,10 +50,10 @@ _LOOK_AGAIN_S = 0.1  # for the other writers' parts
 
 
 @dataclass(eq=False)
-class _Job:
-    attempt: Attempt
-    handle: Handle
-    buffer: Buffer
+class _SaveJob:
+    attempt: WriteAttempt
+    handle: SaveHandle
+    buffer: StagingBuffer
     fence: Callable[[], bool] | None
     began_s: float
     stall_s: float
@@ -85,10 +91,10 @@ class Engine:
         self._clock = clock
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._buffers = BufferPool(2)
-        self._jobs: queue.Queue[_Job | Callable[[], object] | None] = queue.Queue()
-        self._open: list[_Job] = []  # neither committed nor given up
-        self._ended: deque[Outcome] = deque()
+        self._buffers = StagingPool(2)
+        self._jobs: queue.Queue[_SaveJob | Callable[[], object] | None] = queue.Queue()
+        self._open: list[_SaveJob] = []  # neither committed nor given up
+        self._ended: deque[SaveOutcome] = deque()
         self._died: BaseException | None = None
         self._closed = False
         self.skipped = 0
@@ -105,14 +111,14 @@ class Engine:
 
         With ``background`` the writer's thread does it, between two saves.
         """
-        _, tensors = pack(state)
+        _, tensors = flatten(state)
         pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
         size = sum(span.count * spec.element_bytes for spec, span in pieces)
         pinned = any(t.is_cuda for t in tensors.values())
         grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
-        self.later(grow) if background else grow()
+        self.submit(grow) if background else grow()
 
-    def later(self, task: Callable[[], object]) -> None:
+    def submit(self, task: Callable[[], object]) -> None:
         """Run something on the writer's thread, in order with the saves. What it raises ends the
         thread."""
         self._check_alive()
@@ -123,10 +129,10 @@ class Engine:
         state: object,
         *,
         step: int,
-        world: World,
+        world: WriterGroup,
         data_position: Any = None,
         wait_s: float | None = None,
-    ) -> Handle:
+    ) -> SaveHandle:
         """Copy this rank's share of ``state`` and return; the rest happens in the background.
 
         Every rank of ``world`` calls it for the same steps. When it returns the tensors may
@@ -139,16 +145,16 @@ class Engine:
         check_json(data_position)
         name = CheckpointName(step, world.generation, world.nonce)
         lineage = lineage_of(name, world.lineage)
-        handle = Handle(str(name), step)
+        handle = SaveHandle(str(name), step)
         began_s = self._monotonic()
         buffer = self._buffer(wait_s)
         if buffer is None:
             self.skipped += 1
             stall_s, reason = self._monotonic() - began_s, "the writer is busy with earlier saves"
-            self._end(handle, Ending.SKIPPED, reason=reason, stall_s=stall_s)
+            self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
             return handle
         try:
-            tree, tensors = pack(state)
+            tree, tensors = flatten(state)
             specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
             pieces = share_of(specs, world.size, world.rank)
             data = buffer.fill(pieces, tensors)
@@ -157,9 +163,9 @@ class Engine:
             raise
         except (MemoryError, RuntimeError) as error:  # torch says RuntimeError for no memory
             self._buffers.release(buffer)
-            self._end(handle, Ending.FAILED, reason=f"staging: {error}", error=error)
+            self._end(handle, SaveStatus.FAILED, reason=f"staging: {error}", error=error)
             return handle
-        attempt = Attempt(
+        attempt = WriteAttempt(
             name=name,
             rank=world.rank,
             world_size=world.size,
@@ -172,14 +178,14 @@ class Engine:
         )
         now_s = self._monotonic()
         deadline_s = now_s + self._deadline_s
-        job = _Job(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
+        job = _SaveJob(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
         with self._lock:
             self._open.append(job)
         self._jobs.put(job)
         return handle
 
     @property
-    def has_room(self) -> bool:
+    def has_free_buffer(self) -> bool:
         """Whether a save now would find a free buffer."""
         return self._buffers.has_free
 
@@ -189,7 +195,7 @@ class Engine:
         with self._lock:
             return len(self._open)
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[SaveOutcome, ...]:
         """What ended since the last call. Call it every step: it is where a hang is noticed."""
         self._give_up_overdue()
         self._report_death()
@@ -234,7 +240,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _buffer(self, wait_s: float | None) -> Buffer | None:
+    def _buffer(self, wait_s: float | None) -> StagingBuffer | None:
         self._give_up_overdue()
         if wait_s is None:
             wait_s = self._deadline_s if self._busy == "wait" else 0.0
@@ -247,21 +253,21 @@ class Engine:
 
     def _report_death(self) -> None:
         if self._died is not None:
-            raise WriterDied("the checkpoint writer's thread died") from self._died
+            raise WriterThreadDied("the checkpoint writer's thread died") from self._died
 
     def _give_up_overdue(self) -> None:
         now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
         self._give_up(lambda job: now_s > job.deadline_s, reason)
 
-    def _give_up(self, which: Callable[[_Job], bool], reason: str) -> None:
+    def _give_up(self, which: Callable[[_SaveJob], bool], reason: str) -> None:
         with self._lock:
             jobs = [job for job in self._open if which(job)]
         for job in jobs:
-            self._finish(job, Ending.ABANDONED, reason=reason)
+            self._finish(job, SaveStatus.ABANDONED, reason=reason)
 
     # -- either thread ------------------------------------------------------------------------
 
-    def _finish(self, job: _Job, ending: Ending, **more: Any) -> None:
+    def _finish(self, job: _SaveJob, status: SaveStatus, **more: Any) -> None:
         """End a job once: whichever thread comes second finds it ended."""
         with self._lock:
             if job not in self._open:
@@ -269,7 +275,7 @@ class Engine:
             self._open.remove(job)
         self._end(
             job.handle,
-            ending,
+            status,
             stall_s=job.stall_s,
             write_s=job.write_s,
             took_s=self._monotonic() - job.began_s,
@@ -277,9 +283,9 @@ class Engine:
             **more,
         )
 
-    def _end(self, handle: Handle, ending: Ending, **more: Any) -> None:
+    def _end(self, handle: SaveHandle, status: SaveStatus, **more: Any) -> None:
         handle.is_written = True
-        handle.outcome = Outcome(step=handle.step, name=handle.name, ending=ending, **more)
+        handle.outcome = SaveOutcome(step=handle.step, name=handle.name, status=status, **more)
         with self._lock:
             self._ended.append(handle.outcome)
         handle.ended.set()
@@ -307,7 +313,7 @@ class Engine:
             return True
         if job is None:
             return False
-        if not isinstance(job, _Job):
+        if not isinstance(job, _SaveJob):
             job()
             return True
         try:
@@ -317,9 +323,9 @@ class Engine:
         self._look_again()
         return True
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _SaveJob) -> None:
         if not self._is_open(job) or not self._may_commit(job):
-            self._finish(job, Ending.STALE, reason="its world was over before it was written")
+            self._finish(job, SaveStatus.STALE, reason="its world was over before it was written")
             return
         began_s = self._monotonic()
 
@@ -327,13 +333,13 @@ class Engine:
             job.write_s = self._monotonic() - began_s
 
         try:
-            saved = run(
+            saved = write_and_commit(
                 self._storage,
                 job.attempt,
                 keep=self._keep,
                 fence=lambda: self._is_open(job) and self._may_commit(job),
                 clock=self._clock,
-                stands=note_time,
+                on_committed=note_time,
             )
         except Exception as error:  # noqa: BLE001  reported as the outcome
             note_time()
@@ -342,9 +348,9 @@ class Engine:
         job.bytes_written = saved.bytes_written
         job.handle.is_written = True
         if saved.committed:
-            self._finish(job, Ending.COMMITTED, notes=saved.notes)
+            self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
         elif not self._may_commit(job):
-            self._finish(job, Ending.STALE, reason=saved.notes[0])
+            self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
 
     def _look_again(self) -> None:
         """Written, and waiting for others: committed by now, or ready to be?"""
@@ -359,34 +365,34 @@ class Engine:
                 self._fail(job, error)
         self._give_up_overdue()
 
-    def _look_at(self, job: _Job) -> None:
+    def _look_at(self, job: _SaveJob) -> None:
         name, storage = job.attempt.name, self._storage
         with writing(storage.place):
             if is_committed(storage, name):
-                self._finish(job, Ending.COMMITTED)
+                self._finish(job, SaveStatus.COMMITTED)
                 return
             folders = storage.list("")
         if name.attempt not in folders:
             if str(name) not in folders:
-                self._finish(job, Ending.ABANDONED, reason="its folder was removed by another")
+                self._finish(job, SaveStatus.ABANDONED, reason="its folder was removed by another")
             return
         written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
-        saved = complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
+        saved = commit_if_complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
         if saved.committed:
-            self._finish(job, Ending.COMMITTED, notes=saved.notes)
+            self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
         elif not self._may_commit(job):
-            self._finish(job, Ending.STALE, reason=saved.notes[0])
+            self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: _SaveJob, error: Exception) -> None:
         if not isinstance(error, CheckpointError):
             cause = error
             error = WriteFailed(f"saving {job.handle.name} failed: {cause!r}")
             error.__cause__ = cause
-        self._finish(job, Ending.FAILED, reason=str(error), error=error)
+        self._finish(job, SaveStatus.FAILED, reason=str(error), error=error)
 
-    def _is_open(self, job: _Job) -> bool:
+    def _is_open(self, job: _SaveJob) -> bool:
         with self._lock:
             return job in self._open
 
-    def _may_commit(self, job: _Job) -> bool:
+    def _may_commit(self, job: _SaveJob) -> bool:
         return all(fence is None or fence() for fence in (self._fence, job.fence))

@@ -11,7 +11,7 @@ from checkpoints.format.manifest import Lineage
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class WriterGroup:
     """Who saves together: the same nonce and generation on every rank.
 
     ``fence`` is asked before a commit, in the background: False means that this world is over.
@@ -25,11 +25,11 @@ class World:
     fence: Callable[[], bool] | None = field(default=None, compare=False)
 
 
-class WriterDied(RuntimeError):
+class WriterThreadDied(RuntimeError):
     """The engine's thread died of the cause: a bug. Nothing is saved any more."""
 
 
-class Ending(Enum):
+class SaveStatus(Enum):
     """How a save ended."""
 
     COMMITTED = "committed"  # by whichever writer
@@ -40,7 +40,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended.
 
     ``stall_s`` is what training paid, ``write_s`` what the writer took until its share, or the
@@ -50,7 +50,7 @@ class Outcome:
 
     step: int
     name: str
-    ending: Ending
+    status: SaveStatus
     reason: str = ""
     error: Exception | None = None
     bytes_written: int = 0
@@ -61,16 +61,16 @@ class Outcome:
 
 
 @dataclass
-class Handle:
+class SaveHandle:
     """A save under way."""
 
     name: str
     step: int
-    outcome: Outcome | None = None
+    outcome: SaveOutcome | None = None
     is_written: bool = False  # this writer has done its part, or will never
     ended: threading.Event = field(default_factory=threading.Event, repr=False)
 
-    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+    def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
         """The outcome, or None if there is none after ``timeout_s``."""
         self.ended.wait(timeout_s)
         return self.outcome

@@ -12,9 +12,9 @@ from checkpoints.errors import ArgumentError, StateError
 from checkpoints.format.lineage import as_lineage
 from checkpoints.format.manifest import Ancestor, Lineage
 from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName
-from checkpoints.format.state_tree import pack, spec_of
+from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.policies.retention import LatestN, RetentionFunction
-from checkpoints.saving.attempt import Attempt, Saved, run
+from checkpoints.saving.attempt import SaveResult, WriteAttempt, write_and_commit
 from checkpoints.storage.failures import writing
 from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.elements import bytes_of
@@ -40,7 +40,7 @@ def save(
     fence: Callable[[], bool] | None = None,
     clock: Clock = time.time,
     progress: Callable[[int], object] | None = None,
-) -> Saved:
+) -> SaveResult:
     """Write this rank's share of ``state``, and commit if all ``world_size`` shares are there.
 
     Every rank of a world calls it with the same tensors, step, generation and nonce; none waits
@@ -65,8 +65,8 @@ def save(
     storage = storage_for(root)
     with writing(storage.place):
         if is_committed(storage, name):
-            return Saved(name=str(name), step=step, bytes_written=0, committed=True)
-    tree, tensors = pack(state)
+            return SaveResult(name=str(name), step=step, bytes_written=0, committed=True)
+    tree, tensors = flatten(state)
     specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
 
     def data(spec: TensorSpec, place: Extent) -> memoryview:
@@ -74,7 +74,7 @@ def save(
             progress(place.count * spec.element_bytes)
         return bytes_of(tensors[spec.name], place)
 
-    attempt = Attempt(
+    attempt = WriteAttempt(
         name=name,
         rank=rank,
         world_size=world_size,
@@ -85,7 +85,7 @@ def save(
         pieces=share_of(specs, world_size, rank),
         data=data,
     )
-    return run(storage, attempt, keep=keep, fence=fence, clock=clock)
+    return write_and_commit(storage, attempt, keep=keep, fence=fence, clock=clock)
 
 
 def check_world(rank: int, world_size: int) -> None:
@@ -108,7 +108,7 @@ def lineage_of(name: CheckpointName, pairs: Iterable[Ancestor | tuple[int, int]]
         raise ArgumentError(
             f"the lineage ends with generation {lineage[-1].generation}, "
             f"the checkpoint is of generation {name.generation}",
-            hint="checkpoints.descend(origin, generation) makes the lineage of a generation.",
+            hint="checkpoints.derive_lineage(origin, generation) returns it.",
         )
     if lineage and lineage[-1].began_at_step > name.step:
         raise ArgumentError(

@@ -20,7 +20,7 @@ from checkpoints.tensors.partition import TensorSpec, chunks_of
 from checkpoints.tensors.regions import Extent
 
 
-class Buffer:
+class StagingBuffer:
     """Host memory for one staged share; one owner at a time."""
 
     def __init__(self) -> None:
@@ -51,26 +51,26 @@ class Buffer:
         return _reader(self._bytes.numpy().data, pieces, begins)
 
 
-class BufferPool:
+class StagingPool:
     """A fixed number of staging buffers, shared by the training thread and the writer thread."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._free: queue.Queue[Buffer] = queue.Queue()
+        self._free: queue.Queue[StagingBuffer] = queue.Queue()
         for _ in range(count):
-            self._free.put(Buffer())
+            self._free.put(StagingBuffer())
 
     @property
     def has_free(self) -> bool:
         return not self._free.empty()
 
-    def acquire(self, wait_s: float) -> Buffer | None:
+    def acquire(self, wait_s: float) -> StagingBuffer | None:
         """A free buffer; None if there is none within ``wait_s``."""
         with contextlib.suppress(queue.Empty):
             return self._free.get(block=wait_s > 0, timeout=wait_s)
         return None
 
-    def release(self, buffer: Buffer) -> None:
+    def release(self, buffer: StagingBuffer) -> None:
         self._free.put(buffer)
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:

@@ -13,9 +13,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from checkpoints.format.checksummed_json import digest
-from checkpoints.format.manifest import Chunk, Writer
+from checkpoints.format.manifest import Chunk, WriterEntry
 from checkpoints.format.names import writer_file
-from checkpoints.storage.protocol import Sink, Storage
+from checkpoints.storage.protocol import Storage, WritableFile
 from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.partition import TensorSpec, chunks_of
 from checkpoints.tensors.regions import Extent, Span, full_region
@@ -28,10 +28,10 @@ Data = Callable[[TensorSpec, Extent], memoryview]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file on disk, durable but for its name."""
 
-    writer: Writer
+    writer: WriterEntry
     chunks: Mapping[str, tuple[Chunk, ...]]
 
 
@@ -44,10 +44,10 @@ def write_share(
     rank: int,
     world_size: int,
     wall_time_s: float,
-) -> Written:
+) -> WrittenFile:
     """Write this rank's pieces and fsync them. Raises ``OSError``."""
     file = writer_file(rank, world_size)
-    head = header(pieces)
+    head = encode_header(pieces)
     found: dict[str, list[Chunk]] = {}
     end = len(head)
     sink = storage.create(f"{folder}/{file}")
@@ -64,11 +64,11 @@ def write_share(
     finally:
         hasher.shutdown()
         sink.close()
-    writer = Writer(rank, file, end, len(head), digest(head), wall_time_s)
-    return Written(writer, {name: tuple(items) for name, items in found.items()})
+    writer = WriterEntry(rank, file, end, len(head), digest(head), wall_time_s)
+    return WrittenFile(writer, {name: tuple(items) for name, items in found.items()})
 
 
-def _write_hashed(sink: Sink, data: memoryview, hasher: Executor) -> str:
+def _write_hashed(sink: WritableFile, data: memoryview, hasher: Executor) -> str:
     hashed = None
     if len(data) >= _BESIDE_BYTES:
         with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is about to end
@@ -77,7 +77,7 @@ def _write_hashed(sink: Sink, data: memoryview, hasher: Executor) -> str:
     return digest(data) if hashed is None else hashed.result()
 
 
-def header(pieces: Pieces) -> bytes:
+def encode_header(pieces: Pieces) -> bytes:
     """The head of a safetensors file: 8 bytes of length, JSON, spaces up to a multiple of 64.
 
     A tensor that stands whole in the file has its own name and shape there, so that a checkpoint

@@ -23,7 +23,7 @@ from checkpoints.errors import ArgumentError
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.policies.save import SaveContext, SavePolicy
 from checkpoints.saving.engine import Engine
-from checkpoints.saving.outcome import Ending, Handle, Outcome, World
+from checkpoints.saving.outcome import SaveHandle, SaveOutcome, SaveStatus, WriterGroup
 from checkpoints.storage.roots import Root, storage_for
 
 _SMOOTHING = 0.3  # of the cost of a save
@@ -44,7 +44,7 @@ class TierOutcome:
 
     tier: int
     place: str
-    outcome: Outcome
+    outcome: SaveOutcome
 
 
 @dataclass
@@ -58,8 +58,8 @@ class _Running:
     saved_s: float
     cost_s: float = 0.0
 
-    def learn(self, outcome: Outcome) -> None:
-        if outcome.ending is Ending.COMMITTED:
+    def learn(self, outcome: SaveOutcome) -> None:
+        if outcome.status is SaveStatus.COMMITTED:
             before_s = self.cost_s or outcome.stall_s
             self.cost_s = before_s + _SMOOTHING * (outcome.stall_s - before_s)
 
@@ -129,10 +129,10 @@ class TieredEngine:
         state: object,
         *,
         step: int,
-        world: World,
+        world: WriterGroup,
         tiers: Collection[int],
         data_position: Any = None,
-    ) -> tuple[Handle, ...]:
+    ) -> tuple[SaveHandle, ...]:
         """Copy this rank's share once for each of ``tiers``, and return.
 
         Every rank of ``world`` calls it for the same steps and tiers. Raises as

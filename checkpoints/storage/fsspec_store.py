@@ -22,7 +22,7 @@ from datetime import datetime
 from typing import Any
 
 from checkpoints.errors import ArgumentError
-from checkpoints.storage.object_store import Entry, Upload
+from checkpoints.storage.object_store import ObjectInfo, Upload
 
 # Below, an object is sent in one request; above, in parts of this size (S3 takes 10,000).
 PART_BYTES = 64 << 20
@@ -64,7 +64,7 @@ class FsspecObjects:
             contextlib.nullcontext() if getattr(fs, "async_impl", False) else threading.Lock()
         )
 
-    def list(self, prefix: str) -> dict[str, Entry]:
+    def list(self, prefix: str) -> dict[str, ObjectInfo]:
         try:
             with self._asking():
                 found = self._fs.ls(self._key(prefix), detail=True)
@@ -77,7 +77,7 @@ class FsspecObjects:
                 entries[name] = _entry(info)
         return entries
 
-    def stat(self, key: str) -> Entry:
+    def stat(self, key: str) -> ObjectInfo:
         with self._asking():
             entry = _entry(self._fs.info(self._key(key)))
         if entry.is_folder:
@@ -217,8 +217,8 @@ def _is_memory(fs: Any) -> bool:
     return "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
-def _entry(info: Mapping[str, Any]) -> Entry:
-    return Entry(
+def _entry(info: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(
         size=int(info.get("size") or 0),
         modified_s=_modified_s(info),
         is_folder=info.get("type") == "directory",

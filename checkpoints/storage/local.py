@@ -11,8 +11,8 @@ import stat
 from pathlib import Path
 
 from checkpoints.format.names import parse_attempt
-from checkpoints.storage.mapped_files import MappedFile, in_memory
-from checkpoints.storage.protocol import Sink, Source
+from checkpoints.storage.mapped_files import MappedFile, is_memory_file_system
+from checkpoints.storage.protocol import ReadableFile, WritableFile
 
 # Small tensors are gathered into writes of this size; larger ones pass through unbuffered.
 _BUFFER_BYTES = 1 << 20
@@ -45,10 +45,10 @@ class LocalStorage:
     def modified_s(self, path: str) -> float:
         return os.stat(self._root / path, follow_symlinks=False).st_mtime
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> WritableFile:
         return _LocalSink(self._root / path)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ReadableFile:
         return _LocalSource(self._root / path)
 
     def rename(self, old: str, new: str) -> None:
@@ -123,7 +123,7 @@ class _LocalSource:
         return done
 
     def mapped(self) -> MappedFile | None:
-        if not in_memory(self._device):
+        if not is_memory_file_system(self._device):
             return None
         try:
             return MappedFile(self._fd)

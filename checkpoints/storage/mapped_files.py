@@ -67,7 +67,7 @@ class MappedFile:
         return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
-def in_memory(device: int) -> bool:
+def is_memory_file_system(device: int) -> bool:
     """Whether a device (``st_dev``) is a tmpfs; False where that cannot be known."""
     try:
         lines = _MOUNTS.read_text().splitlines()

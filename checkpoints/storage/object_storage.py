@@ -41,8 +41,8 @@ from checkpoints.format.names import (
     parse_part_file,
     parse_writer_file,
 )
-from checkpoints.storage.object_store import Entry, Objects, Upload
-from checkpoints.storage.protocol import Sink, Source
+from checkpoints.storage.object_store import ObjectInfo, Objects, Upload
+from checkpoints.storage.protocol import ReadableFile, WritableFile
 
 _PENDING = ".manifest-pending.json"
 _REMOVED = ".removed"
@@ -71,7 +71,7 @@ class ObjectStorage:
     def list(self, path: str) -> builtins.list[str]:
         if not path:
             return self._roots()
-        name, state = _asked(path)
+        name, state = _parse_path(path)
         entries = self._objects.list(_key(path))
         if not entries or (name is not None and _state(entries) is not state):
             raise _missing(path)
@@ -82,7 +82,7 @@ class ObjectStorage:
         return [MANIFEST if entry == _PENDING else entry for entry in names]
 
     def size(self, path: str) -> int:
-        name, state = _asked(path)
+        name, state = _parse_path(path)
         if name is not None and state is _State.COMMITTED and path == f"{name}/{MANIFEST}":
             entries = self._objects.list(str(name))
             if _state(entries) is not state:  # a manifest whose files are gone commits nothing
@@ -92,26 +92,26 @@ class ObjectStorage:
 
     def modified_s(self, path: str) -> float:
         """Of a folder: of what changed last in it."""
-        if "/" in path or _asked(path)[0] is None:
+        if "/" in path or _parse_path(path)[0] is None:
             return self._objects.stat(_key(path)).modified_s
         files = [entry.modified_s for entry in self._objects.list(_key(path)).values()]
         if not files:
             raise _missing(path)
         return max(files)
 
-    def create(self, path: str) -> Sink:
-        name, state = _asked(path)
+    def create(self, path: str) -> WritableFile:
+        name, state = _parse_path(path)
         if name is not None and state is _State.ATTEMPT and self._exists(name, MANIFEST):
             raise _missing(path)  # it is committed: nothing is written into it any more
         return _ObjectSink(self._objects.upload(_key(path)))
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ReadableFile:
         return _ObjectSource(self._objects, _key(path))
 
     def rename(self, old: str, new: str) -> None:
         """A file, or a checkpoint from attempt to committed to removed."""
-        name, before = _asked(old)
-        same, after = _asked(new)
+        name, before = _parse_path(old)
+        same, after = _parse_path(new)
         if "/" in old or name is None:
             self._move(_key(old), _key(new))
         elif name == same and (before, after) == (_State.ATTEMPT, _State.COMMITTED):
@@ -130,7 +130,7 @@ class ObjectStorage:
 
     def remove_folder(self, path: str) -> None:
         """With all that is in it. Dying in between leaves nothing that looks whole."""
-        name, state = _asked(path)
+        name, state = _parse_path(path)
         entries = self._objects.list(_key(path))
         if name is not None and state is _State.ATTEMPT and _state(entries) is state:
             entries, state = self._mark(name), _State.REMOVED
@@ -140,7 +140,7 @@ class ObjectStorage:
             entries = self._objects.list(_key(path))
         # (Else it has become something else.)
 
-    def _mark(self, name: CheckpointName) -> Mapping[str, Entry]:
+    def _mark(self, name: CheckpointName) -> Mapping[str, ObjectInfo]:
         """Say that an attempt is on its way out, unless a committer was faster; what is in it."""
         with contextlib.suppress(OSError):  # a store may be too full even for this
             self._objects.put(f"{name}/{_REMOVED}", b"")
@@ -149,9 +149,9 @@ class ObjectStorage:
             self._objects.delete(f"{name}/{_REMOVED}")
             return {}
         # The mark counts though it could not be put.
-        return {**entries, _REMOVED: Entry(0, 0.0)} if entries else {}
+        return {**entries, _REMOVED: ObjectInfo(0, 0.0)} if entries else {}
 
-    def _delete_all(self, path: str, entries: Mapping[str, Entry]) -> None:
+    def _delete_all(self, path: str, entries: Mapping[str, ObjectInfo]) -> None:
         for entry in sorted(entries, key=_removal_order):
             if entries[entry].is_folder:
                 self.remove_folder(f"{_key(path)}/{entry}")
@@ -258,7 +258,7 @@ class _ObjectSource:
         pass
 
 
-def _asked(path: str) -> tuple[CheckpointName | None, _State]:
+def _parse_path(path: str) -> tuple[CheckpointName | None, _State]:
     """Which checkpoint a path is in, and in which state it has to be for that."""
     folder = path.partition("/")[0]
     if folder.startswith(REMOVED_PREFIX):
@@ -270,7 +270,7 @@ def _asked(path: str) -> tuple[CheckpointName | None, _State]:
 
 def _key(path: str) -> str:
     """The object's name."""
-    name, state = _asked(path)
+    name, state = _parse_path(path)
     _, slash, file = path.partition("/")
     if name is None:
         return path
@@ -279,7 +279,7 @@ def _key(path: str) -> str:
     return f"{name}{slash}{file}"
 
 
-def _state(entries: Mapping[str, Entry]) -> _State:
+def _state(entries: Mapping[str, ObjectInfo]) -> _State:
     if MANIFEST in entries:
         return _State.COMMITTED if _has_all_files(entries) else _State.REMOVED
     if _REMOVED in entries:
@@ -287,7 +287,7 @@ def _state(entries: Mapping[str, Entry]) -> _State:
     return _State.ATTEMPT if entries else _State.MISSING
 
 
-def _has_all_files(entries: Mapping[str, Entry]) -> bool:
+def _has_all_files(entries: Mapping[str, ObjectInfo]) -> bool:
     """Whether nothing of a checkpoint is missing: the names of its files say how many there are."""
     files = [ranks for ranks in map(parse_writer_file, entries) if ranks is not None]
     if files:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectInfo:
     """An object, or a prefix that objects have in common."""
 
     size: int
@@ -35,11 +35,11 @@ class Objects(Protocol):
     @property
     def place(self) -> str: ...
 
-    def list(self, prefix: str) -> Mapping[str, Entry]:
+    def list(self, prefix: str) -> Mapping[str, ObjectInfo]:
         """What stands directly under a prefix, by its last word. Empty if there is nothing."""
         ...
 
-    def stat(self, key: str) -> Entry: ...
+    def stat(self, key: str) -> ObjectInfo: ...
 
     def get(self, key: str, begin: int, end: int) -> bytes: ...
 

@@ -11,7 +11,7 @@ from checkpoints.storage.protocol import Storage
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def identity_of(storage: Storage, name: str) -> str | None:
+def page_cache_identity(storage: Storage, name: str) -> str | None:
     """The same for two processes if they read the same files of a checkpoint through one kernel,
     whatever they call the folder; None where that cannot be known.
 

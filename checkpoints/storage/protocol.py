@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from checkpoints.storage.mapped_files import MappedFile
 
 
-class Sink(Protocol):
+class WritableFile(Protocol):
     """A file being written."""
 
     def write(self, data: bytes | memoryview) -> None:
@@ -26,7 +26,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Source(Protocol):
+class ReadableFile(Protocol):
     """A file being read."""
 
     def size(self) -> int: ...
@@ -64,11 +64,11 @@ class Storage(Protocol):
         """When it last changed, in seconds since 1970."""
         ...
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> WritableFile:
         """A new file; an old one of that name is emptied."""
         ...
 
-    def open(self, path: str) -> Source: ...
+    def open(self, path: str) -> ReadableFile: ...
 
     def rename(self, old: str, new: str) -> None:
         """Atomic. A folder onto a folder that is not empty fails (EEXIST or ENOTEMPTY)."""

@@ -51,7 +51,7 @@ def read_record(storage: Storage, name: str) -> bytes | None:
         source.close()
 
 
-def put(storage: Storage, path: str, data: bytes) -> None:
+def write_durably(storage: Storage, path: str, data: bytes) -> None:
     """Write a small file and make its content durable."""
     sink = storage.create(path)
     try:

@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from checkpoints.storage.mapped_files import MappedFile
-from checkpoints.storage.object_store import Entry, Objects, Upload
-from checkpoints.storage.protocol import Sink, Source, Storage
+from checkpoints.storage.object_store import ObjectInfo, Objects, Upload
+from checkpoints.storage.protocol import ReadableFile, Storage, WritableFile
 
 
 class _Placed(Protocol):
@@ -27,11 +27,11 @@ class _Placed(Protocol):
 _Inner = TypeVar("_Inner", bound=_Placed)
 
 
-class Died(BaseException):
+class SimulatedCrash(BaseException):
     """The process died here. Not an Exception: nothing in the program may outlive it."""
 
 
-class Fault(Enum):
+class StorageFault(Enum):
     DIE_BEFORE = "die-before"  # the call never happens
     DIE_AFTER = "die-after"  # it happens, and nothing more does
     TEAR = "tear"  # half of a write happens; another call does not
@@ -41,18 +41,18 @@ class Fault(Enum):
 
 
 _ERRNO = {
-    Fault.NO_SPACE: errno.ENOSPC,
-    Fault.IO_ERROR: errno.EIO,
-    Fault.REFUSED: errno.EACCES,
+    StorageFault.NO_SPACE: errno.ENOSPC,
+    StorageFault.IO_ERROR: errno.EIO,
+    StorageFault.REFUSED: errno.EACCES,
 }
 
 
 @dataclass
-class _Plan:
+class _FaultSchedule:
     """Shared by a storage and its files: one count of calls for all."""
 
     at: int | None
-    fault: Fault
+    fault: StorageFault
     before: Callable[[str], None] | None
     calls: list[str]
     dead: bool = False
@@ -62,7 +62,7 @@ class _Plan:
         self, label: str, call: Callable[[], None], half: Callable[[], None] | None = None
     ) -> None:
         if self.dead:
-            raise Died(label)
+            raise SimulatedCrash(label)
         if self.before is not None:
             self.before(label)
         self.calls.append(label)
@@ -78,14 +78,14 @@ class _Plan:
         self, label: str, call: Callable[[], None], half: Callable[[], None] | None
     ) -> None:
         if self.fault in _ERRNO:
-            self.full = self.fault is Fault.NO_SPACE
+            self.full = self.fault is StorageFault.NO_SPACE
             raise OSError(_ERRNO[self.fault], f"{self.fault.value} (injected)", label)
         self.dead = True
-        if self.fault is Fault.DIE_AFTER:
+        if self.fault is StorageFault.DIE_AFTER:
             call()
-        elif self.fault is Fault.TEAR and half is not None:
+        elif self.fault is StorageFault.TEAR and half is not None:
             half()
-        raise Died(label)
+        raise SimulatedCrash(label)
 
 
 class _Faulty(Generic[_Inner]):
@@ -96,11 +96,11 @@ class _Faulty(Generic[_Inner]):
         inner: _Inner,
         *,
         at: int | None = None,
-        fault: Fault = Fault.DIE_BEFORE,
+        fault: StorageFault = StorageFault.DIE_BEFORE,
         before: Callable[[str], None] | None = None,
     ) -> None:
         self._inner = inner
-        self._plan = _Plan(at, fault, before, [])
+        self._plan = _FaultSchedule(at, fault, before, [])
 
     @property
     def calls(self) -> list[str]:
@@ -136,13 +136,13 @@ class FaultyStorage(_Faulty[Storage]):
         self._plan.run(f"modified_s {path}", lambda: found.append(self._inner.modified_s(path)))
         return found[0]
 
-    def create(self, path: str) -> Sink:
-        made: list[Sink] = []
+    def create(self, path: str) -> WritableFile:
+        made: list[WritableFile] = []
         self._plan.run(f"create {path}", lambda: made.append(self._inner.create(path)))
         return _FaultySink(made[0], self._plan, path)
 
-    def open(self, path: str) -> Source:
-        made: list[Source] = []
+    def open(self, path: str) -> ReadableFile:
+        made: list[ReadableFile] = []
         self._plan.run(f"open {path}", lambda: made.append(self._inner.open(path)))
         return _FaultySource(made[0], self._plan, path)
 
@@ -168,7 +168,7 @@ class FaultyStorage(_Faulty[Storage]):
 
 
 class _FaultySink:
-    def __init__(self, inner: Sink, plan: _Plan, path: str) -> None:
+    def __init__(self, inner: WritableFile, plan: _FaultSchedule, path: str) -> None:
         self._inner, self._plan, self._path = inner, plan, path
 
     def write(self, data: bytes | memoryview) -> None:
@@ -189,7 +189,7 @@ class _FaultySink:
 
 
 class _FaultySource:
-    def __init__(self, inner: Source, plan: _Plan, path: str) -> None:
+    def __init__(self, inner: ReadableFile, plan: _FaultSchedule, path: str) -> None:
         self._inner, self._plan, self._path = inner, plan, path
 
     def size(self) -> int:
@@ -219,13 +219,13 @@ class FaultyObjects(_Faulty[Objects]):
     Nothing tears here: a put is whole or never was.
     """
 
-    def list(self, prefix: str) -> Mapping[str, Entry]:
-        found: dict[str, Entry] = {}
+    def list(self, prefix: str) -> Mapping[str, ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
         self._plan.run(f"list {prefix}", lambda: found.update(self._inner.list(prefix)))
         return found
 
-    def stat(self, key: str) -> Entry:
-        found: builtins.list[Entry] = []
+    def stat(self, key: str) -> ObjectInfo:
+        found: builtins.list[ObjectInfo] = []
         self._plan.run(f"stat {key}", lambda: found.append(self._inner.stat(key)))
         return found[0]
 
@@ -248,7 +248,7 @@ class FaultyObjects(_Faulty[Objects]):
 
 
 class _FaultyUpload:
-    def __init__(self, inner: Upload, plan: _Plan, key: str) -> None:
+    def __init__(self, inner: Upload, plan: _FaultSchedule, key: str) -> None:
         self._inner, self._plan, self._key = inner, plan, key
 
     def write(self, data: bytes | memoryview) -> None:

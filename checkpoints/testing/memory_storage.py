@@ -11,19 +11,19 @@ import builtins
 import errno
 from dataclasses import dataclass, field
 
-from checkpoints.storage.protocol import Sink, Source
+from checkpoints.storage.protocol import ReadableFile, WritableFile
 
 
 @dataclass
-class _File:
+class _MemoryFile:
     content: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
 
 
 @dataclass
-class _Folder:
-    names: dict[str, _Folder | _File] = field(default_factory=dict)
-    durable: dict[str, _Folder | _File] = field(default_factory=dict)
+class _MemoryFolder:
+    names: dict[str, _MemoryFolder | _MemoryFile] = field(default_factory=dict)
+    durable: dict[str, _MemoryFolder | _MemoryFile] = field(default_factory=dict)
 
 
 class MemoryStorage:
@@ -31,26 +31,26 @@ class MemoryStorage:
 
     place = "memory"
 
-    def __init__(self, top: _Folder | None = None) -> None:
-        self._top = top or _Folder()
+    def __init__(self, top: _MemoryFolder | None = None) -> None:
+        self._top = top or _MemoryFolder()
 
     def after_power_cut(self, *, names_survive: bool) -> MemoryStorage:
         """A copy that has lost what was not synced; with ``names_survive``, contents only."""
 
-        def survived(node: _Folder | _File) -> _Folder | _File:
-            if isinstance(node, _File):
-                return _File(bytearray(node.durable), node.durable)
+        def survived(node: _MemoryFolder | _MemoryFile) -> _MemoryFolder | _MemoryFile:
+            if isinstance(node, _MemoryFile):
+                return _MemoryFile(bytearray(node.durable), node.durable)
             names = node.names if names_survive else node.durable
             kept = {name: survived(child) for name, child in names.items()}
-            return _Folder(dict(kept), dict(kept))
+            return _MemoryFolder(dict(kept), dict(kept))
 
         top = survived(self._top)
-        assert isinstance(top, _Folder)
+        assert isinstance(top, _MemoryFolder)
         return MemoryStorage(top)
 
     def make_folder(self, path: str) -> None:
         if path:
-            self._top.names.setdefault(path, _Folder())
+            self._top.names.setdefault(path, _MemoryFolder())
 
     def list(self, path: str) -> builtins.list[str]:
         return builtins.list(self._folder(path).names)
@@ -61,14 +61,14 @@ class MemoryStorage:
     def modified_s(self, path: str) -> float:
         return 0.0
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> WritableFile:
         folder, name = self._parent(path)
-        node = folder.names.setdefault(name, _File())
-        assert isinstance(node, _File)
+        node = folder.names.setdefault(name, _MemoryFile())
+        assert isinstance(node, _MemoryFile)
         node.content = bytearray()
         return _OpenFile(node)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ReadableFile:
         return _OpenFile(self._file(path))
 
     def rename(self, old: str, new: str) -> None:
@@ -77,7 +77,7 @@ class MemoryStorage:
         if old_name not in source.names:
             raise FileNotFoundError(old)
         taken = target.names.get(new_name)
-        if isinstance(taken, _Folder) and taken.names:
+        if isinstance(taken, _MemoryFolder) and taken.names:
             raise OSError(errno.ENOTEMPTY, "not empty", new)
         target.names[new_name] = source.names.pop(old_name)
 
@@ -94,26 +94,26 @@ class MemoryStorage:
     def remove_folder(self, path: str) -> None:
         self._top.names.pop(path, None)
 
-    def _folder(self, path: str) -> _Folder:
+    def _folder(self, path: str) -> _MemoryFolder:
         node = self._top.names.get(path) if path else self._top
-        if not isinstance(node, _Folder):
+        if not isinstance(node, _MemoryFolder):
             raise FileNotFoundError(path)
         return node
 
-    def _parent(self, path: str) -> tuple[_Folder, str]:
+    def _parent(self, path: str) -> tuple[_MemoryFolder, str]:
         folder, _, name = path.rpartition("/")
         return self._folder(folder), name
 
-    def _file(self, path: str) -> _File:
+    def _file(self, path: str) -> _MemoryFile:
         folder, name = self._parent(path)
         node = folder.names.get(name)
-        if not isinstance(node, _File):
+        if not isinstance(node, _MemoryFile):
             raise FileNotFoundError(path)
         return node
 
 
 class _OpenFile:
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _MemoryFile) -> None:
         self._file = file
 
     def write(self, data: bytes | memoryview) -> None:

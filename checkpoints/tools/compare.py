@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from checkpoints.catalog.manifests import read_manifest
-from checkpoints.format.manifest import Manifest, Tensor
+from checkpoints.format.manifest import Manifest, TensorEntry
 from checkpoints.format.state_tree import tensor_leaves
-from checkpoints.loading.buffers import Spare
-from checkpoints.loading.reader import into_spare, read_chunks
+from checkpoints.loading.buffers import TensorBuffer
+from checkpoints.loading.reader import into_buffers, read_chunks
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
 
@@ -52,7 +52,7 @@ class _Side:
         self._manifest = manifest
         self.leaves = tensor_leaves(manifest.tree)
 
-    def tensor(self, path: str) -> Tensor | None:
+    def tensor(self, path: str) -> TensorEntry | None:
         name = self.leaves.get(path)
         return None if name is None else self._manifest.tensors[name]
 
@@ -60,11 +60,11 @@ class _Side:
         tensor = self.tensor(path)
         return 0 if tensor is None else tensor.spec.size_bytes
 
-    def read(self, tensor: Tensor) -> torch.Tensor:
+    def read(self, tensor: TensorEntry) -> torch.Tensor:
         """Its elements, verified."""
         name = tensor.spec.name
-        spares = {name: Spare(tensor.spec)}
-        target, done = into_spare(spares)
+        spares = {name: TensorBuffer(tensor.spec)}
+        target, done = into_buffers(spares)
         items = [(tensor, chunk) for chunk in tensor.chunks]
         read_chunks(self._storage, self._manifest, items, target, headers=(), done=done)
         return spares[name].tensor
@@ -81,7 +81,7 @@ def _difference(before: _Side, after: _Side, path: str) -> str:
     return _by_element(before.read(old), after.read(new))
 
 
-def _form(tensor: Tensor) -> str:
+def _form(tensor: TensorEntry) -> str:
     return f"{tensor.spec.dtype} {list(tensor.spec.shape)}"
 
 

@@ -21,14 +21,14 @@ import torch
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
-    Corrupt,
+    CorruptCheckpoint,
     LoadError,
     NotWritable,
     ReadFailed,
     StateError,
     WriteFailed,
 )
-from checkpoints.format.state_tree import check_tree, live_tensors, pack, unpack
+from checkpoints.format.state_tree import check_tree, flatten, live_tensors, unflatten
 from checkpoints.loading.load import load
 from checkpoints.storage.failures import reading, writing
 from checkpoints.storage.roots import Root
@@ -121,7 +121,7 @@ def _write_dcp(state: Any, path: Path) -> None:
     if not isinstance(state, dict):
         raise StateError("torch.distributed.checkpoint holds dicts only; the state is none")
     # DCP turns dicts with int keys into lists and forgets empty ones: the tree brings them back.
-    tree, _ = pack(state)
+    tree, _ = flatten(state)
     dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
 
 
@@ -134,7 +134,7 @@ def _read_dcp(path: Path) -> Any:
 def _write_safetensors(state: Any, path: Path) -> None:
     from safetensors.torch import save_file
 
-    tree, tensors = pack(state)
+    tree, tensors = flatten(state)
     refused = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
     if refused:
         raise StateError(f"safetensors has no complex128: {refused[0]}")
@@ -162,15 +162,15 @@ def _in_tree(text: str, path: Path, tensors: dict[str, torch.Tensor], *, by_path
     try:
         tree = json.loads(text)
         # Tied tensors share a name; by path there is one for each.
-        problem = check_tree(tree, _Any() if by_path else tensors)
+        problem = check_tree(tree, _AnyName() if by_path else tensors)
         if problem is None:
-            return unpack(tree, lambda p, name: tensors[p if by_path else name])
+            return unflatten(tree, lambda p, name: tensors[p if by_path else name])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         problem = repr(error)
-    raise Corrupt(problem, file=str(path))
+    raise CorruptCheckpoint(problem, file=str(path))
 
 
-class _Any(dict[str, object]):
+class _AnyName(dict[str, object]):
     """Names that are looked up by path later."""
 
     def __contains__(self, name: object) -> bool:

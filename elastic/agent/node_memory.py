@@ -21,7 +21,7 @@ from pathlib import Path
 
 from checkpoints.memory.host import MemoryHost, Neighbours
 from checkpoints.memory.peer_storage import PeerAddress
-from checkpoints.memory.replication import CopyOutcome
+from checkpoints.memory.replication import ReplicationOutcome
 from elastic.agent.identity import proved_gone
 from elastic.config import AgentOptions
 from elastic.coordination.records import Member, Node, ProcessIdentity, World
@@ -171,7 +171,7 @@ class _Told:
         self._journal = journal
         self._last: tuple[str, str] | None = None
 
-    def outcome(self, outcome: CopyOutcome) -> None:
+    def outcome(self, outcome: ReplicationOutcome) -> None:
         last, self._last = self._last, (outcome.peer, outcome.reason) if outcome.reason else None
         if self._last is not None and self._last != last:
             self._journal.emit(

@@ -192,7 +192,7 @@ def _import(args: argparse.Namespace) -> int:
 def _newest(folder: str) -> str:
     found = checkpoints.list_checkpoints(folder)
     if not found:
-        raise checkpoints.NoCheckpoint(f"there is no checkpoint in {folder}")
+        raise checkpoints.CheckpointNotFound(f"there is no checkpoint in {folder}")
     return found[0].name
 
 

@@ -108,7 +108,7 @@ class CheckpointFolder:
         write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
         return generation
 
-    def load(self, name: str) -> checkpoints.Loaded:
+    def load(self, name: str) -> checkpoints.LoadResult:
         """Read and verify a checkpoint into fresh memory."""
         with self._readable() as storage:
             return checkpoints.load(storage, name)

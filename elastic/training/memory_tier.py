@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import checkpoints
-from checkpoints import Ending, Handle, LatestN, Outcome, Storage, TieredStorage
+from checkpoints import LatestN, SaveHandle, SaveOutcome, SaveStatus, Storage, TieredStorage
 from checkpoints.memory.host import memory_roots, own_memory
 from elastic.clock import Clock
 from elastic.telemetry.journal import EventSink
@@ -54,7 +54,7 @@ class MemoryTier:
             return
         self._writer = Writer(storage, KEEP, report=self._ended, journal=journal, clock=clock)
 
-    def at_boundary(self, job: JobState, world: checkpoints.World) -> None:
+    def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
         """Between two steps: save if it is time, and there is a free buffer. Never waits."""
         step = job.progress.step
         if self._writer is None:
@@ -70,7 +70,9 @@ class MemoryTier:
             job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
         )
 
-    def begin(self, job: JobState, world: checkpoints.World, *, wait_s: float) -> Handle | None:
+    def begin(
+        self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
+    ) -> SaveHandle | None:
         """Hand this rank's share of a checkpoint of ``world`` to the writer; None without one."""
         if self._writer is None:
             return None
@@ -92,11 +94,11 @@ class MemoryTier:
         if self._writer is not None:
             self._writer.close(0.0)
 
-    def _ended(self, outcome: Outcome) -> None:
-        if outcome.ending is Ending.COMMITTED:
+    def _ended(self, outcome: SaveOutcome) -> None:
+        if outcome.status is SaveStatus.COMMITTED:
             self._trouble = ""
         else:
-            self._tell(outcome.name, f"memory: {outcome.ending.value}: {outcome.reason}")
+            self._tell(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
 
     def _tell(self, name: str, reason: str) -> None:
         """Once for as long as it lasts: it may happen every few steps."""

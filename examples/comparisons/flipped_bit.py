@@ -40,5 +40,5 @@ with tempfile.TemporaryDirectory() as folder:
     live = {"weight": torch.zeros(4)}
     try:
         checkpoints.load(f"{folder}/ours", name, into=live)
-    except checkpoints.Corrupt as error:
+    except checkpoints.CorruptCheckpoint as error:
         print(f"ours: {error.message}; live tensor: {live['weight'].tolist()}")

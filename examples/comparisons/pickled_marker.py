@@ -44,5 +44,5 @@ with tempfile.TemporaryDirectory() as folder:
         pickle.dump(Harm(), file)
     try:
         checkpoints.load(f"{folder}/ours", name)
-    except checkpoints.Corrupt as error:
+    except checkpoints.CorruptCheckpoint as error:
         print(f"ours: {error.message}")

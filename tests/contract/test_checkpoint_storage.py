@@ -16,7 +16,7 @@ from checkpoints.storage.fsspec_store import FsspecObjects, open_url
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
 from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import Fault, FaultyObjects, FaultyStorage
+from checkpoints.testing.faults import FaultyObjects, FaultyStorage, StorageFault
 from checkpoints.testing.memory_storage import MemoryStorage
 
 NAME = "step-000000001.g2.ab"
@@ -232,7 +232,7 @@ def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
 def test_an_object_whose_write_failed_never_was(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
     inner = FsspecObjects(fs, "/a/root")
-    storage = ObjectStorage(FaultyObjects(inner, at=2, fault=Fault.IO_ERROR))
+    storage = ObjectStorage(FaultyObjects(inner, at=2, fault=StorageFault.IO_ERROR))
     sink = storage.create(f"{ATTEMPT}/file")  # call 0 looks whether it is committed
     sink.write(b"one")
     with pytest.raises(OSError, match="injected"):

@@ -43,7 +43,7 @@ def train(root: Path, generation: int, size: int, pipe: int) -> None:
     nonce = f"{generation:04x}"
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
-    lineage = checkpoints.descend(origin, generation)
+    lineage = checkpoints.derive_lineage(origin, generation)
     step = origin.step if origin else 0
     state = state_of(0, 0)
     engines = [
@@ -57,12 +57,12 @@ def train(root: Path, generation: int, size: int, pipe: int) -> None:
             mine.copy_(new)
         state["value"] = now["value"]
         for rank, engine in enumerate(engines):
-            world = checkpoints.World(
+            world = checkpoints.WriterGroup(
                 nonce=nonce, generation=generation, rank=rank, size=size, lineage=lineage
             )
             engine.save_async(state, step=step, world=world)
             for outcome in engine.outcomes():
-                if outcome.ending is checkpoints.Ending.COMMITTED:
+                if outcome.status is checkpoints.SaveStatus.COMMITTED:
                     os.write(pipe, f"{outcome.name}\n".encode())
 
 

@@ -46,7 +46,7 @@ def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> N
     nonce = f"{generation:04x}"
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
-    lineage = checkpoints.descend(origin, generation)
+    lineage = checkpoints.derive_lineage(origin, generation)
     step = origin.step if origin else 0
     while True:
         step += 1
@@ -86,7 +86,7 @@ def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
 
 def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> None:
     chance = random.Random(7)
-    last_step, last_lineage = 0, checkpoints.descend(None, 0)
+    last_step, last_lineage = 0, checkpoints.derive_lineage(None, 0)
     for generation in range(1, ROUNDS + 1):
         told = _kill_after_start(tmp_path, generation, chance.uniform(0, 0.03))
         listed = checkpoints.list_checkpoints(tmp_path)

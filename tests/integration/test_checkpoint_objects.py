@@ -64,7 +64,7 @@ def state(step: int) -> dict[str, Any]:
     return {"weight": torch.full((1000,), float(step)), "step": step}
 
 
-def save(root: str, step: int, **more: Any) -> checkpoints.Saved:
+def save(root: str, step: int, **more: Any) -> checkpoints.SaveResult:
     return checkpoints.save(root, state(step), step=step, nonce="aa", **more)
 
 

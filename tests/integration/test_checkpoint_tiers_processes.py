@@ -22,7 +22,7 @@ import checkpoints
 from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.memory.peer_storage import PeerAddress
-from checkpoints.memory.replication import CopyOutcome
+from checkpoints.memory.replication import ReplicationOutcome
 from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()  # what forks of this process share
@@ -138,7 +138,7 @@ class Node:
     def _host(self, said: Iterator[str], tell: Callable[[str], None]) -> None:
         known = [Neighbours()]
 
-        def told(outcome: CopyOutcome) -> None:
+        def told(outcome: ReplicationOutcome) -> None:
             tell(f"copied {outcome.name} {outcome.rank}" if not outcome.reason else outcome.reason)
 
         host = MemoryHost(
@@ -160,12 +160,12 @@ class Node:
         host.close()
 
     def _work(self, rank: int, said: Iterator[str], tell: Callable[[str], None]) -> None:
-        world = checkpoints.World(nonce="aa", rank=rank, size=self.world_size)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=self.world_size)
         with checkpoints.Engine(own_memory(self.folder)) as engine:
             for line in said:
                 step = int(line)
                 outcome = engine.save_async(state(step), step=step, world=world).wait(LONG_S)
-                assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+                assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
                 tell(f"saved {step}")
 
 

@@ -91,7 +91,7 @@ def test_any_damage_is_refused_named_and_fallen_back_from(
             checkpoints.load(root, NAME, into=live)
         assert not any(bool(tensor.any()) for tensor in live.values())
         if file != "manifest.json":
-            assert isinstance(caught.value, checkpoints.Corrupt)
+            assert isinstance(caught.value, checkpoints.CorruptCheckpoint)
             assert caught.value.file == f"{NAME}/{file}"
             if kind == "flip" and (tensors := _tensors_at(root, file, at)):
                 assert caught.value.tensor in tensors

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints.format.coverage import coverage_problem
-from checkpoints.format.manifest import Chunk, Tensor
-from checkpoints.loading.buffers import Spare
+from checkpoints.format.manifest import Chunk, TensorEntry
+from checkpoints.loading.buffers import TensorBuffer
 from checkpoints.loading.exchange import shares_of
 from checkpoints.tensors.dtensors import block
 from checkpoints.tensors.layout import Layout, Split, local_shape, local_shards, written_regions
@@ -181,7 +181,7 @@ def test_what_any_sharding_wrote_fills_any_other(
     wanted = data.draw(layouts(shape))
     for coordinate in everywhere(wanted):
         mine = [shard.region for shard in local_shards(wanted, shape, coordinate)]
-        spare = Spare(TensorSpec("w", "I32", shape), mine)
+        spare = TensorBuffer(TensorSpec("w", "I32", shape), mine)
         for chunk in chunks:
             content = _content(tensor, chunk)
             room = spare.room(chunk.place)
@@ -217,7 +217,7 @@ def test_a_wrong_box_is_noticed(data: st.DataObject, case: tuple[Shape, Layout])
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), ranks=st.integers(1, 7))
 def test_shares_to_read_are_even_runs(sizes: list[int], ranks: int) -> None:
-    tensor = Tensor(TensorSpec("w", "U8", (1,)), ())
+    tensor = TensorEntry(TensorSpec("w", "U8", (1,)), ())
     items = [(tensor, Chunk("f", 0, size, Span(0, size), "")) for size in sizes]
     shares = shares_of(items, ranks)
     assert [item for share in shares for item in share] == items

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.saving.tensor_file import header
+from checkpoints.saving.tensor_file import encode_header
 from checkpoints.tensors.dtypes import BY_DTYPE, BY_NAME
 from checkpoints.tensors.partition import TensorSpec, chunks_of, share_of
 from checkpoints.tensors.regions import Span
@@ -37,7 +37,7 @@ def test_shares_are_equal_and_cover_every_element_once(
             assert size % spec.element_bytes == 0  # aligned in its file
             size += span.count * spec.element_bytes
         assert abs(size - total / world_size) <= 16  # one element of the widest type
-        assert len(header(pieces)) % 64 == 0
+        assert len(encode_header(pieces)) % 64 == 0
     assert seen == {spec.name: list(range(spec.count)) for spec in specs}
 
 

@@ -18,7 +18,7 @@ from checkpoints.testing.faults import FaultyStorage
 
 def _save(
     root: Path | FaultyStorage, rank: int, world_size: int, **more: object
-) -> checkpoints.Saved:
+) -> checkpoints.SaveResult:
     arguments = {"step": 5, "nonce": "aa", **more}
     return checkpoints.save(
         root,

@@ -11,13 +11,13 @@ from checkpoint_states import same, save_all, small_state
 import checkpoints
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import Died, Fault, FaultyStorage
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
 from checkpoints.testing.memory_storage import MemoryStorage
 
-DEADLY = (Fault.DIE_BEFORE, Fault.DIE_AFTER, Fault.TEAR)
+DEADLY = (StorageFault.DIE_BEFORE, StorageFault.DIE_AFTER, StorageFault.TEAR)
 
 
-def _save_both(storage: Storage) -> checkpoints.Saved:
+def _save_both(storage: Storage) -> checkpoints.SaveResult:
     """Step 2 by both writers of a world, with retention, so that something is removed too."""
     keep = checkpoints.LatestN(2)
     checkpoints.save(storage, small_state(2), step=2, nonce="aa", rank=0, world_size=2, keep=keep)
@@ -58,11 +58,11 @@ def _calls() -> list[str]:
 
 
 @pytest.mark.parametrize("fault", DEADLY)
-def test_dying_at_any_call(fault: Fault) -> None:
+def test_dying_at_any_call(fault: StorageFault) -> None:
     outcomes = set()
     for at, call in enumerate(_calls()):
         root = _prepared()
-        with pytest.raises(Died):
+        with pytest.raises(SimulatedCrash):
             _save_both(FaultyStorage(root, at=at, fault=fault))
         outcomes.add(2 in _assert_all_listed_are_whole(root))
         # The successor finishes or clears what is left, and then saves as if nothing had been.
@@ -77,12 +77,12 @@ def test_dying_at_any_call(fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (Fault.NO_SPACE, checkpoints.DiskFull),
-        (Fault.IO_ERROR, checkpoints.WriteFailed),
-        (Fault.REFUSED, checkpoints.NotWritable),
+        (StorageFault.NO_SPACE, checkpoints.DiskFull),
+        (StorageFault.IO_ERROR, checkpoints.WriteFailed),
+        (StorageFault.REFUSED, checkpoints.NotWritable),
     ],
 )
-def test_a_refusal_at_any_call(fault: Fault, error: type[checkpoints.SaveError]) -> None:
+def test_a_refusal_at_any_call(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
     failed = 0
     for at, call in enumerate(_calls()):
         root = _prepared()
@@ -102,7 +102,7 @@ def test_a_refusal_at_any_call(fault: Fault, error: type[checkpoints.SaveError])
 
 
 def test_a_failed_save_gives_its_space_back(tmp_path: Path) -> None:
-    storage = FaultyStorage(LocalStorage(tmp_path), at=8, fault=Fault.NO_SPACE)
+    storage = FaultyStorage(LocalStorage(tmp_path), at=8, fault=StorageFault.NO_SPACE)
     with pytest.raises(checkpoints.DiskFull, match="no room"):
         checkpoints.save(storage, small_state(1), step=1, nonce="aa")
     assert list(tmp_path.iterdir()) == []

@@ -16,14 +16,14 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.catalog.commit import Incomplete, commit, is_committed
+from checkpoints.catalog.commit import IncompleteAttempt, commit, is_committed
 from checkpoints.catalog.retention import remove_committed
 from checkpoints.format.names import CheckpointName
 from checkpoints.storage.fsspec_store import FsspecObjects
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
 from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import Died, Fault, FaultyObjects
+from checkpoints.testing.faults import FaultyObjects, SimulatedCrash, StorageFault
 
 NAME = CheckpointName(5, 1, "aa")
 MANIFEST_PUT = f"write {NAME}/manifest.json"
@@ -75,7 +75,7 @@ class Stopped:
     def _commit(self) -> None:
         try:
             commit(self._storage, NAME, 2)
-        except (Incomplete, OSError) as error:
+        except (IncompleteAttempt, OSError) as error:
             self.failed = error
 
     def goes_on(self) -> None:
@@ -177,7 +177,7 @@ def test_a_removal_at_any_request_of_a_committer() -> None:
         is_said = True
         try:
             commit(ObjectStorage(committing), NAME, 2)
-        except (Incomplete, OSError):
+        except (IncompleteAttempt, OSError):
             is_said = False
         assert (5 in assert_what_is_listed_is_whole(storage)) == is_said, committing.calls[at]
         assert_nothing_lingers(storage)
@@ -207,8 +207,8 @@ def test_a_committer_that_dies_after_its_late_put_leaves_nothing_to_see() -> Non
     counted = FaultyObjects(prepared())
     commit(ObjectStorage(counted), NAME, 2)
     at = counted.calls.index(MANIFEST_PUT)
-    dying = FaultyObjects(objects, at=at, fault=Fault.DIE_AFTER, before=remove_late)
-    with pytest.raises(Died):
+    dying = FaultyObjects(objects, at=at, fault=StorageFault.DIE_AFTER, before=remove_late)
+    with pytest.raises(SimulatedCrash):
         commit(ObjectStorage(dying), NAME, 2)
     assert objects.stat(f"{NAME}/manifest.json").size > 0
     assert assert_what_is_listed_is_whole(storage) == [4]

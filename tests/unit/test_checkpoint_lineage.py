@@ -95,12 +95,12 @@ def test_a_given_lineage_decides_whatever_is_newest(tmp_path: Path) -> None:
 
 
 def test_descend_carries_the_history_on(tmp_path: Path) -> None:
-    assert checkpoints.descend(None, 1) == (checkpoints.Ancestor(1, 0),)
+    assert checkpoints.derive_lineage(None, 1) == (checkpoints.Ancestor(1, 0),)
     _save(tmp_path, 1, 200, (1, 0))
     (origin,) = checkpoints.list_checkpoints(tmp_path)
-    lineage = checkpoints.descend(origin, 4)
+    lineage = checkpoints.derive_lineage(origin, 4)
     assert lineage == (checkpoints.Ancestor(1, 0), checkpoints.Ancestor(4, 200))
-    assert checkpoints.descend(origin, 1) == origin.lineage
+    assert checkpoints.derive_lineage(origin, 1) == origin.lineage
     newest = save_all(tmp_path, {}, step=201, generation=4, lineage=lineage)
     found = checkpoints.latest(tmp_path, lineage=lineage)
     assert found.checkpoint is not None

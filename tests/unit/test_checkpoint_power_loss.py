@@ -9,7 +9,7 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.testing.faults import Died, Fault, FaultyStorage
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
 from checkpoints.testing.memory_storage import MemoryStorage
 
 
@@ -36,8 +36,8 @@ def test_a_power_cut_after_any_call_loses_nothing_that_was_committed(names_survi
     _history(counted, [])
     for at in range(len(counted.calls)):
         memory, committed = MemoryStorage(), list[int]()
-        with pytest.raises(Died):
-            _history(FaultyStorage(memory, at=at, fault=Fault.DIE_AFTER), committed)
+        with pytest.raises(SimulatedCrash):
+            _history(FaultyStorage(memory, at=at, fault=StorageFault.DIE_AFTER), committed)
         left = memory.after_power_cut(names_survive=names_survive)
         for _ in range(2):  # as found, and after the next start has swept
             listed = checkpoints.list_checkpoints(left)

@@ -10,12 +10,12 @@ from checkpoint_states import same, small_state
 
 import checkpoints
 from checkpoints import (
-    Ending,
     EverySeconds,
     EverySteps,
     LatestN,
     NodeMemory,
     OnPreemption,
+    SaveStatus,
     Tier,
     TieredEngine,
     TieredStorage,
@@ -24,7 +24,7 @@ from checkpoints.testing.faults import FaultyStorage
 from checkpoints.testing.memory_storage import MemoryStorage
 
 LONG_S = 30.0
-ALONE = checkpoints.World(nonce="aa")
+ALONE = checkpoints.WriterGroup(nonce="aa")
 
 
 def train(engine: TieredEngine, steps: range) -> None:
@@ -50,7 +50,7 @@ def test_memory_often_and_disk_seldom(tmp_path: Path) -> None:
     assert steps_of(TieredStorage([memory])) == [20, 18, 16]
     assert steps_of(disk) == [18, 12]
     assert {t.place for t in ended} == {str(tmp_path / "memory"), str(disk)}
-    assert all(t.outcome.ending is Ending.COMMITTED for t in ended)
+    assert all(t.outcome.status is SaveStatus.COMMITTED for t in ended)
     both = TieredStorage([memory, disk])
     newest = checkpoints.latest(both).checkpoint
     assert newest is not None and newest.step == 20

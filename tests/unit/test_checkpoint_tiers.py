@@ -13,7 +13,7 @@ from checkpoint_states import flip, odd_state, same, save_all, small_state
 import checkpoints
 from checkpoints.errors import DiskFull
 from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.node_memory import NodeMemory, room_for, used_bytes
+from checkpoints.memory.node_memory import NodeMemory, available_bytes_in, used_bytes
 from checkpoints.storage.local import LocalStorage
 from checkpoints.testing.faults import FaultyStorage
 
@@ -133,7 +133,7 @@ def test_damage_that_nothing_makes_good_is_refused_and_passed_over(
     found = checkpoints.latest(TieredStorage(nodes))
     assert found.checkpoint is not None and found.checkpoint.step == 2
     assert "00002-of-00006.safetensors" in found.skipped[0].reason
-    with pytest.raises(checkpoints.Corrupt, match="00002-of-00006"):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match="00002-of-00006"):
         checkpoints.load(TieredStorage(nodes), "step-000000003.g0.aa")
 
 
@@ -195,9 +195,9 @@ def test_memory_keeps_the_newest_parts(nodes: Nodes) -> None:
 def test_an_engine_writes_parts_and_says_that_they_are_kept(nodes: Nodes) -> None:
     engines = [checkpoints.Engine(nodes[rank // PER_NODE]) for rank in range(6)]
     for rank, engine in enumerate(engines):
-        world = checkpoints.World(nonce="aa", rank=rank, size=6)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=6)
         outcome = engine.save_async(small_state(1), step=1, world=world).wait(30)
-        assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+        assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
         engine.close()
     assert steps(TieredStorage(nodes)) == [1]
 
@@ -205,11 +205,11 @@ def test_an_engine_writes_parts_and_says_that_they_are_kept(nodes: Nodes) -> Non
 def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path / "own", limit_bytes=3000)
     with checkpoints.Engine(memory) as engine:
-        for step, ending in ((1, "committed"), (2, "failed")):
+        for step, status in ((1, "committed"), (2, "failed")):
             outcome = engine.save_async(
-                small_state(step), step=step, world=checkpoints.World(nonce="aa")
+                small_state(step), step=step, world=checkpoints.WriterGroup(nonce="aa")
             ).wait(30)
-            assert outcome is not None and outcome.ending.value == ending
+            assert outcome is not None and outcome.status.value == status
     assert outcome is not None and isinstance(outcome.error, DiskFull)
     assert "the limit of 3000 bytes leaves" in outcome.reason
     assert steps(TieredStorage([memory])) == [1]  # and nothing of the other one is left
@@ -219,8 +219,8 @@ def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path) -> None:
 def test_room_is_what_the_tightest_bound_leaves(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     assert used_bytes(tmp_path) == 100
-    assert room_for(tmp_path, 1000) == (900, "the limit of 1000 bytes")
-    left, bound = room_for(tmp_path, None)
+    assert available_bytes_in(tmp_path, 1000) == (900, "the limit of 1000 bytes")
+    left, bound = available_bytes_in(tmp_path, None)
     assert left > 0 and "limit" not in bound
 
 

@@ -53,7 +53,7 @@ def tier(told: list[str], every_steps: int = 5) -> MemoryTier:
 
 def save(memory: MemoryTier, steps: range) -> None:
     for step in steps:
-        memory.at_boundary(Job(step), checkpoints.World(nonce="aa"))  # type: ignore[arg-type]
+        memory.at_boundary(Job(step), checkpoints.WriterGroup(nonce="aa"))  # type: ignore[arg-type]
         if memory._writer is not None:
             assert memory._writer.wait(30.0)
 
