@@ -1,8 +1,8 @@
-"""A JSON file that carries its own hash: manifests and parts.
+"""Checksummed JSON: a document that contains its own hash. Used for manifests and parts.
 
 The file begins with ``{"xxh3_128": "<32 hex>",`` and a newline; the hash covers every byte after
-that, so one flipped or cut byte anywhere is noticed. It is strict JSON: no NaN, no duplicate
-keys; one top-level field per line, so that people can read and grep it.
+that, so any flipped or missing byte is detected. It is strict JSON: no NaN, no duplicate
+keys; one top-level field per line, for grep and diff.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _PREFIX_BYTES = len(_BEFORE) + 32 + len(_AFTER)
 
 
 Hasher = xxhash.xxh3_128
-"""xxh3-128 of what comes in pieces."""
+"""Incremental xxh3-128."""
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-128 as 32 hex digits. Other threads run meanwhile where it is much."""
+    """xxh3-128 as 32 hex digits. Releases the GIL for large inputs."""
     hashed = Hasher()
-    hashed.update(data)  # unlike xxhash's functions, in every version of it
+    hashed.update(data)  # unlike xxhash's functions, update() releases the GIL in every version
     return str(hashed.hexdigest())
 
 
 def encode(fields: Mapping[str, object]) -> bytes:
-    """The file's bytes. The same fields give the same bytes."""
+    """The bytes of a document. Deterministic: equal fields give equal bytes."""
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
         for key, value in fields.items()
@@ -44,16 +44,16 @@ def encode(fields: Mapping[str, object]) -> bytes:
 
 
 def decode(data: bytes, file: str) -> dict[str, Any]:
-    """The fields of a sealed file, without its hash. Raises :class:`CorruptCheckpoint`."""
+    """The fields of a document, without its hash. Raises :class:`CorruptCheckpoint`."""
     body = memoryview(data)[_PREFIX_BYTES:]
     if data[:_PREFIX_BYTES] != _BEFORE + digest(body).encode("ascii") + _AFTER:
-        raise CorruptCheckpoint("it does not have the hash it says it has", file=file)
+        raise CorruptCheckpoint("its checksum does not match its content", file=file)
     try:
         fields = json.loads(
             data, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
         )
     except (ValueError, RecursionError) as error:
-        # Its hash fits, so this was written on purpose: 10 MB of brackets, "NaN", twice a key.
+        # The hash matches, so it was crafted: deep nesting, NaN, duplicate keys.
         raise CorruptCheckpoint(f"not strict JSON: {str(error)[:200]}", file=file) from error
     assert isinstance(fields, dict)  # it begins with a brace
     del fields["xxh3_128"]
@@ -63,7 +63,7 @@ def decode(data: bytes, file: str) -> dict[str, Any]:
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("duplicate key in an object")
     return fields
 
 

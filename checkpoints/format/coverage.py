@@ -1,4 +1,4 @@
-"""Do the chunks of a tensor cover each of its elements once?"""
+"""Checks that the chunks of a tensor cover each of its elements exactly once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from checkpoints.format.manifest import Chunk
 from checkpoints.tensors.partition import TensorSpec
 from checkpoints.tensors.regions import Region, Span
 
-# Tilings that no cut divides (a pinwheel) are compared pair by pair; no layout makes large ones.
+# Tilings that no straight cut divides (a pinwheel) are compared pairwise; no layout makes large
+# ones.
 _MAX_PAIRWISE = 2000
 
 
@@ -18,7 +19,7 @@ def coverage_problem(spec: TensorSpec, chunks: Sequence[Chunk]) -> str | None:
     for chunk in chunks:
         count = chunk.place.count if isinstance(chunk.place, Span) else math.prod(chunk.place.shape)
         if chunk.end - chunk.begin != count * spec.element_bytes:
-            return "a chunk has more or fewer bytes than its elements"
+            return "the size of a chunk does not match its number of elements"
     spans = [chunk.place for chunk in chunks if isinstance(chunk.place, Span)]
     regions = [chunk.place for chunk in chunks if isinstance(chunk.place, Region)]
     if spans and regions:
@@ -42,17 +43,17 @@ def _spans_problem(spec: TensorSpec, spans: list[Span]) -> str | None:
 def _regions_problem(spec: TensorSpec, regions: list[Region]) -> str | None:
     for region in regions:
         if len(region.offset) != len(spec.shape) or len(region.shape) != len(spec.shape):
-            return "a region has another number of dimensions than its tensor"
+            return "a region and its tensor differ in the number of dimensions"
         if any(o + s > n for o, s, n in zip(region.offset, region.shape, spec.shape, strict=True)):
-            return "a region reaches out of its tensor"
+            return "a region exceeds the bounds of its tensor"
     if sum(math.prod(region.shape) for region in regions) != spec.count:
-        return "its regions have more or fewer elements than it"
-    # As many elements as the tensor and none twice: each once.
+        return "its regions do not have as many elements as the tensor"
+    # The right number of elements and no overlap: each is covered once.
     return _overlap_problem(regions, len(spec.shape))
 
 
 def _overlap_problem(regions: list[Region], dims: int) -> str | None:
-    """Divide by cuts that no region crosses, as all grids can be; what is left, pair by pair."""
+    """Divide along cuts that no region crosses; compare pairwise what cannot be divided."""
     groups = [regions]
     while groups:
         group = groups.pop()
@@ -63,7 +64,7 @@ def _overlap_problem(regions: list[Region], dims: int) -> str | None:
                 break
         else:
             if len(group) > _MAX_PAIRWISE:
-                return f"{len(group)} of its regions cannot be told apart"
+                return f"{len(group)} of its regions interlock: too many to check for overlap"
             for index, region in enumerate(group):
                 if any(region & other for other in group[:index]):
                     return "two of its regions overlap"

@@ -1,17 +1,17 @@
-"""Which checkpoints belong to one history.
+"""Lineage: which checkpoints belong to one training history.
 
-A *generation* is one world of writers; plain programs have only generation 0. Generation g
-begins with a state: nothing (step 0), a checkpoint, or a live peer's memory, at some step. The
-*lineage* of a state is the list of (generation, step at which it began), oldest first; the last
-entry is the generation that holds the state. It is kept in every checkpoint.
+A *generation* is one world of writers; programs that are not elastic have only generation 0. A
+generation starts from a state: the initial one (step 0), a checkpoint, or the memory of a live
+peer, at some step. The *lineage* of a state is the list of (generation, step at which it began),
+oldest first; the last entry is the generation that holds the state. Every checkpoint records it.
 
-Where generation h follows g in a lineage and began at step s, the history has left g at s. So a
-checkpoint (g, step) is **on** a lineage if g stands in it, the step is not before g's beginning
-and, unless g is last, not after the beginning of its successor. Every other one of a generation
-up to the last is **abandoned**: whoever wrote it went on, but this history did not come from
-there. Example: generation 1 saves at 100, 200 and 300; 300 is damaged, so generation 2 begins
-at 200 and saves at 250. The lineage is ((1, 0), (2, 200)); (1, 300) is abandoned, even if it can
-be read after all (a network disk came back).
+Where generation h follows g in a lineage and began at step s, the history left g at s. So a
+checkpoint (g, step) is **on** a lineage if g is in it, the step is not before the start of g and,
+unless g is last, not after the start of its successor. Every other checkpoint of a generation up to
+the last is **abandoned**: its writer continued from it, but this history does not include it.
+Example: generation 1 saves at 100, 200 and 300; 300 is damaged, so generation 2 begins at 200 and
+saves at 250. The lineage is ((1, 0), (2, 200)); (1, 300) is abandoned, even if it becomes readable
+again (a network disk recovers).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from checkpoints.format.names import CheckpointName
 
 
 def as_lineage(pairs: Iterable[Ancestor | tuple[int, int]]) -> Lineage:
-    """A lineage from pairs. Raises :class:`ArgumentError` if it is none."""
+    """Validate pairs as a lineage. Raises :class:`ArgumentError`."""
     lineage = tuple(p if isinstance(p, Ancestor) else Ancestor(*p) for p in pairs)
     for older, newer in pairwise(lineage):
         if newer.generation <= older.generation:
             raise ArgumentError(
                 f"lineage: generation {newer.generation} follows {older.generation}; "
-                "generations grow"
+                "generations must increase"
             )
     if any(a.generation < 0 or a.began_at_step < 0 for a in lineage):
         raise ArgumentError("lineage: a generation or step is negative")
@@ -39,7 +39,7 @@ def as_lineage(pairs: Iterable[Ancestor | tuple[int, int]]) -> Lineage:
 
 
 def derive_lineage(origin: CheckpointInfo | None, generation: int) -> Lineage:
-    """The lineage of ``generation``, which begins with the state of ``origin`` (None: from zero).
+    """The lineage of ``generation``, which starts from ``origin`` (None: from the initial state).
 
     >>> derive_lineage(None, 1)
     (Ancestor(generation=1, began_at_step=0),)
@@ -47,14 +47,14 @@ def derive_lineage(origin: CheckpointInfo | None, generation: int) -> Lineage:
     if origin is None:
         return (Ancestor(generation, 0),)
     if origin.generation >= generation:
-        # Plain programs stay in one generation: the history simply goes on.
+        # Programs that are not elastic stay in one generation: the history continues.
         return origin.lineage
     before = origin.lineage or (Ancestor(origin.generation, 0),)
     return (*before, Ancestor(generation, origin.step))
 
 
 def why_abandoned(name: CheckpointName, lineage: Lineage) -> str | None:
-    """Why a checkpoint is not on a lineage, in words; None if it is (or the lineage is empty)."""
+    """Why a checkpoint is not on a lineage; None if it is, or if the lineage is empty."""
     if not lineage:
         return None
     for ancestor, successor in zip(lineage, (*lineage[1:], None), strict=True):

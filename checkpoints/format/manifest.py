@@ -1,7 +1,7 @@
-"""What a committed checkpoint says of itself, as frozen dataclasses; ``manifest.json``.
+"""The manifest (``manifest.json``) and the parts it is merged from, as frozen dataclasses.
 
-``manifest.schema.json`` beside this file describes the format for other readers; reading it
-without trust is :mod:`checkpoints.format.manifest_parser`'s work.
+``manifest.schema.json`` in this package describes the format for other readers;
+:mod:`checkpoints.format.manifest_parser` reads it without trusting its content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A generation that a state descends from, and the step at which that generation began."""
+    """One generation of a lineage, and the step at which it began."""
 
     generation: int
     began_at_step: int
@@ -32,7 +32,7 @@ Lineage = tuple[Ancestor, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes ``[begin, end)`` of a writer's file, where they belong in the tensor, their hash."""
+    """Bytes ``[begin, end)`` of a writer's file, their place in the tensor, and their hash."""
 
     file: str
     begin: int
@@ -56,7 +56,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor and the chunks that cover it, each element once."""
+    """A global tensor and the chunks that cover each of its elements once."""
 
     spec: TensorSpec
     chunks: tuple[Chunk, ...]
@@ -71,7 +71,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WriterEntry:
-    """One writer's file. The header's hash is kept because no chunk covers the header."""
+    """One writer's file. The header has its own hash because no chunk covers it."""
 
     rank: int
     file: str
@@ -93,7 +93,7 @@ class WriterEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of ``manifest.json``. Nothing in it depends on who commits."""
+    """The content of ``manifest.json``. It does not depend on which writer commits."""
 
     name: CheckpointName
     lineage: Lineage
@@ -126,11 +126,11 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """``part-r-of-W.json``: one writer's word that its file is whole and durable.
+    """``part-r-of-W.json``: one writer's record that its file is complete and durable.
 
-    It lives only in an attempt; the committer merges all W into the manifest. Writer 0 also says
-    what is the same for all: tree, lineage, data position. All say the hash of the list of
-    tensors, so that writers with different models never make one checkpoint.
+    Parts exist only in an attempt; the committer merges all W into the manifest. The part of writer
+    0 also holds what all writers share: tree, lineage, data position. Every part holds the hash of
+    the list of tensors, so that writers with different models never form one checkpoint.
     """
 
     name: CheckpointName
@@ -161,7 +161,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMetadata:
-    """What is the same for all writers, as writer 0 says it."""
+    """What all writers share, as recorded by writer 0."""
 
     lineage: Lineage
     data_position: Any
@@ -181,7 +181,7 @@ class SharedMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What people and callers want to know of a checkpoint."""
+    """Summary of a committed checkpoint. ``wall_time_s`` is seconds since 1970."""
 
     name: str
     step: int

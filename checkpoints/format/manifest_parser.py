@@ -1,8 +1,8 @@
-"""Reading manifests and parts without trusting a word of them.
+"""Parses untrusted manifests and parts.
 
-Everything is checked before anything is allocated or opened: types, ranges, names of files,
-that the chunks of a tensor cover each element once, and that no two chunks share a byte of a
-file. The last two bound what a loader allocates by the size of the files that are really there.
+Everything is checked before anything is allocated or opened: types, ranges, file names, that the
+chunks of a tensor cover each element once, and that no two chunks share a byte of a file. The last
+two bound what a loader allocates by the size of the files that exist.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_part(data: bytes, file: str) -> Part:
 
 
 class _Parser:
-    """Carries the file's name, for the errors."""
+    """Parses one document; holds the file name for error messages."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -68,7 +68,7 @@ class _Parser:
         world_size = self._world_size(fields["world_size"])
         writers = tuple(self._writer(w, world_size) for w in self._list(fields["writers"]))
         if [writer.rank for writer in writers] != list(range(world_size)):
-            self._fail("writers are not one for each rank")
+            self._fail("there is not exactly one writer per rank")
         sizes = {writer.file: (writer.header_bytes, writer.size_bytes) for writer in writers}
         tensors = {
             key: self._tensor(key, value, sizes)
@@ -139,22 +139,22 @@ class _Parser:
 
     def _spec(self, name: str, dtype: object, shape: object) -> TensorSpec:
         if not isinstance(dtype, str):
-            self._fail("the dtype is not a word", name)
+            self._fail("the dtype is not a string", name)
         if dtype not in BY_NAME:
             raise UnsupportedFormat(
                 f"{self._file}: tensor {name!r} has the type {dtype[:40]!r}, "
-                "which this version of torch or of this package does not know",
+                "which the installed versions of torch and this package do not support",
                 hint="Upgrade torch and this package.",
             )
         sizes = tuple(self._int(size, "a dimension") for size in self._list(shape))
-        # Zeros aside, else [0, 2**62, 2**62] passes here and overflows in torch.
+        # Zeros count as 1: [0, 2**62, 2**62] would pass here and overflow in torch.
         if len(sizes) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in sizes) > _MAX_INT:
-            self._fail("the shape is absurd", name)
+            self._fail("the shape is too large", name)
         return TensorSpec(name, dtype, sizes)
 
     def _chunk(self, tensor: str, value: object) -> Chunk:
         if not isinstance(value, dict) or ("span" in value) == ("box" in value):
-            self._fail("a chunk has not one of span and box", tensor)
+            self._fail("a chunk needs exactly one of span and box", tensor)
         kind = "span" if "span" in value else "box"
         fields = self._keys(value, ("file", "bytes", kind, "xxh3_128"), tensor=tensor)
         begin, end = self._pair(fields["bytes"], tensor)
@@ -198,7 +198,7 @@ class _Parser:
         assert isinstance(tree, dict)
         return tree
 
-    # --- the rest
+    # --- other fields
 
     def _format(self, fields: dict[str, Any], known: Iterable[str]) -> None:
         version = fields.get("format")
@@ -208,13 +208,13 @@ class _Parser:
                 hint="Upgrade this package, or load an older checkpoint.",
             )
         if version != FORMAT or type(version) is not int:
-            self._fail("there is no such format")
+            self._fail("unknown format version")
         self._keys(fields, known)
 
     def _name(self, fields: dict[str, Any]) -> CheckpointName:
         nonce = fields["nonce"]
         if not isinstance(nonce, str):
-            self._fail("the nonce is not a word")
+            self._fail("the nonce is not a string")
         step = self._int(fields["step"], "the step")
         generation = self._int(fields["generation"], "the generation")
         try:
@@ -226,9 +226,9 @@ class _Parser:
         keys = ("rank", "file", "size_bytes", "header_bytes", "header_xxh3_128", "wall_time_s")
         fields = self._keys(value, keys)
         rank = self._int(fields["rank"], "a rank")
-        # The name is compared, never used: no path in a manifest leads anywhere else.
+        # The name is compared, never used: a manifest cannot name a path elsewhere.
         if rank >= world_size or fields["file"] != writer_file(rank, world_size):
-            self._fail("a writer's file is not called what it must be")
+            self._fail("a writer's file does not have the expected name")
         size = self._int(fields["size_bytes"], "a size")
         header = self._int(fields["header_bytes"], "a size")
         if header > size:
@@ -251,24 +251,24 @@ class _Parser:
             )
         for older, newer in pairwise(lineage):
             if newer.generation <= older.generation:
-                self._fail("generations of the lineage do not grow")
+                self._fail("generations of the lineage do not increase")
         return tuple(lineage)
 
     def _versions(self, value: object) -> dict[str, str]:
         versions = self._dict(value)
         if not all(isinstance(version, str) for version in versions.values()):
-            self._fail("a version is not a word")
+            self._fail("a version is not a string")
         return versions
 
     def _world_size(self, value: object) -> int:
         size = self._int(value, "the world size")
         if not 1 <= size <= MAX_WORLD_SIZE:
-            self._fail("the world size is absurd")
+            self._fail("the world size is out of range")
         return size
 
     def _time(self, value: object) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-            self._fail("a time is not a number")
+            self._fail("a time is not a finite number")
         return float(value)  # type: ignore[arg-type]
 
     def _hash(self, value: object) -> str:
@@ -283,17 +283,17 @@ class _Parser:
 
     def _pair(self, value: object, tensor: str | None = None) -> tuple[Any, Any]:
         if not isinstance(value, list) or len(value) != 2:
-            self._fail("a pair of values is not one", tensor)
+            self._fail("expected a list of two values", tensor)
         return value[0], value[1]
 
     def _list(self, value: object) -> list[Any]:
         if not isinstance(value, list):
-            self._fail("a list is not one")
+            self._fail("expected a list")
         return value
 
     def _dict(self, value: object) -> dict[str, Any]:
         if not isinstance(value, dict):
-            self._fail("an object is not one")
+            self._fail("expected an object")
         return value
 
     def _keys(

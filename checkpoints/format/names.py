@@ -1,12 +1,12 @@
-"""Names in a checkpoint folder: one place makes and reads all of them.
+"""The names in a checkpoint folder; only this module builds and parses them.
 
 ::
 
     step-000001200.g7.3f9c                    committed
-    .tmp-step-000001300.g7.a1b2               an attempt
-    .tmp-removed-step-000000900.g6.77aa       a committed one on its way out
+    .tmp-step-000001300.g7.a1b2               an attempt: not committed yet
+    .tmp-removed-step-000000900.g6.77aa       a committed one being removed
     00000-of-00004.safetensors                one writer's tensors
-    part-00000-of-00004.json                  one writer's word that its file is whole
+    part-00000-of-00004.json                  one writer's record that its file is complete
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PART_FILE = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 
 
 def new_nonce() -> str:
-    """A fresh nonce, for a world that has nobody to agree with.
+    """A fresh nonce. All writers of a world share one.
 
     >>> len(new_nonce())
     8
@@ -43,7 +43,7 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """What a folder's name says. ``str()`` is the committed name.
+    """Step, generation and nonce: the identity of a checkpoint. ``str()`` is the committed name.
 
     >>> str(CheckpointName(1200, 7, "3f9c"))
     'step-000001200.g7.3f9c'
@@ -65,7 +65,7 @@ class CheckpointName:
         if not _NONCE.fullmatch(self.nonce):
             raise ArgumentError(
                 f"nonce {self.nonce!r} is not 1 to 64 letters and digits",
-                hint="checkpoints.new_nonce() makes one; all writers of a world share it.",
+                hint="checkpoints.new_nonce() returns one; all writers of a world share it.",
             )
 
     def __str__(self) -> str:
@@ -81,12 +81,12 @@ class CheckpointName:
 
     @property
     def age_order(self) -> tuple[int, int, str]:
-        """Sorts oldest first: by generation, then step; the nonce only makes it total."""
+        """Sort key, oldest first: by generation, then step; the nonce breaks ties."""
         return (self.generation, self.step, self.nonce)
 
 
 def parse_committed(folder: str) -> CheckpointName | None:
-    """The name of a committed checkpoint's folder, or None if it is no such name."""
+    """The name of a committed checkpoint's folder, or None for any other name."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -98,7 +98,7 @@ def parse_committed(folder: str) -> CheckpointName | None:
 
 
 def parse_attempt(folder: str) -> CheckpointName | None:
-    """The name of an attempt's folder, or None if it is no such name."""
+    """The name of an attempt's folder, or None for any other name."""
     if not folder.startswith(_ATTEMPT_PREFIX):
         return None
     return parse_committed(folder.removeprefix(_ATTEMPT_PREFIX))
@@ -113,12 +113,12 @@ def part_file(rank: int, world_size: int) -> str:
 
 
 def parse_writer_file(file: str) -> tuple[int, int] | None:
-    """(rank, world size) of a writer's file, or None if it is no such name."""
+    """(rank, world size) of a writer's file, or None for any other name."""
     return _ranks(_WRITER_FILE.fullmatch(file))
 
 
 def parse_part_file(file: str) -> tuple[int, int] | None:
-    """(rank, world size) of a part, or None if it is no such name."""
+    """(rank, world size) of a part, or None for any other name."""
     return _ranks(_PART_FILE.fullmatch(file))
 
 

@@ -1,4 +1,4 @@
-"""State as a tree of JSON, and back: dicts, lists and tuples whose leaves are values or tensors.
+"""Flatten a state into a JSON tree and its tensors, and unflatten it again.
 
 Each node is an object with one key::
 
@@ -6,11 +6,11 @@ Each node is an object with one key::
     {"items": [[0, node], …]}             a dict with int keys (optimizers have them)
     {"list": [node, …]}  {"tuple": [node, …]}
     {"value": …}                          None, bool, int, str, finite float
-    {"float": "nan" | "inf" | "-inf"}     strict JSON has no word for these
+    {"float": "nan" | "inf" | "-inf"}     strict JSON cannot express these
     {"tensor": "model/fc.weight"}         a name in the table of tensors
 
 A tensor's name is its path joined by ``/`` (``~`` and ``/`` in a key become ``~0`` and ``~1``,
-as in JSON Pointer). Tensors that are the same memory, shape and stride (tied weights) share one
+as in JSON Pointer). Tensors with the same memory, shape and stride (tied weights) share one
 name: they are written once and are one tensor again after loading.
 """
 
@@ -42,28 +42,29 @@ Node = dict[str, Any]
 def flatten(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
     """The tree of ``state`` and its tensors by name. Copies no tensor.
 
-    Raises :class:`StateError`, naming the place, for anything but JSON values and tensors.
+    Raises :class:`StateError`, with the path of the first item that is neither a JSON value nor a
+    tensor.
     """
     packing = _Flattening()
     return packing.node(state, ()), packing.tensors
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """What the plan needs to know of a tensor."""
+    """The :class:`TensorSpec` of a tensor."""
     layout = layout_of(tensor) if is_dtensor(tensor) else None
     return TensorSpec(name, BY_DTYPE[tensor.dtype].name, tuple(tensor.shape), layout)
 
 
 def unflatten(node: Node, leaf: Callable[[str, str], object]) -> Any:
-    """The state that ``node`` stands for; ``leaf(path, name)`` gives each tensor.
+    """The state that ``node`` describes; ``leaf(path, name)`` supplies each tensor.
 
-    ``node`` has passed :func:`check_tree`.
+    ``node`` must have passed :func:`check_tree`.
     """
     return _unflatten(node, (), leaf)
 
 
 def tensor_leaves(node: Node) -> dict[str, str]:
-    """Path of every tensor leaf, to the tensor's name (tied ones share a name)."""
+    """The tensor name of every tensor leaf, by path (tied tensors share a name)."""
     leaves: dict[str, str] = {}
 
     def note(path: str, name: str) -> None:
@@ -74,7 +75,7 @@ def tensor_leaves(node: Node) -> dict[str, str]:
 
 
 def live_tensors(state: object) -> dict[str, torch.Tensor]:
-    """Path of every tensor in a live state, to the tensor. Leaves of other types are ignored."""
+    """Every tensor in a live state, by path. Leaves of other types are ignored."""
     found: dict[str, torch.Tensor] = {}
 
     def visit(item: object, path: tuple[object, ...]) -> None:
@@ -93,7 +94,7 @@ def live_tensors(state: object) -> dict[str, torch.Tensor]:
 
 
 def path_name(path: tuple[object, ...]) -> str:
-    """A path as one word.
+    """A path as a string, escaped like a JSON Pointer.
 
     >>> path_name(("model", "a/b", 0))
     'model/a~1b/0'
@@ -121,7 +122,7 @@ class _Flattening:
         for key in item:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise StateError(
-                    f"{_where(path)} has the key {key!r}; only str and int can be kept"
+                    f"{_where(path)} has the key {key!r}; only str and int keys can be saved"
                 )
         if all(isinstance(key, str) for key in item):
             return {"dict": {str.__str__(k): self.node(v, (*path, k)) for k, v in item.items()}}
@@ -134,14 +135,14 @@ class _Flattening:
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         _check_tensor(tensor, path)
-        # The tensor stays in self.tensors, so its memory is not used again while we pack.
+        # self.tensors keeps the tensor alive, so its address is not reused meanwhile.
         sharded = is_dtensor(tensor)
         memory = tensor_identity(tensor) if sharded else _memory(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
         wanted = name = path_name(path) or "tensor"
         count = 1
-        while name in self.tensors or name == "__metadata__":  # {0: a, "0": b}; a reserved word
+        while name in self.tensors or name == "__metadata__":  # {0: a, "0": b}; a reserved name
             count += 1
             name = f"{wanted}~{count}"
         self.tensors[name] = tensor if sharded else tensor.detach()
@@ -166,9 +167,11 @@ def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
         local_regions(tensor, _where(path))
         tensor = local_of(tensor)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise StateError(f"{_where(path)} is a sparse, quantized or meta tensor: it has no bytes")
+        raise StateError(
+            f"{_where(path)} is a sparse, quantized or meta tensor: it has no plain bytes to save"
+        )
     if tensor.dtype not in BY_DTYPE:
-        raise StateError(f"{_where(path)} has the type {tensor.dtype}, which cannot be kept")
+        raise StateError(f"{_where(path)} has the type {tensor.dtype}, which cannot be saved")
 
 
 def _value(item: object, path: tuple[object, ...]) -> Node:
@@ -205,7 +208,7 @@ def _unflatten(node: Node, path: tuple[object, ...], leaf: Callable[[str, str], 
 
 
 def check_tree(node: object, tensors: Mapping[str, object], depth: int = 0) -> str | None:
-    """What is wrong with a tree from a file, or None. Trusts nothing about it."""
+    """What is wrong with an untrusted tree, or None."""
     if depth > MAX_DEPTH:
         return f"the tree is nested more than {MAX_DEPTH} deep"
     if not isinstance(node, dict) or len(node) != 1:

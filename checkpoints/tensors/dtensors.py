@@ -1,7 +1,7 @@
-"""DTensors, as FSDP2 (``fully_shard``) and tensor parallelism make them: layout and memory.
+"""DTensors, as created by FSDP2 (``fully_shard``) and tensor parallelism: layout and memory.
 
-Only public attributes are read, nothing is communicated, and torch.distributed is not imported:
-a program without sharded tensors does not pay for it.
+Reads public attributes only, without communication. torch.distributed is not imported, so programs
+without sharded tensors do not pay for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from checkpoints.tensors.layout import Layout, Split, local_shape, local_shards
 from checkpoints.tensors.regions import Region
 from checkpoints.tensors.torch_private import storage_of
 
-# Of each mesh, while it lives: a state has thousands of tensors, placed in a few ways.
+# Cached per mesh: a state has thousands of tensors but few distinct placements.
 _LAYOUTS: weakref.WeakKeyDictionary[Any, dict[object, Layout]] = weakref.WeakKeyDictionary()
 
 
@@ -26,7 +26,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def layout_of(tensor: Any, where: str = "a tensor") -> Layout:
-    """The layout of a DTensor. Raises :class:`StateError` for one whose parts must be summed."""
+    """The layout of a DTensor. Raises :class:`StateError` for a ``Partial`` placement."""
     mesh, placements, dims = tensor.device_mesh, tensor.placements, tensor.dim()
     known = _LAYOUTS.setdefault(mesh, {})
     layout = known.get((placements, dims))
@@ -40,16 +40,16 @@ def layout_of(tensor: Any, where: str = "a tensor") -> Layout:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """The part of a DTensor in this rank's memory: a view of it, without autograd."""
+    """The local tensor of a DTensor: a view without autograd."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()
     return local.detach() if local.requires_grad else local
 
 
 def local_regions(tensor: Any, where: str = "a tensor") -> tuple[tuple[Region, torch.Tensor], ...]:
-    """What this rank holds of a DTensor: blocks of the whole, each with a view of its memory.
+    """The regions of a DTensor that this rank holds, each with a view of the local tensor.
 
-    Raises :class:`StateError` if its memory has another shape than its placements say.
+    Raises :class:`StateError` if the local tensor's shape contradicts the placements.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -58,8 +58,8 @@ def local_regions(tensor: Any, where: str = "a tensor") -> tuple[tuple[Region, t
     expected = local_shape(layout, shape, tuple(coordinate))
     if tuple(local.shape) != expected:
         raise StateError(
-            f"{where} has a shard of shape {list(local.shape)} here, "
-            f"its placements say {list(expected)}",
+            f"{where} has a local shard of shape {list(local.shape)}, "
+            f"but its placements imply {list(expected)}",
             hint="Unevenly split tensors may need DTensor.from_local(..., shape=, stride=).",
         )
     return tuple(
@@ -69,7 +69,7 @@ def local_regions(tensor: Any, where: str = "a tensor") -> tuple[tuple[Region, t
 
 
 def block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """A block of a plain tensor, as a view."""
+    """A region of a plain tensor, as a view."""
     for dim, (offset, length) in enumerate(zip(region.offset, region.shape, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
@@ -77,9 +77,9 @@ def block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def tensor_identity(tensor: Any) -> tuple[object, ...]:
-    """The same for tied DTensors on every rank, also on those whose shard is empty.
+    """A key that tied DTensors share on every rank, including ranks whose shard is empty.
 
-    An empty shard has no address, so the storage tells them apart; the caller keeps it alive.
+    An empty shard has no address, so the key holds its storage; the caller keeps that alive.
     """
     local = local_of(tensor)
     return (
@@ -97,7 +97,7 @@ def _split(placement: Any, where: str, dims: int) -> Split | None:
         return None
     if placement.is_partial() or not hasattr(placement, "dim"):
         raise StateError(
-            f"{where} is a DTensor placed as {placement}: no rank has its values",
+            f"{where} is a DTensor with placement {placement}: no rank holds its values",
             hint="Reduce it first: tensor.redistribute(placements=[Replicate()]).",
         )
     dim = int(placement.dim)

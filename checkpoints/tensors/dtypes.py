@@ -1,8 +1,8 @@
 """Element types: torch's, the manifest's name, and the name inside a safetensors file.
 
-The names are those of safetensors. What it has no name for (complex128) is stored under the
-type of its parts, with one more dimension, so that any reader of safetensors can open the file;
-the manifest keeps the real type.
+The names are those of safetensors. A type that safetensors cannot name (complex128) is stored as
+its component type with one more dimension, so that any safetensors reader can open the file; the
+manifest records the actual type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 @dataclass(frozen=True)
 class ElementType:
-    """One element type."""
+    """One element type: its name in the manifest, its torch dtype, and how safetensors stores
+    it."""
 
     name: str  # in the manifest
     torch: torch.dtype
@@ -44,7 +45,7 @@ _NAMES = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-# Readers of safetensors from before these names would refuse the whole file.
+# safetensors versions that do not know these names reject the whole file.
 _STORED_AS = {
     "C64": ("F32", (2,)),
     "C128": ("F64", (2,)),

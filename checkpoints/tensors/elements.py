@@ -1,4 +1,4 @@
-"""The elements of a live tensor, plain or sharded, as views of its memory, and as bytes."""
+"""Access to the elements of a live tensor, plain or sharded: as views and as bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from checkpoints.tensors.regions import Extent, Region, regions_of
 
 
 def views_of(tensor: torch.Tensor, place: Extent) -> Iterator[tuple[torch.Tensor, int]]:
-    """Views that together are ``place`` in row-major order, each with the elements before it."""
+    """Views that make up ``place`` in row-major order, each with the number of elements before
+    it."""
     if isinstance(place, Region):
         yield _block(tensor, place), 0
     elif tensor.is_contiguous():
@@ -22,9 +23,9 @@ def views_of(tensor: torch.Tensor, place: Extent) -> Iterator[tuple[torch.Tensor
             yield block(tensor, region), before
 
 
-def copy_to(room: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
-    """Copy ``place`` into ``room``, contiguous bytes. Does not wait for copies from a GPU."""
-    typed = room.view(tensor.dtype)
+def copy_to(target_bytes: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
+    """Copy ``place`` into ``target_bytes``, contiguous. Copies from a GPU are not awaited."""
+    typed = target_bytes.view(tensor.dtype)
     with torch.no_grad():
         for view, before in views_of(tensor, place):
             target = typed[before : before + view.numel()]
@@ -32,11 +33,11 @@ def copy_to(room: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
 
 
 def bytes_of(tensor: torch.Tensor, place: Extent) -> memoryview:
-    """The bytes of ``place``: a view of the tensor's own memory where that is possible."""
+    """The bytes of ``place``: a view of the tensor's memory if possible, else a copy."""
     first = next(views_of(tensor, place))[0]
     if _is_plain_memory(first) and first.numel() == place.count:
         flat = first.reshape(-1)
-        if flat.stride(0) == 1:  # one element of a strided row counts as contiguous, too
+        if flat.stride(0) == 1:  # torch also calls one element of a strided row contiguous
             return flat.view(torch.uint8).numpy().data
     room = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8)
     copy_to(room, tensor, place)
@@ -56,6 +57,6 @@ def _block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
         if outer.contains(region):
             return block(memory, region.relative_to(outer))
     raise StateError(
-        f"this rank does not hold the block at {list(region.offset)} of a sharded tensor",
+        f"this rank does not hold the region at {list(region.offset)} of a sharded tensor",
         hint="Save with the rank and world size of torch.distributed.",
     )

@@ -1,8 +1,8 @@
-"""How a tensor is spread over ranks, and which of its elements each of them writes.
+"""How a tensor is sharded over ranks, and which of its elements each rank writes.
 
-A layout says in numbers what a DTensor's mesh and placements say; every rank knows all of it, so
-nobody has to talk to anybody. Where several ranks hold the same block (replicated dimensions of
-the mesh, as in HSDP), each writes an equal slice of it.
+A layout is the numeric form of a DTensor's mesh and placements. Every rank knows all of it, so no
+communication is needed. Where several ranks hold the same region (replicated dimensions of the
+mesh, as in HSDP), each writes an equal slice of it.
 
 The order of splits is torch's (``torch/distributed/tensor/_utils.py``): from the first dimension
 of the mesh to the last, each in pieces of ``ceil(length / size)`` as torch.chunk makes them. A
@@ -23,7 +23,7 @@ Interval = tuple[int, int]  # start, length
 
 @dataclass(frozen=True)
 class Split:
-    """One dimension of a mesh splits one dimension of the tensor."""
+    """A mesh dimension that shards dimension ``dim`` of the tensor."""
 
     dim: int
     factor: int = 1
@@ -31,14 +31,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """``ranks`` of a mesh in row-major order; for each of its dimensions a split, or a copy."""
+    """The ranks of a mesh in row-major order; per mesh dimension a split, or None if replicated."""
 
     mesh_shape: Shape
     ranks: tuple[int, ...]
     splits: tuple[Split | None, ...]
 
     def coordinate(self, rank: int) -> Shape | None:
-        """Where a rank stands in the mesh; None if it does not."""
+        """The coordinate of a rank in the mesh; None if it is not part of it."""
         if rank not in self.ranks:
             return None
         index, coordinate = self.ranks.index(rank), []
@@ -50,7 +50,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A block of the whole tensor, and where it begins in the memory of the rank that holds it."""
+    """A region of the global tensor, and its offset in the local tensor of the rank that holds
+    it."""
 
     region: Region
     local_offset: Shape
@@ -58,7 +59,7 @@ class LocalShard:
 
 @functools.lru_cache(maxsize=65536)
 def local_shards(layout: Layout, shape: Shape, coordinate: Shape) -> tuple[LocalShard, ...]:
-    """What the rank at ``coordinate`` holds: one block, seldom more, none if its share is empty.
+    """The shards of the rank at ``coordinate``: usually one; none if its shard is empty.
 
     >>> rows = Layout((2,), (0, 1), (Split(0),))
     >>> local_shards(rows, (5, 4), (1,))
@@ -80,7 +81,7 @@ def local_shards(layout: Layout, shape: Shape, coordinate: Shape) -> tuple[Local
 
 @functools.lru_cache(maxsize=65536)
 def local_shape(layout: Layout, shape: Shape, coordinate: Shape) -> Shape:
-    """The shape of what the rank at ``coordinate`` holds.
+    """The shape of the local tensor of the rank at ``coordinate``.
 
     >>> local_shape(Layout((4,), (0, 1, 2, 3), (Split(0),)), (5, 4), (3,))
     (0, 4)
@@ -97,7 +98,8 @@ def local_shape(layout: Layout, shape: Shape, coordinate: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=65536)
 def written_regions(layout: Layout, shape: Shape, rank: int, turn: int) -> tuple[Region, ...]:
-    """What ``rank`` writes of what it holds. ``turn`` deals out blocks too small to be sliced."""
+    """The regions that ``rank`` writes. ``turn`` rotates who writes regions too small to be
+    sliced."""
     coordinate = layout.coordinate(rank)
     if coordinate is None:
         return ()
@@ -137,7 +139,7 @@ def _window(kept: list[Interval], low: int, high: int) -> list[Interval]:
 
 
 def _merged(kept: list[Interval]) -> list[tuple[int, int, int]]:
-    """(start, length, start in local memory), neighbours joined."""
+    """(start, length, start in the local tensor), with adjacent intervals merged."""
     placed: list[tuple[int, int, int]] = []
     local = 0
     for start, length in kept:

@@ -1,9 +1,9 @@
-"""Who writes what: a pure function of (tensors, world size, rank). Nobody talks to anybody.
+"""Which rank writes what: a pure function of (tensors, world size, rank), without communication.
 
-Replicated tensors are laid end to end, widest elements first, and the line is cut into W pieces of
-equal bytes, at the next whole element. A rank's share of a tensor is a *span*: a run of elements
+Replicated tensors are concatenated, widest elements first, and cut into W pieces of equal bytes,
+rounded up to an element. A rank's share of a tensor is a *span*: a run of elements
 in row-major order. Of sharded tensors a rank writes *regions* that it holds
-(:mod:`checkpoints.tensors.layout`). In a file, wide elements come first: it keeps every piece
+(:mod:`checkpoints.tensors.layout`). In a file, wide elements come first, which keeps every piece
 aligned.
 """
 
@@ -18,13 +18,13 @@ from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.layout import Layout, written_regions
 from checkpoints.tensors.regions import Extent, Span, row_blocks
 
-# One hash for this many bytes: what a reader must read to trust any part of it.
+# Bytes per hash: the unit that a reader must read to verify any part of it.
 CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor, as every rank knows it. Without a layout, each rank holds all of it."""
+    """A global tensor, known alike on every rank. Without a layout it is replicated."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class TensorSpec:
 def share_of(
     specs: Sequence[TensorSpec], world_size: int, rank: int
 ) -> tuple[tuple[TensorSpec, Extent], ...]:
-    """What ``rank`` writes, in the order in which it stands in its file.
+    """The pieces that ``rank`` writes, in file order.
 
     >>> specs = [TensorSpec("a", "F32", (3,)), TensorSpec("b", "U8", (4,))]
     >>> [(s.name, span.start, span.count) for s, span in share_of(specs, 2, 0)]
@@ -68,7 +68,7 @@ def share_of(
             ]
             continue
         start, stop = (_element_at(cut - begin, spec) for cut in (low, high))
-        # Empty tensors have no bytes, but readers of safetensors look for their names.
+        # Empty tensors have no bytes, but safetensors readers look up their names.
         if stop > start or (spec.count == 0 and rank == 0):
             pieces.append((spec, Span(start, stop - start)))
         begin += spec.size_bytes
@@ -85,12 +85,13 @@ def _check_mesh(spec: TensorSpec, layout: Layout, world_size: int) -> None:
 
 
 def _element_at(offset_bytes: int, spec: TensorSpec) -> int:
-    """The first element that begins at or after an offset: both sides of a cut agree on it."""
+    """The first element at or after a byte offset: the ranks on both sides of a cut compute the
+    same."""
     return min(max(-(-offset_bytes // spec.element_bytes), 0), spec.count)
 
 
 def chunks_of(place: Extent, element_bytes: int) -> Iterator[Extent]:
-    """A piece in parts of at most :data:`CHUNK_BYTES`, in order: each is hashed by itself."""
+    """Split a piece into chunks of at most :data:`CHUNK_BYTES`, in order; each has its own hash."""
     per_chunk = max(1, CHUNK_BYTES // element_bytes)
     if not isinstance(place, Span):
         yield from row_blocks(place, per_chunk)

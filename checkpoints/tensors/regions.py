@@ -1,6 +1,6 @@
-"""Blocks of a tensor, and runs of its elements: the arithmetic of who holds and who needs what.
+"""Regions (n-dimensional blocks) and spans (flat runs of elements) of a tensor.
 
-Pure: shapes and numbers only, no tensors.
+Pure arithmetic on shapes: no tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Region:
-    """A block of a tensor: what a rank holds of a sharded one."""
+    """An n-dimensional block of a tensor, such as the shard that a rank holds."""
 
     offset: Shape
     shape: Shape
@@ -33,7 +33,7 @@ class Region:
         return math.prod(self.shape)
 
     def relative_to(self, outer: Region) -> Region:
-        """The same block, seen from the corner of ``outer``."""
+        """The same region, with its offset relative to that of ``outer``."""
         return Region(
             tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape
         )
@@ -42,7 +42,7 @@ class Region:
         return self & inner == inner
 
     def __and__(self, other: Region) -> Region | None:
-        """What two regions have in common, or None.
+        """The intersection of two regions, or None if it is empty.
 
         >>> Region((0, 0), (2, 4)) & Region((1, 2), (5, 5))
         Region(offset=(1, 2), shape=(1, 2))
@@ -64,9 +64,10 @@ def full_region(shape: Shape) -> Region:
 
 
 def split_evenly(region: Region, parts: int) -> tuple[Region, ...]:
-    """A region in ``parts`` slices of nearly equal size; some are empty where it is too small.
+    """Split a region into ``parts`` slices of nearly equal size; slices of a small region may be
+    empty.
 
-    Along the first dimension if that is long enough, since such slices are contiguous.
+    Splits the first dimension if it is long enough, since such slices are contiguous.
 
     >>> [piece.shape for piece in split_evenly(Region((0, 0), (17, 2)), 2)]
     [(8, 2), (9, 2)]
@@ -99,7 +100,7 @@ def row_blocks(region: Region, limit: int) -> Iterator[Region]:
 
 
 def regions_of(span: Span, shape: Shape) -> Iterator[tuple[Region, int]]:
-    """A run of elements as regions, each with the number of elements of the run before it.
+    """Split a span into regions, each with the number of elements of the span that precede it.
 
     >>> [(region.offset, region.shape, before) for region, before in regions_of(Span(1, 6), (3, 3))]
     [((0, 1), (1, 2), 0), ((1, 0), (1, 3), 2), ((2, 0), (1, 1), 5)]
@@ -111,12 +112,13 @@ def regions_of(span: Span, shape: Shape) -> Iterator[tuple[Region, int]]:
 def _regions_of(
     region: Region, dim: int, start: int, stop: int, before: int
 ) -> Iterator[tuple[Region, int]]:
-    """``region`` is one index wide before ``dim``; start and stop count its elements."""
+    """``region`` has length 1 in the dimensions before ``dim``; start and stop count its
+    elements."""
     if dim == len(region.shape):
         yield region, before
         return
     row = math.prod(region.shape[dim + 1 :])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # complete rows
     if first > last:  # within one row
         inner = _slice(region, dim, last, 1)
         yield from _regions_of(inner, dim + 1, start - last * row, stop - last * row, before)

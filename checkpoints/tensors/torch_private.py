@@ -1,4 +1,4 @@
-"""Every private name of torch that checkpoints lean on; each is looked for where it is needed."""
+"""The private names of torch that this package uses, each looked up where it is needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from checkpoints.errors import CheckpointError
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number of the tensor's storage, also of an empty one, which has no address."""
+    """An identifier of the tensor's storage; unlike an address, an empty storage has one."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def load_dcp(path: Path) -> dict[str, Any]:
-    """All that ``torch.distributed.checkpoint`` has saved in a folder.
+    """Everything that ``torch.distributed.checkpoint`` saved in a folder.
 
-    There is no public way to load what one has no state for; torch's own ``format_utils`` do it
-    like this. Raises CheckpointError where the installed torch has other names.
+    There is no public API to load without a template state; torch's own ``format_utils`` do the
+    same as this. Raises CheckpointError if the installed torch has renamed these.
     """
     try:
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -28,7 +28,7 @@ def load_dcp(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise CheckpointError(
             f"torch {torch.__version__} cannot load {path}: {error}",
-            hint="convert it with the torch that has written it",
+            hint="Convert it with the version of torch that wrote it.",
         ) from error
     state: dict[str, Any] = {}
     _load_state_dict(
