@@ -1,8 +1,8 @@
-"""From W parts to one committed checkpoint, by whoever finds them all.
+"""Commits a complete attempt: merges its W parts into the manifest. Any writer may do so.
 
-Order of what becomes durable: every file, every part, the merged manifest, the attempt folder's
-names, then the rename of the folder, then the root's names. The rename is the commit. Committers
-may race: they make the same bytes, under private names, and "it exists already" is success.
+Durability order: every file, every part, the merged manifest, the names in the attempt folder, the
+rename of the folder, the names in the root. The rename is the commit. Committers may race: they
+produce identical bytes under private names, and "already exists" counts as success.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from checkpoints.storage.small_files import write_durably
 
 
 class IncompleteAttempt(Exception):
-    """An attempt that cannot be committed now; says why."""
+    """An attempt cannot be committed yet; the message says why."""
 
 
 def is_committed(storage: Storage, name: CheckpointName) -> bool:
@@ -34,23 +34,25 @@ def is_committed(storage: Storage, name: CheckpointName) -> bool:
 
 
 def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
-    """Commit an attempt of ``world_size`` writers; returns once it is committed and durable.
+    """Commit an attempt of ``world_size`` writers. Returns once the commit is durable.
 
-    Raises :class:`IncompleteAttempt` if parts are missing or do not fit, ``OSError`` if the storage
-    fails.
+    Raises :class:`IncompleteAttempt` if parts are missing or inconsistent, ``OSError`` if the
+    storage fails.
     """
     try:
         manifest = merge_parts(read_parts(storage, name, world_size))
         data = manifest.to_bytes()
         try:
-            parse_manifest(data, MANIFEST)  # what a loader would refuse is not committed
+            parse_manifest(data, MANIFEST)  # never commit what a loader would reject
         except LoadError as error:
-            raise IncompleteAttempt(f"the parts do not make a whole: {error.message}") from error
+            raise IncompleteAttempt(
+                f"the parts do not make a valid checkpoint: {error.message}"
+            ) from error
         _check_sizes(storage, manifest)
         _put_manifest(storage, name, data)
         _publish(storage, name)
     except FileNotFoundError:
-        # Another committer took the folder away under us, by renaming it.
+        # Another committer renamed the folder meanwhile.
         if not is_committed(storage, name):
             raise
     storage.sync_folder("")
@@ -59,11 +61,11 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
 
 def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
     """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt`."""
-    there = set(storage.list(name.attempt))
-    missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in there]
+    present = set(storage.list(name.attempt))
+    missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
     if missing:
         ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        raise IncompleteAttempt(f"waits for {len(missing)} of {world_size} writers: {ranks}")
+        raise IncompleteAttempt(f"waiting for {len(missing)} of {world_size} writers: {ranks}")
     return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
 
 
@@ -79,24 +81,24 @@ def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int
     finally:
         source.close()
     if part.name != name:
-        raise IncompleteAttempt(f"part {rank} is of another world: it says {part.name}")
+        raise IncompleteAttempt(f"part {rank} belongs to another world: {part.name}")
     if (part.writer.rank, part.world_size) != (rank, world_size):
-        raise IncompleteAttempt(f"part {rank} is of another writer")
+        raise IncompleteAttempt(f"part {rank} belongs to another writer")
     return part
 
 
 def merge_parts(parts: Sequence[Part]) -> Manifest:
-    """One manifest of all parts: pure, and the same whoever calls it.
+    """Merge all parts into one manifest. Deterministic.
 
     Raises :class:`IncompleteAttempt` where the writers did not save the same tensors.
     """
     first = parts[0]
     shared = first.shared
     if shared is None:
-        raise IncompleteAttempt("part 0 does not say what is in the checkpoint")
-    strangers = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
-    if strangers:
-        raise IncompleteAttempt(f"writer {strangers[0]} saved other tensors than writer 0")
+        raise IncompleteAttempt("part 0 lacks the shared metadata")
+    differing = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
+    if differing:
+        raise IncompleteAttempt(f"writer {differing[0]} saved other tensors than writer 0")
     return Manifest(
         name=first.name,
         lineage=shared.lineage,
@@ -146,8 +148,8 @@ def _publish(storage: Storage, name: CheckpointName) -> None:
 
 
 def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
-    """Parts have done their work, and a committer that lost the race may have left its copy."""
-    with contextlib.suppress(OSError):  # they harm nobody: no reader looks at them
+    """Remove parts, which are not needed any more, and manifests of committers that lost."""
+    with contextlib.suppress(OSError):  # harmless: no reader looks at them
         for file in storage.list(str(name)):
             if parse_part_file(file) is not None or file.startswith(".manifest-"):
                 storage.remove(f"{name}/{file}")

@@ -25,11 +25,11 @@ def committed_names(storage: Storage) -> list[CheckpointName]:
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    """The manifest of a committed checkpoint, checked, its files there with the right sizes."""
+    """The validated manifest of a committed checkpoint whose files exist with the right sizes."""
     parsed = parse_committed(name)
     if parsed is None:
         raise CheckpointNotFound(
-            f"{name!r} is not a checkpoint's name",
+            f"{name!r} is not the name of a checkpoint",
             hint="Names look like step-000001200.g7.3f9c; list_checkpoints() lists them.",
         )
     file = f"{name}/{MANIFEST}"
@@ -39,12 +39,14 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(
                 f"there is no checkpoint {name} in {storage.place}",
-                hint="list_checkpoints() lists those that are there.",
+                hint="list_checkpoints() lists the existing ones.",
             ) from error
         with contextlib.closing(source):
             manifest = parse_manifest(read_document(source, file), file)
         if manifest.name != parsed:
-            raise CorruptCheckpoint(f"it is the manifest of {manifest.name}", file=file)
+            raise CorruptCheckpoint(
+                f"it is the manifest of another checkpoint, {manifest.name}", file=file
+            )
         for writer in manifest.writers:
             with open_verified_size(storage, parsed, writer):
                 pass
@@ -63,13 +65,13 @@ def open_verified_size(
     with contextlib.closing(source):
         if source.size() != writer.size_bytes:
             raise CorruptCheckpoint(
-                f"it has {source.size()} bytes, not {writer.size_bytes}", file=file
+                f"it has {source.size()} bytes instead of {writer.size_bytes}", file=file
             )
         yield source
 
 
 def read_document(source: ReadableFile, file: str) -> bytes:
-    """All bytes of a sealed file, refused before anything is allocated if absurdly large."""
+    """All bytes of a checksummed document; an oversized one is rejected before allocating."""
     size = source.size()
     if size > MAX_DOCUMENT_BYTES:
         raise CorruptCheckpoint(f"{size} bytes are more than any manifest has", file=file)

@@ -1,7 +1,7 @@
-"""What happens to other folders once a checkpoint is committed.
+"""Updates LATEST and removes old checkpoints after a commit.
 
-Nothing here may fail a save: the checkpoint stands. Removing a committed checkpoint renames it
-first, so that one that is half removed is never listed.
+Nothing here fails a save: the checkpoint is committed already. A checkpoint is renamed before its
+removal, so that a partly removed one is never listed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from checkpoints.storage.small_files import write_durably
 
 @runtime_checkable
 class PartStorage(Protocol):
-    """A storage in which nothing is committed: whoever looks merges parts from several places."""
+    """A storage of parts that are never committed there; readers merge parts of several
+    storages."""
 
     def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
-        """One more part is there: remove what ``keep`` gives up; notes."""
+        """A part was added: remove the ones that ``keep`` does not retain; returns notes."""
         ...
 
 
 def after_commit(
     storage: Storage, name: CheckpointName, keep: RetentionFunction | None
 ) -> tuple[str, ...]:
-    """Point LATEST, remove what ``keep`` gives up and what can never be completed; notes."""
+    """Update LATEST, remove checkpoints that ``keep`` does not retain and superseded attempts;
+    returns notes."""
     notes = []
     try:
         names = committed_names(storage)
@@ -48,14 +50,16 @@ def after_commit(
             remove_committed(storage, old)
         _remove_superseded(storage, name)
     except OSError as error:
-        notes.append(f"{name} is committed, but tidying up failed: {error.strerror or error}")
+        notes.append(
+            f"{name} is committed, but removing older checkpoints failed: {error.strerror or error}"
+        )
     return tuple(notes)
 
 
 def not_retained(
     storage: Storage, newest_first: Sequence[CheckpointName], keep: RetentionFunction
 ) -> tuple[CheckpointName, ...]:
-    """What ``keep`` gives up of the committed checkpoints, oldest first."""
+    """The committed checkpoints that ``keep`` does not retain, oldest first."""
 
     @functools.cache
     def manifest_of(name: CheckpointName) -> Manifest | None:
@@ -68,7 +72,9 @@ def not_retained(
 
 
 def prune(root: Root, keep: RetentionFunction, *, dry_run: bool = False) -> tuple[str, ...]:
-    """Remove the committed checkpoints that ``keep`` gives up, never the newest; their names.
+    """Remove the committed checkpoints that ``keep`` does not retain; returns their names.
+
+    The newest is always retained.
 
     Raises :class:`SaveError` if the storage fails.
     """
@@ -81,7 +87,7 @@ def prune(root: Root, keep: RetentionFunction, *, dry_run: bool = False) -> tupl
 
 
 def remove_committed(storage: Storage, name: CheckpointName) -> None:
-    """Remove a committed checkpoint; others that do it at the same time are no trouble."""
+    """Remove a committed checkpoint. Safe against concurrent removal."""
     try:
         storage.rename(str(name), name.removed)
     except FileNotFoundError:
@@ -90,14 +96,14 @@ def remove_committed(storage: Storage, name: CheckpointName) -> None:
 
 
 def _point_latest(storage: Storage, newest: CheckpointName) -> None:
-    """For people and scripts; this package never reads it."""
+    """Write LATEST, for users and scripts; this package never reads it."""
     temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"
     write_durably(storage, temporary, f"{newest}\n".encode("ascii"))
     storage.rename(temporary, LATEST)
 
 
 def _remove_superseded(storage: Storage, name: CheckpointName) -> None:
-    """Attempts of the same world at earlier steps: all its writers have gone on without them."""
+    """Remove attempts of the same world at earlier steps: none can be completed any more."""
     for folder in storage.list(""):
         attempt = parse_attempt(folder)
         if (

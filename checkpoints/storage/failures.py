@@ -1,4 +1,4 @@
-"""From an ``OSError`` of a storage to the error that says what happened and what to do."""
+"""Translates the ``OSError`` of a storage into an error with a cause and a remedy."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
 
 @contextlib.contextmanager
 def writing(place: str) -> Iterator[None]:
-    """Turn an ``OSError`` into the error that says what to do about it."""
+    """Translate an ``OSError`` into a :class:`SaveError` with a remedy."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _FULL:
             raise DiskFull(
-                f"no room to save into {place}: {reason}",
-                hint="Free space or keep fewer checkpoints; the older ones are untouched.",
+                f"no space to save into {place}: {reason}",
+                hint="Free space or keep fewer checkpoints; older checkpoints are unchanged.",
             ) from error
         if error.errno in _REFUSED:
             raise NotWritable(
                 f"cannot write into {place}: {reason}",
-                hint="Give a folder that every writer may write.",
+                hint="Use a folder that every writer has permission to write.",
             ) from error
         raise WriteFailed(
             f"writing into {place} failed: {reason}",
-            hint="The older checkpoints are untouched; the next save starts anew.",
+            hint="Older checkpoints are unchanged; the next save starts afresh.",
         ) from error
 
 
 @contextlib.contextmanager
 def reading(place: str) -> Iterator[None]:
-    """Turn an ``OSError`` into :class:`ReadFailed`."""
+    """Translate an ``OSError`` into :class:`ReadFailed`."""
     try:
         yield
     except OSError as error:
         raise ReadFailed(
             f"reading {place} failed: {error.strerror or error}",
-            hint="Check the disk or the mount; latest() finds the newest that can be read.",
+            hint="Check the disk or the mount; latest() finds the newest readable checkpoint.",
         ) from error

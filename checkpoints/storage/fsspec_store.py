@@ -1,14 +1,14 @@
 """Object stores by fsspec's drivers.
 
-fsspec was chosen because it has a kept driver for every store (S3, GCS, Azure, …) with its own
-credentials, retries and multipart uploads. It is imported when the first URL is used.
+fsspec has a maintained driver for every store (S3, GCS, Azure, …), each with its own credentials,
+retries and multipart uploads. It is imported when the first URL is used.
 
-An object appears whole or not at all, and its name does not change: everything above
-(:mod:`checkpoints.storage.object_storage`) is built on these two properties, nothing on folders or
+An object appears atomically, and its name does not change:
+:mod:`checkpoints.storage.object_storage` relies on these two properties only, not on folders or
 renames.
 
-A writer that is killed in the middle of a multipart upload leaves parts that nobody sees, and
-that are paid for: give the bucket a lifecycle rule that aborts incomplete uploads.
+A writer that is killed during a multipart upload leaves invisible parts that are billed: give the
+bucket a lifecycle rule that aborts incomplete uploads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 from checkpoints.errors import ArgumentError
 from checkpoints.storage.object_store import ObjectInfo, Upload
 
-# Below, an object is sent in one request; above, in parts of this size (S3 takes 10,000).
+# Smaller objects are sent in one request, larger ones in parts of this size (S3 allows 10,000).
 PART_BYTES = 64 << 20
-_CONFLICTS = 5  # S3 says 409 while another conditional put of the same object is under way
+_CONFLICTS = 5  # attempts: S3 responds 409 during another conditional put of the same object
 
 
 def open_url(url: str, **options: Any) -> FsspecObjects:
-    """The store that a URL names. ``options`` are those of fsspec's driver.
+    """The store of a URL. ``options`` are passed to the fsspec driver.
 
     Raises :class:`ArgumentError` if there is no driver for its scheme.
     """
@@ -38,7 +38,7 @@ def open_url(url: str, **options: Any) -> FsspecObjects:
     try:
         import fsspec
 
-        # Its cache of listings would hide what other writers do.
+        # A listings cache would hide the changes of other writers.
         fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
         extra = "s3" if scheme in ("s3", "s3a") else "objects"
@@ -47,7 +47,7 @@ def open_url(url: str, **options: Any) -> FsspecObjects:
         ) from error
     except ValueError as error:
         raise ArgumentError(
-            f"{url}: {error}", hint="Give a folder, or a URL like s3://bucket/prefix."
+            f"{url}: {error}", hint="Use a folder, or a URL such as s3://bucket/prefix."
         ) from error
     return FsspecObjects(fs, path, place=url)
 
@@ -59,7 +59,7 @@ class FsspecObjects:
         self._fs = fs
         self._path = path.rstrip("/")
         self.place = place if place is not None else f"{fs.protocol}:{path}"
-        # Drivers that are not asynchronous keep one position for all readers of a file.
+        # Synchronous drivers share one file position among all readers.
         self._one_at_a_time = (
             contextlib.nullcontext() if getattr(fs, "async_impl", False) else threading.Lock()
         )
@@ -73,7 +73,9 @@ class FsspecObjects:
         entries = {}
         for info in found:
             name = info["name"].rstrip("/").rpartition("/")[2]
-            if info["name"].rstrip("/") != self._key(prefix):  # some list a prefix in itself
+            if info["name"].rstrip("/") != self._key(
+                prefix
+            ):  # some drivers list a prefix inside itself
                 entries[name] = _entry(info)
         return entries
 
@@ -110,10 +112,10 @@ class FsspecObjects:
         upload.commit()
 
     def _put_new(self, path: str, data: bytes) -> None:
-        """By a conditional put; where there is none, by looking first.
+        """Conditional put; check-then-put for stores without it.
 
-        What two committers put is the same, so the second way is no worse for them: it only
-        tells both that they were first.
+        Racing committers put identical bytes, so the fallback is safe: it only reports to both
+        that they were first.
         """
         for _ in range(_CONFLICTS):
             try:
@@ -123,12 +125,14 @@ class FsspecObjects:
                 self._fs.invalidate_cache()
                 if self._fs.exists(path):
                     raise FileExistsError(path) from error
-                if _is_unknown_to_the_store(error):
+                if _lacks_conditional_put(error):
                     self._put(path, data)
                     return
                 if "ConditionalRequestConflict" not in str(error):
                     raise
-        raise OSError(errno.EAGAIN, "others put the same object, and none of them stays", path)
+        raise OSError(
+            errno.EAGAIN, "concurrent conditional puts of this object kept conflicting", path
+        )
 
     def upload(self, key: str) -> Upload:
         return _Upload(self, key)
@@ -139,17 +143,20 @@ class FsspecObjects:
 
     def delete_prefix(self, prefix: str) -> None:
         if not getattr(self._fs, "async_impl", False):
-            with contextlib.suppress(OSError), self._asking():  # somebody may have put one there
+            with (
+                contextlib.suppress(OSError),
+                self._asking(),
+            ):  # another writer may have put an object there
                 self._fs.rmdir(self._key(prefix))
 
     @property
     def _puts_at_once(self) -> bool:
-        """Whether a put is one request: not for files that are opened and written."""
+        """Whether a put is a single request, unlike a file that is opened and written."""
         return getattr(self._fs, "async_impl", False) or _is_memory(self._fs)
 
     @property
     def takes_parts(self) -> bool:
-        """Whether an upload can stay unseen until its end. The driver for memory cannot."""
+        """Whether an upload stays invisible until it finishes; not so in the memory driver."""
         return not _is_memory(self._fs)
 
     def begin_parts(self, key: str) -> Any:
@@ -164,7 +171,7 @@ class FsspecObjects:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Whatever a driver raises becomes an ``OSError`` with a number."""
+        """Translate any exception of a driver into an ``OSError`` with an errno."""
         with self._one_at_a_time:
             try:
                 yield
@@ -173,7 +180,8 @@ class FsspecObjects:
 
 
 class _Upload:
-    """Small ones are put at once; from :data:`PART_BYTES` on, sent in parts while written."""
+    """Buffers small objects; sends larger ones in parts of :data:`PART_BYTES` while they are
+    written."""
 
     def __init__(self, objects: FsspecObjects, key: str) -> None:
         self._objects = objects
@@ -204,11 +212,11 @@ class _Upload:
             with self._objects.asking():
                 self._parts.discard()
                 with contextlib.suppress(AttributeError):
-                    self._parts.closed = True  # else its destructor would send what is left
+                    self._parts.closed = True  # else its destructor would send the remainder
 
 
-def _is_unknown_to_the_store(error: Exception) -> bool:
-    """Whether the driver, or the store, does not know conditional puts."""
+def _lacks_conditional_put(error: Exception) -> bool:
+    """Whether the error means that the driver or the store lacks conditional puts."""
     return isinstance(error, (TypeError, NotImplementedError)) or "NotImplemented" in str(error)
 
 
@@ -226,7 +234,7 @@ def _entry(info: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Drivers agree neither on the name nor on the type. Unknown ones look new."""
+    """Drivers differ in key and type. An unknown time counts as new."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = info.get(name)
         if isinstance(value, datetime):
@@ -240,15 +248,15 @@ def _modified_s(info: Mapping[str, Any]) -> float:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    said = f"{error}" or type(error).__name__
+    text = f"{error}" or type(error).__name__
     if isinstance(error, FileExistsError):
-        return FileExistsError(errno.EEXIST, said)
+        return FileExistsError(errno.EEXIST, text)
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, said)
+        return FileNotFoundError(errno.ENOENT, text)
     if "Credential" in type(error).__name__:
-        return PermissionError(errno.EACCES, f"no usable credentials: {said}")
+        return PermissionError(errno.EACCES, f"no usable credentials: {text}")
     if isinstance(error, PermissionError):
-        return PermissionError(errno.EACCES, said)
+        return PermissionError(errno.EACCES, text)
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    return OSError(errno.EIO, f"{type(error).__name__}: {said}")
+    return OSError(errno.EIO, f"{type(error).__name__}: {text}")

@@ -14,12 +14,12 @@ from checkpoints.format.names import parse_attempt
 from checkpoints.storage.mapped_files import MappedFile, is_memory_file_system
 from checkpoints.storage.protocol import ReadableFile, WritableFile
 
-# Small tensors are gathered into writes of this size; larger ones pass through unbuffered.
+# Small tensors are buffered into writes of this size; larger ones bypass the buffer.
 _BUFFER_BYTES = 1 << 20
 
 
 class LocalStorage:
-    """A folder on this machine, or on NFS (rename and fsync are synchronous there)."""
+    """A local folder, or one on NFS (where rename and fsync are synchronous)."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root)
@@ -62,15 +62,15 @@ class LocalStorage:
 
     def remove_folder(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._root / self._out_of_reach(path))
+            shutil.rmtree(self._root / self._renamed_for_removal(path))
 
-    def _out_of_reach(self, path: str) -> str:
-        """An attempt under another name: a committer that was stopped before its rename would
-        make a checkpoint of what is half removed."""
+    def _renamed_for_removal(self, path: str) -> str:
+        """Rename an attempt before its removal: a committer that was paused before its rename
+        would otherwise commit a partly removed attempt."""
         attempt = parse_attempt(path)
         if attempt is None:
             return path
-        with contextlib.suppress(FileNotFoundError):  # what another one left
+        with contextlib.suppress(FileNotFoundError):  # left by an interrupted removal
             shutil.rmtree(self._root / attempt.removed)
         os.rename(self._root / path, self._root / attempt.removed)
         return attempt.removed
@@ -78,7 +78,7 @@ class LocalStorage:
 
 class _LocalSink:
     def __init__(self, path: Path) -> None:
-        # Never through a link: a planted one would have us overwrite its target.
+        # Never follow a symbolic link: a planted one would have us overwrite its target.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = io.BufferedWriter(
             io.FileIO(os.open(path, flags, 0o666), "w"), buffer_size=_BUFFER_BYTES
@@ -88,20 +88,20 @@ class _LocalSink:
         self._file.write(data)
 
     def sync(self) -> None:
-        self._file.flush()  # before the fsync: what is still in our buffer is not on disk
+        self._file.flush()  # before the fsync, which does not cover our own buffer
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         try:
             self._file.close()
         finally:
-            # A failed flush leaves the descriptor open; the bytes are lost either way.
+            # A failed flush leaves the descriptor open.
             self._file.raw.close()
 
 
 class _LocalSource:
     def __init__(self, path: Path) -> None:
-        # O_NONBLOCK: a planted FIFO must not hang us; O_NOFOLLOW: nothing outside the folder.
+        # O_NONBLOCK: a planted FIFO must not block us; O_NOFOLLOW: stay inside the folder.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):

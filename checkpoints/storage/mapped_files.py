@@ -1,11 +1,11 @@
-"""Files on a memory file system, looked at where they lie.
+"""Memory-mapped access to files on a memory file system (tmpfs).
 
-Of such a file nothing has to be copied to be verified, and one copy loads it. Read instead, each
-byte passes through the kernel twice: 1 GiB takes 0.15 s to verify and 0.23 s to copy by reads,
-0.09 s and 0.16 s here (one thread, the mapping included; measured).
+A mapped file is verified without a copy and loaded with one. With read(), each byte passes through
+the kernel twice: 1 GiB takes 0.15 s to verify and 0.23 s to copy with reads, 0.09 s and 0.16 s
+mapped (one thread, including the mapping; measured).
 
-A file that becomes shorter while it is looked at ends the process (SIGBUS), as under any mapping.
-Nothing here does that to a committed one; one that is removed stays for who has it mapped.
+A file that is truncated while mapped ends the process (SIGBUS), as with any mapping. This package
+never truncates a committed file; a removed one stays accessible to the processes that map it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class MappedFile:
-    """A file's bytes in memory, only for reading. Used by several threads at once."""
+    """A read-only mapping of a file. Safe for concurrent use by several threads."""
 
     def __init__(self, descriptor: int) -> None:
         """Raises ``OSError``; ``ValueError`` if the file is empty."""
         self._descriptor = os.dup(descriptor)
         try:
-            self.identity = self._found()
+            self.identity = self._identity_now()
             self._memory = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except BaseException:
             os.close(self._descriptor)
@@ -38,37 +38,37 @@ class MappedFile:
         return len(self._memory)
 
     def look(self, begin: int, end: int) -> memoryview:
-        """These bytes, all of them found at once: page by page takes several times as long.
+        """A view of these bytes, pre-faulted: faults page by page take several times as long.
 
-        Raises ``OSError`` if they are not there any more.
+        Raises ``OSError`` if the pages are not available any more.
         """
         page = begin - begin % mmap.PAGESIZE
         try:
             if page < end:
                 self._memory.madvise(_POPULATE_READ, page, end - page)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # an older kernel: they are found when looked at
+            if error.errno != errno.EINVAL:  # an older kernel: pages fault in on access
                 raise
         return memoryview(self._memory)[begin:end]
 
     def has_changed(self) -> bool:
-        """Whether somebody wrote into it since it was mapped."""
-        return self._found() != self.identity
+        """Whether the file was written to since it was mapped."""
+        return self._identity_now() != self.identity
 
     def close(self) -> None:
-        """What is still looked at stays mapped until it no longer is."""
+        """Unmap the file, or leave that to the last view in use."""
         os.close(self._descriptor)
         with contextlib.suppress(BufferError):
             self._memory.close()
 
-    def _found(self) -> str:
-        """The file, and its state: the same for all processes that have it mapped."""
+    def _identity_now(self) -> str:
+        """Identifies the file and its state; equal in all processes that map it."""
         status = os.fstat(self._descriptor)
         return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def is_memory_file_system(device: int) -> bool:
-    """Whether a device (``st_dev``) is a tmpfs; False where that cannot be known."""
+    """Whether a device (``st_dev``) is a tmpfs; False if that cannot be determined."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:

@@ -1,27 +1,27 @@
-"""Checkpoints in an object store, where nothing can be renamed: the manifest, put last, commits.
+"""Checkpoints in an object store, which has no rename: putting the manifest last is the commit.
 
 An attempt and the checkpoint it becomes are one prefix::
 
     step-000001200.g7.3f9c/
-      00000-of-00004.safetensors     in their place from the start
+      00000-of-00004.safetensors     written under the final name
       part-00000-of-00004.json
       .manifest-pending.json         an attempt's manifest.json, before the commit
-      manifest.json                  there, with all files: committed. One put, the first one wins.
-      .removed                       there, and not committed: on its way out
+      manifest.json                  present with all files: committed. One put; the first wins.
+      .removed                       present, and not committed: being removed
 
 So the three folders of :mod:`checkpoints.format.names` (attempt, committed, removed) are three
-states of a prefix, told by which of the two last objects is there. Renaming between them puts and
-deletes these, and never moves data. An object store has no folders: an empty one is missing.
+states of a prefix, distinguished by the last two objects. Renaming between them puts and deletes
+these objects and never moves data. An object store has no folders: an empty one is missing.
 
-A committer may be stopped between its look at the parts and its put, for as long as it takes
-others to remove them. Three things keep its manifest from listing what is gone:
+A committer may be paused between checking the parts and putting the manifest, while another process
+removes those parts. Three rules keep its manifest from listing missing files:
 
-- who removes an attempt puts the mark first, and looks for a manifest then; a committer puts the
-  manifest first, and looks for the mark and the files then. One of them sees the other: a
-  committer that sees a mark, or misses a file, takes its manifest back and has failed;
-- who removes looks again when all is deleted, and deletes what came meanwhile;
-- if the committer dies before its look, a manifest without its files is no checkpoint to anybody:
-  it is on its way out, and swept like one.
+- a remover puts the mark first and then checks for a manifest; a committer puts the manifest first
+  and then checks for the mark and the files. At least one of them sees the other: a committer that
+  finds a mark or misses a file deletes its manifest and fails;
+- a remover lists again after deleting, and deletes what was added meanwhile;
+- if the committer dies before its check, every reader treats a manifest without its files as a
+  checkpoint being removed, and garbage collection deletes it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ObjectStorage:
         return self._objects.place
 
     def make_folder(self, path: str) -> None:
-        """Nothing: the first object makes its prefix."""
+        """Does nothing: the first object creates its prefix."""
 
     def list(self, path: str) -> builtins.list[str]:
         if not path:
@@ -85,13 +85,13 @@ class ObjectStorage:
         name, state = _parse_path(path)
         if name is not None and state is _State.COMMITTED and path == f"{name}/{MANIFEST}":
             entries = self._objects.list(str(name))
-            if _state(entries) is not state:  # a manifest whose files are gone commits nothing
+            if _state(entries) is not state:  # a manifest without its files is not a commit
                 raise _missing(path)
             return entries[MANIFEST].size
         return self._objects.stat(_key(path)).size
 
     def modified_s(self, path: str) -> float:
-        """Of a folder: of what changed last in it."""
+        """Of a folder: the time of the last change in it."""
         if "/" in path or _parse_path(path)[0] is None:
             return self._objects.stat(_key(path)).modified_s
         files = [entry.modified_s for entry in self._objects.list(_key(path)).values()]
@@ -102,14 +102,14 @@ class ObjectStorage:
     def create(self, path: str) -> WritableFile:
         name, state = _parse_path(path)
         if name is not None and state is _State.ATTEMPT and self._exists(name, MANIFEST):
-            raise _missing(path)  # it is committed: nothing is written into it any more
+            raise _missing(path)  # it is committed: read-only from now on
         return _ObjectSink(self._objects.upload(_key(path)))
 
     def open(self, path: str) -> ReadableFile:
         return _ObjectSource(self._objects, _key(path))
 
     def rename(self, old: str, new: str) -> None:
-        """A file, or a checkpoint from attempt to committed to removed."""
+        """Rename a file, or move a checkpoint from attempt to committed, or to removed."""
         name, before = _parse_path(old)
         same, after = _parse_path(new)
         if "/" in old or name is None:
@@ -122,33 +122,32 @@ class ObjectStorage:
             raise OSError(errno.EOPNOTSUPP, "an object store cannot rename folders", old)
 
     def sync_folder(self, path: str) -> None:
-        """Nothing: a put is durable when it returns."""
+        """Does nothing: a put is durable when it returns."""
 
     def remove(self, path: str) -> None:
         self._objects.stat(_key(path))
         self._objects.delete(_key(path))
 
     def remove_folder(self, path: str) -> None:
-        """With all that is in it. Dying in between leaves nothing that looks whole."""
+        """Remove all objects. An interruption leaves nothing that looks committed."""
         name, state = _parse_path(path)
         entries = self._objects.list(_key(path))
         if name is not None and state is _State.ATTEMPT and _state(entries) is state:
             entries, state = self._mark(name), _State.REMOVED
-        # Again, for the manifest of a committer that was stopped before its put.
+        # Repeat, for the manifest of a committer that was paused before its put.
         while entries and (name is None or _state(entries) is state):
             self._delete_all(path, entries)
             entries = self._objects.list(_key(path))
-        # (Else it has become something else.)
 
     def _mark(self, name: CheckpointName) -> Mapping[str, ObjectInfo]:
-        """Say that an attempt is on its way out, unless a committer was faster; what is in it."""
-        with contextlib.suppress(OSError):  # a store may be too full even for this
+        """Mark an attempt as being removed, unless it was committed first; returns its objects."""
+        with contextlib.suppress(OSError):  # the store may be full even for this
             self._objects.put(f"{name}/{_REMOVED}", b"")
         entries = self._objects.list(str(name))
         if _state(entries) is _State.COMMITTED:
             self._objects.delete(f"{name}/{_REMOVED}")
             return {}
-        # The mark counts though it could not be put.
+        # The mark counts even if it could not be put.
         return {**entries, _REMOVED: ObjectInfo(0, 0.0)} if entries else {}
 
     def _delete_all(self, path: str, entries: Mapping[str, ObjectInfo]) -> None:
@@ -195,7 +194,7 @@ class ObjectStorage:
         entries = self._objects.list(str(name))
         if _REMOVED in entries or not _has_all_files(entries):
             self._objects.delete(f"{name}/{MANIFEST}")
-            raise _missing(name.attempt)  # it was removed before this put
+            raise _missing(name.attempt)  # removed before this put
         self._objects.delete(pending)
 
     def _uncommit(self, name: CheckpointName) -> None:
@@ -205,7 +204,7 @@ class ObjectStorage:
 
 
 class _ObjectSink:
-    """Seen from its sync or close on, whole: before, and if a write fails, it never was."""
+    """Visible from sync() or close() on; never visible if a write fails."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
@@ -230,7 +229,7 @@ class _ObjectSink:
             yield
         except BaseException:
             self._is_open = False
-            with contextlib.suppress(OSError):  # the first failure is the one to report
+            with contextlib.suppress(OSError):  # report the first failure
                 self._upload.abandon()
             raise
 
@@ -259,7 +258,7 @@ class _ObjectSource:
 
 
 def _parse_path(path: str) -> tuple[CheckpointName | None, _State]:
-    """Which checkpoint a path is in, and in which state it has to be for that."""
+    """The checkpoint of a path, and the state that the path implies."""
     folder = path.partition("/")[0]
     if folder.startswith(REMOVED_PREFIX):
         return parse_committed(folder.removeprefix(REMOVED_PREFIX)), _State.REMOVED
@@ -269,7 +268,7 @@ def _parse_path(path: str) -> tuple[CheckpointName | None, _State]:
 
 
 def _key(path: str) -> str:
-    """The object's name."""
+    """The object name of a path."""
     name, state = _parse_path(path)
     _, slash, file = path.partition("/")
     if name is None:
@@ -288,7 +287,7 @@ def _state(entries: Mapping[str, ObjectInfo]) -> _State:
 
 
 def _has_all_files(entries: Mapping[str, ObjectInfo]) -> bool:
-    """Whether nothing of a checkpoint is missing: the names of its files say how many there are."""
+    """Whether no file of a checkpoint is missing; each file name holds the number of files."""
     files = [ranks for ranks in map(parse_writer_file, entries) if ranks is not None]
     if files:
         return len(files) == max(world_size for _, world_size in files)
@@ -296,8 +295,8 @@ def _has_all_files(entries: Mapping[str, ObjectInfo]) -> bool:
 
 
 def _removal_order(entry: str) -> tuple[int, str]:
-    """The manifest first: what is half removed is not listed. Then parts: nobody can commit it
-    again. The mark that it is on its way out goes last."""
+    """The manifest first, so that it is not listed; then parts, so that it cannot be committed; the
+    removal mark last."""
     if entry == MANIFEST:
         return 0, entry
     if parse_part_file(entry) is not None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object, or a prefix that objects have in common."""
+    """An object, or a common prefix of objects."""
 
     size: int
     modified_s: float  # since 1970, by the store's clock
@@ -20,7 +20,7 @@ class ObjectInfo:
 
 
 class Upload(Protocol):
-    """An object on its way: nobody sees it before :meth:`finish` returns."""
+    """An upload in progress: the object is visible once :meth:`finish` returns."""
 
     def write(self, data: bytes | memoryview) -> None: ...
 
@@ -36,7 +36,7 @@ class Objects(Protocol):
     def place(self) -> str: ...
 
     def list(self, prefix: str) -> Mapping[str, ObjectInfo]:
-        """What stands directly under a prefix, by its last word. Empty if there is nothing."""
+        """The direct children of a prefix, by the last component of their names."""
         ...
 
     def stat(self, key: str) -> ObjectInfo: ...
@@ -44,15 +44,15 @@ class Objects(Protocol):
     def get(self, key: str, begin: int, end: int) -> bytes: ...
 
     def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
-        """At once; with ``only_new``, FileExistsError if there is one."""
+        """Put an object in one request; with ``only_new``, FileExistsError if it exists."""
         ...
 
     def upload(self, key: str) -> Upload: ...
 
     def delete(self, key: str) -> None:
-        """One that is gone is fine."""
+        """Delete an object; a missing one is no error."""
         ...
 
     def delete_prefix(self, prefix: str) -> None:
-        """One without objects, where prefixes are folders that stay when they are empty."""
+        """Delete an empty prefix, for stores in which a prefix is a folder."""
         ...

@@ -1,4 +1,4 @@
-"""Whether two processes have the same files before them: one kernel's, which reads them once."""
+"""Whether two processes read the same files through one kernel, and so share its page cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def page_cache_identity(storage: Storage, name: str) -> str | None:
-    """The same for two processes if they read the same files of a checkpoint through one kernel,
-    whatever they call the folder; None where that cannot be known.
+    """Equal for two processes that read the same files of a checkpoint through one kernel, whatever
+    the path of the folder; None if that cannot be determined.
 
-    Virtual machines started from one snapshot have one boot id: their names tell them apart.
+    Virtual machines started from one snapshot share a boot id, so the host name is part of it.
     """
     if not isinstance(storage, LocalStorage):
         return None

@@ -20,7 +20,7 @@ class WritableFile(Protocol):
         ...
 
     def sync(self) -> None:
-        """Flush, then make the content durable: after this a power cut keeps it."""
+        """Flush and make the content durable: it survives a power failure after this."""
         ...
 
     def close(self) -> None: ...
@@ -32,46 +32,46 @@ class ReadableFile(Protocol):
     def size(self) -> int: ...
 
     def read_at(self, offset: int, into: memoryview) -> int:
-        """Fill ``into`` from ``offset``; the number of bytes, less only at the file's end."""
+        """Fill ``into`` from ``offset``. Returns the number of bytes, fewer only at end of file."""
         ...
 
     def mapped(self) -> MappedFile | None:
-        """The file where it lies in this machine's memory; None if it does not, or may not be."""
+        """The file mapped into memory, if it is on a memory file system; else None."""
         ...
 
     def close(self) -> None: ...
 
 
 class Storage(Protocol):
-    """What this package needs of a place for checkpoints."""
+    """A place for checkpoints."""
 
     @property
     def place(self) -> str:
-        """The root, for people."""
+        """The root, for messages."""
         ...
 
     def make_folder(self, path: str) -> None:
-        """With its parents; one that exists is fine. The root is ``""``."""
+        """Create a folder and its parents; an existing one is no error. The root is ``""``."""
         ...
 
     def list(self, path: str) -> list[str]:
-        """Names in a folder."""
+        """The names in a folder."""
         ...
 
     def size(self, path: str) -> int: ...
 
     def modified_s(self, path: str) -> float:
-        """When it last changed, in seconds since 1970."""
+        """Time of the last change, in seconds since 1970."""
         ...
 
     def create(self, path: str) -> WritableFile:
-        """A new file; an old one of that name is emptied."""
+        """Create a file, truncating an existing one."""
         ...
 
     def open(self, path: str) -> ReadableFile: ...
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic. A folder onto a folder that is not empty fails (EEXIST or ENOTEMPTY)."""
+        """Atomic. Renaming a folder onto a non-empty folder fails (EEXIST or ENOTEMPTY)."""
         ...
 
     def sync_folder(self, path: str) -> None:
@@ -81,7 +81,7 @@ class Storage(Protocol):
     def remove(self, path: str) -> None: ...
 
     def remove_folder(self, path: str) -> None:
-        """With all that is in it; one that is gone is fine."""
+        """Remove a folder and its content; a missing folder is no error."""
         ...
 
 

@@ -11,17 +11,17 @@ from checkpoints.storage.object_storage import ObjectStorage
 from checkpoints.storage.protocol import Storage
 
 Root = str | os.PathLike[str] | Storage
-"""Where checkpoints live: a path on this machine, a URL of an object store, or a storage."""
+"""A checkpoint root: a local path, the URL of an object store, or a storage."""
 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 
 def storage_for(root: Root) -> Storage:
-    """The storage that ``root`` is or names.
+    """The storage of a root.
 
-    A text that begins with a scheme is a URL: ``s3://bucket/prefix``, ``memory://jobs``;
-    ``file://`` ones are paths. Raises :class:`ArgumentError` if its driver is not installed.
+    A string that begins with a scheme is a URL: ``s3://bucket/prefix``, ``memory://jobs``;
+    a ``file://`` URL is a path. Raises :class:`ArgumentError` if its driver is not installed.
     """
     if not isinstance(root, (str, os.PathLike)):
         return root

@@ -1,7 +1,7 @@
-"""Small files beside the checkpoints, for the program that saves them: whole or not there.
+"""Small files beside the checkpoints, replaced atomically.
 
-For notes of a few hundred bytes, such as who saves here. No power cut is survived on purpose:
-a note is not a checkpoint, and costs no fsync.
+Records hold a few hundred bytes, such as the owner of the folder. They need not survive a power
+failure, so :func:`write_record` does not fsync; :func:`write_durably` does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 
 MAX_RECORD_BYTES = 64 << 10
-_TEMPORARY = ".tmp-LATEST-record-"  # with LATEST's prefix: what is left over is swept
+_TEMPORARY = ".tmp-LATEST-record-"  # with LATEST's prefix, so that garbage collection removes it
 
 
 def write_record(storage: Storage, name: str, data: bytes) -> None:
-    """Put ``data`` in place of the file ``name`` in the root. Raises :class:`SaveError`."""
+    """Atomically replace the file ``name`` in the root with ``data``. Raises :class:`SaveError`."""
     temporary = f"{_TEMPORARY}{secrets.token_hex(4)}"
     with writing(storage.place):
         sink = storage.create(temporary)
@@ -29,7 +29,7 @@ def write_record(storage: Storage, name: str, data: bytes) -> None:
 
 
 def read_record(storage: Storage, name: str) -> bytes | None:
-    """The content of a small file in the root; None if it is not there, or no small file.
+    """The content of a small file in the root; None if it is missing or too large.
 
     Raises :class:`ReadFailed` if the storage fails.
     """
@@ -52,7 +52,7 @@ def read_record(storage: Storage, name: str) -> bytes | None:
 
 
 def write_durably(storage: Storage, path: str, data: bytes) -> None:
-    """Write a small file and make its content durable."""
+    """Write a small file and make its content durable. Raises ``OSError``."""
     sink = storage.create(path)
     try:
         sink.write(data)

@@ -83,7 +83,7 @@ def split_evenly(region: Region, parts: int) -> tuple[Region, ...]:
 
 
 def row_blocks(region: Region, limit: int) -> Iterator[Region]:
-    """A region in blocks of at most ``limit`` elements that follow each other in row-major
+    """Split a region into blocks of at most ``limit`` elements that follow each other in row-major
     order."""
     if region.count <= limit or not region.shape:
         yield region
