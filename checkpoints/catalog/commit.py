@@ -70,7 +70,7 @@ def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[
 
 
 def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> Part:
-    """One part, checked to be of this very attempt. Raises :class:`IncompleteAttempt` if it is
+    """One part, checked to belong to this attempt. Raises :class:`IncompleteAttempt` if it is
     not."""
     path = f"{name.attempt}/{part_file(rank, world_size)}"
     source = storage.open(path)

@@ -1,6 +1,6 @@
-"""Spare memory: what a load needs of each tensor, kept apart until all of it is verified.
+"""Load buffers: memory for tensors that are being read, separate until everything is verified.
 
-A tensor is needed whole, or, to be loaded into a sharded one, only the blocks of this rank.
+A buffer holds a complete tensor or, when loading into a sharded tensor, the regions of this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from checkpoints.tensors.regions import Extent, Region, Span, full_region, regio
 
 
 class TensorBuffer:
-    """Memory for one tensor: all of it (``regions`` is None), or some blocks."""
+    """Memory for one tensor: for all of it (``regions`` is None), or for some regions."""
 
     def __init__(self, spec: TensorSpec, regions: Sequence[Region] | None = None) -> None:
         dtype = BY_NAME[spec.dtype].torch
@@ -32,9 +32,9 @@ class TensorBuffer:
 
     @classmethod
     def over(cls, spec: TensorSpec, blocks: Sequence[tuple[Region, torch.Tensor]]) -> TensorBuffer:
-        """Not spare: live memory, to be filled with what was verified before."""
+        """A buffer over live memory, to be filled with bytes that were verified before."""
         made = cls(spec, ())
-        # Tied tensors are one memory: filled once.
+        # Tied tensors share memory: fill it once.
         distinct = {
             (region, m.data_ptr(), m.stride()): (region, m) for region, m in blocks if region.count
         }
@@ -43,24 +43,29 @@ class TensorBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All of it."""
+        """The complete tensor."""
         assert self.is_complete
         return self.blocks[0][1]
 
     def needs(self, place: Extent) -> bool:
-        """Whether any element of ``place`` is in it."""
+        """Whether the buffer holds any element of ``place``."""
         return self.is_complete or any(True for _ in self._common(place))
 
     def room(self, place: Extent) -> torch.Tensor | None:
-        """The memory of ``place`` as flat elements, if it lies in one piece here, on the CPU."""
+        """The memory of ``place`` as a flat tensor, if it is contiguous and on the CPU; else
+        None."""
         if isinstance(place, Span):
             return self._run(place)
-        near = [(region, memory) for region, memory in self.blocks if region & place]
-        if len(near) != 1 or not near[0][0].contains(place) or not _is_plain(near[0][1]):
+        overlapping = [(region, memory) for region, memory in self.blocks if region & place]
+        if (
+            len(overlapping) != 1
+            or not overlapping[0][0].contains(place)
+            or not _is_plain(overlapping[0][1])
+        ):
             return None
-        region, memory = near[0]
+        region, memory = overlapping[0]
         view = block(memory, place.relative_to(region))
-        # One element of a column counts as contiguous, too, and is not.
+        # torch also calls one element of a strided column contiguous.
         one_piece = view.is_contiguous() and view.reshape(-1).stride(0) == 1
         return view.reshape(-1) if one_piece else None
 
@@ -73,19 +78,20 @@ class TensorBuffer:
         return memory.view(-1)[span.start : span.start + span.count]
 
     def put(self, place: Extent, data: torch.Tensor) -> None:
-        """Copy what is needed of the flat elements of ``place``."""
+        """Copy the elements that the buffer holds out of ``data``, the flat elements of
+        ``place``."""
         for common, region, memory, before, part in self._common(place):
             source = data[before : before + part.count].view(part.shape)
             block(memory, common.relative_to(region)).copy_(block(source, common.relative_to(part)))
 
     def get(self, place: Extent) -> torch.Tensor:
-        """The flat elements of ``place``, of a tensor that is here as a whole."""
+        """The flat elements of ``place``; the buffer must be complete."""
         if isinstance(place, Span):
             return self.tensor.reshape(-1)[place.start : place.start + place.count]
         return block(self.tensor, place).reshape(-1)
 
     def give(self, region: Region, memory: torch.Tensor) -> None:
-        """Copy a block into live memory, unless this is that memory."""
+        """Copy a region into live memory, unless the buffer is that memory."""
         for outer, ours in self.blocks:
             if ours is not memory and outer.contains(region):
                 if ours.data_ptr() != memory.data_ptr() or ours.device != memory.device:
@@ -93,7 +99,8 @@ class TensorBuffer:
                 return
 
     def _common(self, place: Extent) -> Iterator[tuple[Region, Region, torch.Tensor, int, Region]]:
-        """(common block, ours, its memory, elements before the part of ``place``, that part)."""
+        """(intersection, own region, its memory, elements of ``place`` before the part, the
+        part)."""
         parts = [(place, 0)] if isinstance(place, Region) else regions_of(place, self.spec.shape)
         for part, before in parts:
             for region, memory in self.blocks:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's bytes: nothing is handed out that was not verified first."""
+"""Reads and verifies the chunks of a checkpoint, on several threads if there are many bytes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from checkpoints.storage.failures import reading
 from checkpoints.storage.protocol import ReadableFile, Storage
 from checkpoints.tensors.dtypes import BY_NAME
 
-_SIDE_BY_SIDE_BYTES = 64 << 20  # below, threads cost more than they save
+_PARALLEL_BYTES = 64 << 20  # below this size, threads cost more than they save
 _BATCH_BYTES = 32 << 20
-STEP_BYTES = 1 << 20  # that a verification holds at a time
+STEP_BYTES = 1 << 20  # buffered at a time by a verification
 _READERS = min(8, os.cpu_count() or 1)
 
 Item = tuple[TensorEntry, Chunk]
 Target = Callable[[TensorEntry, Chunk], memoryview]
-"""Where a chunk's bytes go."""
+"""Returns the memory to read a chunk into."""
 Done = Callable[[TensorEntry, Chunk, memoryview], None]
-"""Called with a chunk's bytes once they are verified."""
+"""Called with the bytes of a chunk once they are verified."""
 
 
 def all_chunks(manifest: Manifest) -> list[Item]:
-    """Every chunk of a checkpoint, in the order in which they stand in its files."""
+    """Every chunk of a checkpoint, in file order."""
     every = [(tensor, chunk) for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     return sorted(every, key=lambda item: (item[1].file, item[1].begin))
 
@@ -59,7 +59,7 @@ def read_chunks(
     def work(batch: Batch) -> None:
         with open_verified_size(storage, manifest.name, batch.writer) as source:
             if batch.with_header:
-                # At most the size of the file, which was compared with the file itself.
+                # Bounded by the size of the file, which was checked.
                 data = bytearray(batch.writer.header_bytes)
                 source.read_at(0, memoryview(data))
                 check_header(data, manifest.name, batch.writer)
@@ -79,22 +79,23 @@ def in_batches(
     headers: Collection[int] | None,
     work: Callable[[Batch], None],
 ) -> None:
-    """Have chunks and headers worked on, as :func:`read_chunks` says."""
+    """Call ``work`` for batches of chunks and headers; threads and errors as in
+    :func:`read_chunks`."""
     if headers is None:
         headers = range(len(manifest.writers))
     batches = list(_batches(manifest, items, set(headers)))
     size = sum(chunk.end - chunk.begin for batch in batches for _, chunk in batch.items)
     with reading(f"{storage.place}/{manifest.name}"):
-        if size < _SIDE_BY_SIDE_BYTES:
+        if size < _PARALLEL_BYTES:
             for batch in batches:
                 work(batch)
         else:
-            _side_by_side(work, batches)
+            _in_parallel(work, batches)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one thread reads of one file at a time."""
+    """The chunks of one file that one thread reads at a time."""
 
     writer: WriterEntry
     with_header: bool
@@ -117,7 +118,7 @@ def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> It
             yield Batch(writer, with_header, batch)
 
 
-def _side_by_side(work: Callable[[Batch], None], batches: Sequence[Batch]) -> None:
+def _in_parallel(work: Callable[[Batch], None], batches: Sequence[Batch]) -> None:
     # Reading and hashing both release the GIL; the pool is joined before this returns.
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         reads = [pool.submit(work, batch) for batch in batches]
@@ -130,8 +131,8 @@ def _side_by_side(work: Callable[[Batch], None], batches: Sequence[Batch]) -> No
 
 
 def scratch(limit: int | None = None) -> Target:
-    """A target for reading without keeping: one buffer for each thread, no longer than ``limit``:
-    of a chunk that is longer, only the last bytes are there in the end."""
+    """A target for verification only: one reused buffer per thread, at most ``limit`` bytes long.
+    Of a longer chunk it holds the last bytes in the end."""
     own = threading.local()
 
     def target(_: TensorEntry, chunk: Chunk) -> memoryview:
@@ -146,12 +147,12 @@ def scratch(limit: int | None = None) -> Target:
 
 
 def into_buffers(buffers: Mapping[str, TensorBuffer]) -> tuple[Target, Done]:
-    """Where chunks go, straight into spare memory if they lie there in one piece, and by copy."""
-    beside = scratch()
+    """Targets in load buffers: directly where the memory is contiguous, else through a copy."""
+    temporary = scratch()
 
     def target(tensor: TensorEntry, chunk: Chunk) -> memoryview:
         room = buffers[tensor.spec.name].room(chunk.place)
-        return beside(tensor, chunk) if room is None else bytes_view(room)
+        return temporary(tensor, chunk) if room is None else bytes_view(room)
 
     def done(tensor: TensorEntry, chunk: Chunk, data: memoryview) -> None:
         buffer = buffers[tensor.spec.name]
@@ -170,18 +171,16 @@ def check_header(
     data: bytes | bytearray | memoryview, name: CheckpointName, writer: WriterEntry
 ) -> None:
     if digest(data) != writer.header_xxh3_128:
-        raise CorruptCheckpoint(
-            "its header does not have the hash it was saved with", file=f"{name}/{writer.file}"
-        )
+        raise CorruptCheckpoint("checksum mismatch in its header", file=f"{name}/{writer.file}")
 
 
 def check_chunk(
     count: int, xxh3_128: str, name: CheckpointName, tensor: TensorEntry, chunk: Chunk
 ) -> None:
-    """Whether ``count`` bytes with this hash are what was saved."""
+    """Raise :class:`CorruptCheckpoint` unless size and hash are those of ``chunk``."""
     is_short = count != chunk.end - chunk.begin
     if is_short or xxh3_128 != chunk.xxh3_128:
-        what = "became shorter" if is_short else "do not have the hash they were saved with"
+        what = "are truncated" if is_short else "do not match their checksum"
         raise CorruptCheckpoint(
             f"bytes {chunk.begin} to {chunk.end} {what}",
             file=f"{name}/{chunk.file}",
@@ -190,7 +189,7 @@ def check_chunk(
 
 
 def _read_hashed(source: ReadableFile, chunk: Chunk, into: memoryview) -> tuple[int, str]:
-    """Read and hash in steps that stay in the processor's cache between the two."""
+    """Read and hash in steps that fit into the CPU cache."""
     hashed, size = Hasher(), chunk.end - chunk.begin
     for low in range(0, size, STEP_BYTES):
         length = min(STEP_BYTES, size - low)

@@ -1,7 +1,6 @@
-"""One writer's part of one attempt: what it writes, and the commit if all others have written.
+"""One writer's share of an attempt: write it, then commit if all other shares are written.
 
-Everything here runs in any thread of one process, alone: no communication, no live tensors but
-through ``data``.
+Runs in any single thread, without communication; reads live tensors only through ``data``.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from checkpoints.tensors.partition import TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
-    """What a save did.
+    """The result of a synchronous save.
 
-    ``committed`` says whether the checkpoint stands now. With several writers it is True for
-    those that found all parts, so for at least the last one, unless some writer failed; where a
-    storage only keeps parts (:mod:`checkpoints.memory.node_memory`), it says that this one is kept.
-    ``notes`` are sentences about what did not go as wished but does not endanger the checkpoint.
+    ``committed``: whether the checkpoint is committed now. With several writers it is True for the
+    writers that found all parts, at least for the last one unless a writer failed. In a storage of
+    parts (:mod:`checkpoints.memory.node_memory`), it says that this part is stored. ``notes``
+    describe problems that do not endanger the checkpoint.
     """
 
     name: str
@@ -50,7 +49,7 @@ class SaveResult:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteAttempt:
-    """One writer's share of one checkpoint, ready to be written."""
+    """One writer's share of one checkpoint, ready to write."""
 
     name: CheckpointName
     rank: int
@@ -60,7 +59,7 @@ class WriteAttempt:
     specs: tuple[TensorSpec, ...]
     tree: Node
     pieces: Pieces
-    data: Data  # the bytes of a part of a piece
+    data: Data  # reads the bytes of a chunk
 
 
 def write_and_commit(
@@ -72,9 +71,10 @@ def write_and_commit(
     clock: Callable[[], float],
     on_committed: Callable[[], object] = lambda: None,
 ) -> SaveResult:
-    """Write the share, commit if it was the last one; then ``keep`` runs.
+    """Write the share; commit and apply ``keep`` if it was the last one.
 
-    ``on_committed`` is called between the two. Raises :class:`SaveError`.
+    ``on_committed`` is called after the commit attempt, before ``keep`` is applied. Raises
+    :class:`SaveError`.
     """
     name = attempt.name
     with writing(storage.place):
@@ -95,9 +95,9 @@ def commit_if_complete(
     fence: Callable[[], bool] | None,
     on_committed: Callable[[], object] = lambda: None,
 ) -> SaveResult:
-    """Commit if all shares are there and the world is not stale. Raises :class:`SaveError`."""
+    """Commit if all shares are present and the fence allows it. Raises :class:`SaveError`."""
     name = attempt.name
-    why = "the fence says that this world is stale" if fence is not None and not fence() else ""
+    why = "fenced: this world is stale" if fence is not None and not fence() else ""
     if not why and not isinstance(storage, PartStorage):
         with writing(storage.place):
             try:
@@ -117,13 +117,13 @@ def commit_if_complete(
 
 
 def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> int:
-    """Write this rank's file and part, unless they are there; the number of bytes written."""
+    """Write this rank's file and part unless they exist; returns the number of bytes written."""
     name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
     storage.make_folder("")
     storage.make_folder(name.attempt)
     with contextlib.suppress(IncompleteAttempt, FileNotFoundError):
         read_part(storage, name, rank, world_size)
-        return 0  # this world wrote it before; a committer may be reading it
+        return 0  # written before by this world; a committer may be reading it
     with _removed_on_failure(storage, name, rank, world_size):
         written = write_share(
             storage,
@@ -146,7 +146,7 @@ def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], floa
         final = f"{name.attempt}/{part_file(rank, world_size)}"
         write_durably(storage, f"{final}.tmp", data)
         storage.rename(f"{final}.tmp", final)
-    with contextlib.suppress(FileNotFoundError):  # somebody commits it this very moment
+    with contextlib.suppress(FileNotFoundError):  # committed by another writer meanwhile
         storage.sync_folder(name.attempt)
     return written.writer.size_bytes + len(data)
 
@@ -170,13 +170,13 @@ def _shared(attempt: WriteAttempt) -> SharedMetadata:
 def _removed_on_failure(
     storage: Storage, name: CheckpointName, rank: int, world_size: int
 ) -> Iterator[None]:
-    """Give the space back: on a full disk, a dead attempt is what the next one lacks room for."""
+    """Free the space of a failed attempt: on a full disk, the next attempt needs it."""
     try:
         yield
     except BaseException:
         part = part_file(rank, world_size)
         for file in (part, f"{part}.tmp", writer_file(rank, world_size)):
-            with contextlib.suppress(OSError):  # the first failure is the one to report
+            with contextlib.suppress(OSError):  # report the first failure
                 storage.remove(f"{name.attempt}/{file}")
         if world_size == 1:
             with contextlib.suppress(OSError):

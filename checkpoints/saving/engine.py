@@ -1,12 +1,12 @@
-"""Saving beside training: stage on the caller's thread, write and commit on one of our own.
+"""Asynchronous saves: stage on the caller's thread, write and commit on a background thread.
 
-The caller pays for the copy of its share and nothing else. The background thread talks to the
-storage only; there is no collective and no live tensor in it. Whatever goes wrong becomes an
-:class:`SaveOutcome`; training goes on.
+The caller is blocked only while its share is copied. The background thread accesses the storage
+only: no collectives, no live tensors. Every failure becomes a :class:`SaveOutcome`; training
+continues.
 
-A thread that hangs in a system call cannot be stopped. So the deadline is looked at by the
-caller's thread, too (in :meth:`Engine.outcomes`), the hung save is given up for good: if its disk
-wakes up, it does not commit; saves meanwhile are skipped, since its buffer is not ours to use.
+A thread that hangs in a system call cannot be stopped. The caller's thread therefore checks the
+deadline, too (in :meth:`Engine.outcomes`), and abandons a hung save for good: if the disk recovers,
+that save does not commit. Until then saves are skipped, since the hung save owns its buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from checkpoints.tensors.partition import share_of
 
 THREAD_NAME = "checkpoint-writer"
 _NICENESS = 10
-_LOOK_AGAIN_S = 0.1  # for the other writers' parts
+_POLL_S = 0.1  # poll interval for the other writers' parts
 
 
 @dataclass(eq=False)
@@ -59,16 +59,16 @@ class _SaveJob:
     stall_s: float
     deadline_s: float  # on the monotonic clock
     write_s: float = 0.0
-    bytes_written: int | None = None  # None: not yet
+    bytes_written: int | None = None  # None: not written yet
 
 
 class Engine:
-    """Saves in the background, for the life of a process; one owner, which closes it.
+    """Saves asynchronously for the life of a process. Its one owner closes it.
 
-    ``keep`` runs after a commit; ``fence`` is asked before one, in the background: False means
-    that the caller's world is stale (a world may have a fence of its own). ``deadline_s`` is how
-    long a save may take until it is committed by any writer. With ``busy="skip"`` a save is
-    skipped and counted while both buffers are in use, with ``"wait"`` it waits for one, at most
+    ``keep`` is applied after a commit. ``fence`` is called before one, on the writer thread: False
+    means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
+    ``deadline_s`` limits the time until any writer commits a save. While both buffers are in use, a
+    save is skipped and counted with ``busy="skip"``; with ``"wait"`` it waits for a buffer, at most
     until the deadline.
     """
 
@@ -93,12 +93,12 @@ class Engine:
         self._lock = threading.Lock()
         self._buffers = StagingPool(2)
         self._jobs: queue.Queue[_SaveJob | Callable[[], object] | None] = queue.Queue()
-        self._open: list[_SaveJob] = []  # neither committed nor given up
+        self._open: list[_SaveJob] = []  # neither committed nor abandoned
         self._ended: deque[SaveOutcome] = deque()
         self._died: BaseException | None = None
         self._closed = False
         self.skipped = 0
-        # A daemon: a disk that hangs for ever must not keep the process from ending.
+        # A daemon: a hung disk must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -107,9 +107,9 @@ class Engine:
     def reserve(
         self, state: object, *, rank: int = 0, world_size: int = 1, background: bool = False
     ) -> None:
-        """Make both buffers as large as ``state`` needs: the first save then only copies.
+        """Allocate both buffers for ``state``, so that the first save only copies.
 
-        With ``background`` the writer's thread does it, between two saves.
+        With ``background`` the writer thread allocates them, between saves.
         """
         _, tensors = flatten(state)
         pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
@@ -119,7 +119,7 @@ class Engine:
         self.submit(grow) if background else grow()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Run something on the writer's thread, in order with the saves. What it raises ends the
+        """Run ``task`` on the writer thread, in order with the saves. An exception ends the
         thread."""
         self._check_alive()
         self._jobs.put(task)
@@ -133,12 +133,12 @@ class Engine:
         data_position: Any = None,
         wait_s: float | None = None,
     ) -> SaveHandle:
-        """Copy this rank's share of ``state`` and return; the rest happens in the background.
+        """Copy this rank's share of ``state`` and return; the background thread writes it.
 
-        Every rank of ``world`` calls it for the same steps. When it returns the tensors may
-        change. ``wait_s`` is how long to wait for a free buffer, instead of what ``busy`` says.
-        Raises :class:`ArgumentError` and :class:`StateError`, the caller's mistakes; everything
-        else is in the handle's outcome.
+        Every rank of ``world`` calls it for the same steps. Once it returns, the tensors may
+        change. ``wait_s`` limits the wait for a free buffer and overrides ``busy``. Raises
+        :class:`ArgumentError` or :class:`StateError` for caller mistakes; every other failure is
+        in the outcome of the handle.
         """
         self._check_alive()
         check_world(world.rank, world.size)
@@ -150,7 +150,7 @@ class Engine:
         buffer = self._buffer(wait_s)
         if buffer is None:
             self.skipped += 1
-            stall_s, reason = self._monotonic() - began_s, "the writer is busy with earlier saves"
+            stall_s, reason = self._monotonic() - began_s, "earlier saves occupy all buffers"
             self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
             return handle
         try:
@@ -161,7 +161,7 @@ class Engine:
         except CheckpointError:
             self._buffers.release(buffer)
             raise
-        except (MemoryError, RuntimeError) as error:  # torch says RuntimeError for no memory
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when out of memory
             self._buffers.release(buffer)
             self._end(handle, SaveStatus.FAILED, reason=f"staging: {error}", error=error)
             return handle
@@ -170,7 +170,7 @@ class Engine:
             rank=world.rank,
             world_size=world.size,
             lineage=lineage,
-            data_position=json.loads(json.dumps(data_position)),  # ours, whatever it becomes
+            data_position=json.loads(json.dumps(data_position)),  # a private copy
             specs=specs,
             tree=tree,
             pieces=pieces,
@@ -186,18 +186,18 @@ class Engine:
 
     @property
     def has_free_buffer(self) -> bool:
-        """Whether a save now would find a free buffer."""
+        """Whether a staging buffer is free."""
         return self._buffers.has_free
 
     @property
     def in_flight(self) -> int:
-        """Saves that are neither committed nor given up."""
+        """The number of saves that are neither committed nor abandoned."""
         with self._lock:
             return len(self._open)
 
     def outcomes(self) -> tuple[SaveOutcome, ...]:
-        """What ended since the last call. Call it every step: it is where a hang is noticed."""
-        self._give_up_overdue()
+        """The saves that ended since the last call. Call it every step: it detects hung saves."""
+        self._abandon_overdue()
         self._report_death()
         with self._lock:
             ended = tuple(self._ended)
@@ -205,10 +205,10 @@ class Engine:
         return ended
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is in flight; False if ``timeout_s`` is over before."""
+        """Wait until no save is in flight; False after ``timeout_s``."""
         until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
-            self._give_up_overdue()
+            self._abandon_overdue()
             self._report_death()
             with self._lock:
                 handles = [(job.handle, job.deadline_s) for job in self._open]
@@ -217,20 +217,20 @@ class Engine:
             left_s = min(until_s, *(deadline for _, deadline in handles)) - self._monotonic()
             if self._monotonic() >= until_s:
                 return False
-            handles[0][0].wait(min(max(left_s, 0.0), _LOOK_AGAIN_S))
+            handles[0][0].wait(min(max(left_s, 0.0), _POLL_S))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is in flight and join the thread; False if it did not end in time.
+        """Finish the saves in flight and join the thread; False if it did not end in time.
 
-        A writer that hangs is then left behind: it is a daemon and never commits.
+        A hung writer thread is left behind: it is a daemon and never commits.
         """
         if self._closed:
             return not self._thread.is_alive()
         self._closed = True
         finished = self._died is not None or self.wait(timeout_s)
-        self._give_up(lambda job: True, "the engine was closed")
+        self._abandon(lambda job: True, "the engine was closed")
         self._jobs.put(None)
-        self._thread.join(timeout=_LOOK_AGAIN_S * 10 if finished else 0.0)
+        self._thread.join(timeout=_POLL_S * 10 if finished else 0.0)
         self._report_death()
         return finished and not self._thread.is_alive()
 
@@ -241,7 +241,7 @@ class Engine:
         self.close()
 
     def _buffer(self, wait_s: float | None) -> StagingBuffer | None:
-        self._give_up_overdue()
+        self._abandon_overdue()
         if wait_s is None:
             wait_s = self._deadline_s if self._busy == "wait" else 0.0
         return self._buffers.acquire(wait_s)
@@ -253,13 +253,13 @@ class Engine:
 
     def _report_death(self) -> None:
         if self._died is not None:
-            raise WriterThreadDied("the checkpoint writer's thread died") from self._died
+            raise WriterThreadDied("the checkpoint writer thread died") from self._died
 
-    def _give_up_overdue(self) -> None:
+    def _abandon_overdue(self) -> None:
         now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
-        self._give_up(lambda job: now_s > job.deadline_s, reason)
+        self._abandon(lambda job: now_s > job.deadline_s, reason)
 
-    def _give_up(self, which: Callable[[_SaveJob], bool], reason: str) -> None:
+    def _abandon(self, which: Callable[[_SaveJob], bool], reason: str) -> None:
         with self._lock:
             jobs = [job for job in self._open if which(job)]
         for job in jobs:
@@ -268,7 +268,7 @@ class Engine:
     # -- either thread ------------------------------------------------------------------------
 
     def _finish(self, job: _SaveJob, status: SaveStatus, **more: Any) -> None:
-        """End a job once: whichever thread comes second finds it ended."""
+        """End a job exactly once: the second of two threads finds it ended."""
         with self._lock:
             if job not in self._open:
                 return
@@ -293,7 +293,7 @@ class Engine:
     # -- the writer's thread ------------------------------------------------------------------
 
     def _work(self) -> None:
-        # Linux has a priority for each thread; a kernel that refuses costs only politeness.
+        # Linux priorities are per thread. A refusal only costs training some CPU time.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
@@ -301,15 +301,15 @@ class Engine:
                 pass
         except BaseException as error:  # noqa: BLE001  told to the owner, by its next call
             self._died = error
-            self._give_up(lambda job: True, f"the writer's thread died: {error!r}")
+            self._abandon(lambda job: True, f"the writer thread died: {error!r}")
 
     def _work_once(self) -> bool:
-        """One job, or one look at those that wait for other writers; False at the end."""
+        """Process one job, or poll those that wait for other writers; False at the end."""
         waiting = self.in_flight > 0
         try:
-            job = self._jobs.get(timeout=_LOOK_AGAIN_S if waiting else None)
+            job = self._jobs.get(timeout=_POLL_S if waiting else None)
         except queue.Empty:
-            self._look_again()
+            self._poll_waiting()
             return True
         if job is None:
             return False
@@ -320,12 +320,12 @@ class Engine:
             self._write(job)
         finally:
             self._buffers.release(job.buffer)
-        self._look_again()
+        self._poll_waiting()
         return True
 
     def _write(self, job: _SaveJob) -> None:
         if not self._is_open(job) or not self._may_commit(job):
-            self._finish(job, SaveStatus.STALE, reason="its world was over before it was written")
+            self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
             return
         began_s = self._monotonic()
 
@@ -352,20 +352,20 @@ class Engine:
         elif not self._may_commit(job):
             self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
 
-    def _look_again(self) -> None:
-        """Written, and waiting for others: committed by now, or ready to be?"""
+    def _poll_waiting(self) -> None:
+        """Check whether saves that wait for other writers are committed, or can be."""
         with self._lock:
             jobs = list(self._open)
         for job in jobs:
             if job.bytes_written is None:
                 continue  # still queued
             try:
-                self._look_at(job)
+                self._poll(job)
             except Exception as error:  # noqa: BLE001  reported as the outcome
                 self._fail(job, error)
-        self._give_up_overdue()
+        self._abandon_overdue()
 
-    def _look_at(self, job: _SaveJob) -> None:
+    def _poll(self, job: _SaveJob) -> None:
         name, storage = job.attempt.name, self._storage
         with writing(storage.place):
             if is_committed(storage, name):
@@ -374,7 +374,7 @@ class Engine:
             folders = storage.list("")
         if name.attempt not in folders:
             if str(name) not in folders:
-                self._finish(job, SaveStatus.ABANDONED, reason="its folder was removed by another")
+                self._finish(job, SaveStatus.ABANDONED, reason="another process removed its folder")
             return
         written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
         saved = commit_if_complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)

@@ -1,4 +1,4 @@
-"""The words of the background engine: who saves together, and how a save ended."""
+"""The types of asynchronous saves: the group of writers, the handle and the outcome of a save."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from checkpoints.format.manifest import Lineage
 
 @dataclass(frozen=True, kw_only=True)
 class WriterGroup:
-    """Who saves together: the same nonce and generation on every rank.
+    """The writers of one checkpoint, seen from one rank; nonce and generation are equal on all.
 
-    ``fence`` is asked before a commit, in the background: False means that this world is over.
+    ``fence`` is called before a commit, on the writer thread: False means that this world has
+    ended.
     """
 
     nonce: str
@@ -26,26 +27,26 @@ class WriterGroup:
 
 
 class WriterThreadDied(RuntimeError):
-    """The engine's thread died of the cause: a bug. Nothing is saved any more."""
+    """The engine's writer thread died of ``__cause__``, a bug. No further saves are possible."""
 
 
 class SaveStatus(Enum):
-    """How a save ended."""
+    """The final status of a save."""
 
-    COMMITTED = "committed"  # by whichever writer
-    FAILED = "failed"  # the storage refused; see ``reason``
+    COMMITTED = "committed"  # by any writer
+    FAILED = "failed"  # the storage failed; see ``reason``
     ABANDONED = "abandoned"  # not committed within the deadline
-    STALE = "stale"  # the fence says that a newer world exists
+    STALE = "stale"  # fenced: a newer world exists
     SKIPPED = "skipped"  # all buffers were busy; nothing was staged
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
-    """How a save ended.
+    """The outcome of an asynchronous save.
 
-    ``stall_s`` is what training paid, ``write_s`` what the writer took until its share, or the
-    checkpoint, stood; ``took_s`` all of it, with the removal of older ones, or until it was given
-    up.
+    ``stall_s`` is how long training was blocked, ``write_s`` how long the writer took until its
+    share was durable or the checkpoint committed, ``took_s`` the total time, including the removal
+    of older checkpoints, or until the save was abandoned.
     """
 
     step: int
@@ -62,15 +63,15 @@ class SaveOutcome:
 
 @dataclass
 class SaveHandle:
-    """A save under way."""
+    """A save in flight."""
 
     name: str
     step: int
     outcome: SaveOutcome | None = None
-    is_written: bool = False  # this writer has done its part, or will never
+    is_written: bool = False  # this writer has written its share, or never will
     ended: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
-        """The outcome, or None if there is none after ``timeout_s``."""
+        """Wait for the outcome; None if the save has not ended after ``timeout_s``."""
         self.ended.wait(timeout_s)
         return self.outcome

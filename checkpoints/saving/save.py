@@ -1,4 +1,4 @@
-"""Saving: this rank's share, and the commit if it finds everybody else's. No collectives."""
+"""Synchronous save: write this rank's share, commit if all shares exist. No collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from checkpoints.tensors.partition import TensorSpec, share_of
 from checkpoints.tensors.regions import Extent
 
 Clock = Callable[[], float]
-"""Seconds since 1970: for records and people, never for decisions."""
+"""Returns seconds since 1970; recorded and displayed, never used for decisions."""
 
 
 def save(
@@ -41,22 +41,22 @@ def save(
     clock: Clock = time.time,
     progress: Callable[[int], object] | None = None,
 ) -> SaveResult:
-    """Write this rank's share of ``state``, and commit if all ``world_size`` shares are there.
+    """Write this rank's share of ``state``, and commit if all ``world_size`` shares exist.
 
-    Every rank of a world calls it with the same tensors, step, generation and nonce; none waits
+    Every rank of a world calls it with the same tensors, step, generation and nonce; no rank waits
     for another. ``state`` is a tree of dicts, lists and tuples of JSON values and tensors; values
-    that are not tensors are kept as rank 0 has them. Of a DTensor (FSDP2, tensor parallelism)
-    each rank writes what it holds, of copies an equal slice; ``rank`` and ``world_size`` are then
-    those of torch.distributed. ``nonce`` is the same for all writers of a
-    world and for no other (:func:`checkpoints.new_nonce`). ``data_position`` is JSON for the
-    caller. ``keep`` runs after the commit. ``fence`` is asked before it: False means that this
-    world is stale, and the attempt stays uncommitted. ``progress`` is called with the number of
-    bytes of each chunk, before it is written.
+    that are not tensors are saved as on rank 0. Of a DTensor (FSDP2, tensor parallelism) each rank
+    writes its shard, or an equal slice of a replicated one; ``rank`` and ``world_size`` are then
+    those of torch.distributed. ``nonce`` identifies the world: shared by its writers and by no
+    others (:func:`checkpoints.new_nonce`). ``data_position`` is any JSON value, returned on load.
+    ``keep`` is applied after the commit. ``fence`` is called before it: False means that this world
+    is stale, and the attempt stays uncommitted. ``progress`` is called with the number of bytes of
+    each chunk before it is written.
 
-    Saving a committed step again writes nothing and says ``committed``.
+    Saving a committed step again writes nothing and returns ``committed=True``.
 
     Raises :class:`ArgumentError` and :class:`StateError` before anything is written, and
-    :class:`SaveError` if the storage fails; older checkpoints are as they were in every case.
+    :class:`SaveError` if the storage fails; older checkpoints are unchanged in every case.
     """
     check_world(rank, world_size)
     name = CheckpointName(step, generation, nonce)

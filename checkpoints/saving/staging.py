@@ -1,7 +1,7 @@
-"""Staging: this rank's share of live tensors, copied into a host buffer that is used again.
+"""Staging: copies this rank's share of the live tensors into reusable host buffers.
 
-The copy is the whole stall of a save. The buffer holds exactly the body of the writer's file; it
-is pinned where tensors are on CUDA devices, and only grows.
+The copy is the only stall of an asynchronous save. A buffer holds exactly the body of the writer's
+file, is pinned if tensors are on CUDA devices, and never shrinks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from checkpoints.tensors.regions import Extent
 
 
 class StagingBuffer:
-    """Host memory for one staged share; one owner at a time."""
+    """Host memory for one staged share; has one owner at a time."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
-        """Have room, and have the pages there: the first save is no slower than the next."""
+        """Allocate the memory and fault its pages in, so that the first save is not slower."""
         if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # never both, the old and the new
+            self._bytes = torch.empty(
+                0, dtype=torch.uint8
+            )  # free the old buffer before allocating the new one
             self._bytes = (
                 torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
                 if pinned
                 else empty((size_bytes,), torch.uint8)
             )
-            self._bytes.fill_(1)  # zeros would be pages that are not there yet
+            self._bytes.fill_(1)  # writing zeros might not fault the pages in
 
     def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
-        """Copy ``pieces``; where their bytes are now. Returns when the tensors may change."""
+        """Copy ``pieces``; the tensors may change once this returns. Returns a reader of the
+        bytes."""
         sizes = [place.count * spec.element_bytes for spec, place in pieces]
         begins = [0, *accumulate(sizes)]
         on_gpu = {t.device for t in tensors.values() if t.is_cuda}
@@ -88,7 +91,7 @@ def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
     starts: dict[tuple[str, Extent], int] = {}
 
     def data(spec: TensorSpec, place: Extent) -> memoryview:
-        if not starts:  # made by the writer's thread: training does not wait for it
+        if not starts:  # computed by the writer thread, so that training does not wait for it
             starts.update(_starts(pieces, begins))
         begin = starts[spec.name, place]
         return memory[begin : begin + place.count * spec.element_bytes]

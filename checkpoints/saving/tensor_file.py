@@ -1,7 +1,7 @@
-"""One writer's share: a safetensors file, then the part that vouches for it.
+"""Writes one rank's share as a safetensors file.
 
-Each chunk is handed to the file straight from the tensor's memory where that is contiguous and on
-the CPU, and hashed meanwhile. Only the rank's own share is ever copied.
+Each chunk is written directly from the tensor's memory if that is contiguous and on the CPU, and
+hashed concurrently. Only the rank's own share is ever copied.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.partition import TensorSpec, chunks_of
 from checkpoints.tensors.regions import Extent, Span, full_region
 
-_BESIDE_BYTES = 1 << 20  # from here on, a second thread hashes while this one writes
+_CONCURRENT_HASH_BYTES = 1 << 20  # from this size on, a second thread hashes
 
 Pieces = Sequence[tuple[TensorSpec, Extent]]
 Data = Callable[[TensorSpec, Extent], memoryview]
-"""The bytes of a part of a tensor."""
+"""Reads the bytes of a chunk of a tensor."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file on disk, durable but for its name."""
+    """A tensor file on disk whose content is durable; its name is not yet."""
 
     writer: WriterEntry
     chunks: Mapping[str, tuple[Chunk, ...]]
@@ -51,7 +51,7 @@ def write_share(
     found: dict[str, list[Chunk]] = {}
     end = len(head)
     sink = storage.create(f"{folder}/{file}")
-    hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # as low in priority as this thread
+    hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # inherits the priority of this thread
     try:
         sink.write(head)
         for spec, place in pieces:
@@ -70,26 +70,26 @@ def write_share(
 
 def _write_hashed(sink: WritableFile, data: memoryview, hasher: Executor) -> str:
     hashed = None
-    if len(data) >= _BESIDE_BYTES:
-        with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is about to end
+    if len(data) >= _CONCURRENT_HASH_BYTES:
+        with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
             hashed = hasher.submit(digest, data)
     sink.write(data)
     return digest(data) if hashed is None else hashed.result()
 
 
 def encode_header(pieces: Pieces) -> bytes:
-    """The head of a safetensors file: 8 bytes of length, JSON, spaces up to a multiple of 64.
+    """The header of a safetensors file: 8 bytes of length, JSON, spaces up to a multiple of 64.
 
-    A tensor that stands whole in the file has its own name and shape there, so that a checkpoint
-    of one writer is an ordinary safetensors file; a piece of one is named ``name[start:stop]``,
-    with a range for each dimension if it is a block.
+    A complete tensor has its own name and shape, so that a checkpoint of one writer is an ordinary
+    safetensors file; a piece is named ``name[start:stop]``, with one range per dimension if it is a
+    region.
     """
     entries: dict[str, object] = {}
     begin = 0
     for spec, place in pieces:
         element = BY_NAME[spec.dtype]
         name, shape = _label(spec, place)
-        while name in entries:  # a tensor may be called like a piece of another
+        while name in entries:  # a tensor may have the name of another one's piece
             name += "~"
         end = begin + place.count * element.size_bytes
         entries[name] = {

@@ -1,7 +1,7 @@
-"""Saving into several tiers, each by its own policy: memory every 10 steps, disk every 1,000.
+"""Saves into several tiers, each with its own policies: memory every 10 steps, disk every 1,000.
 
-Each tier has an engine of its own, so one that is slow, full or gone costs its own saves and
-nothing else. To go on, look at all of them as one (:class:`~checkpoints.TieredStorage`)::
+Each tier has its own engine, so a slow, full or unavailable tier affects its own saves only. To
+resume, read all tiers as one storage (:class:`~checkpoints.TieredStorage`)::
 
     engine = TieredEngine([
         Tier(own_memory(folder), when=EverySteps(10)),
@@ -26,12 +26,12 @@ from checkpoints.saving.engine import Engine
 from checkpoints.saving.outcome import SaveHandle, SaveOutcome, SaveStatus, WriterGroup
 from checkpoints.storage.roots import Root, storage_for
 
-_SMOOTHING = 0.3  # of the cost of a save
+_SMOOTHING = 0.3  # exponential, of the measured cost of a save
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A place, and its own policies."""
+    """A checkpoint root with its own save and retention policy."""
 
     root: Root
     when: SavePolicy
@@ -40,7 +40,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class TierOutcome:
-    """How a save into one tier ended."""
+    """The outcome of a save into one tier."""
 
     tier: int
     place: str
@@ -49,7 +49,7 @@ class TierOutcome:
 
 @dataclass
 class _Running:
-    """A tier at work, and what its policy wants to know."""
+    """A tier with its engine and the inputs of its save policy."""
 
     tier: Tier
     place: str
@@ -65,9 +65,9 @@ class _Running:
 
 
 class TieredEngine:
-    """Engines, one for each tier; one owner, which closes it.
+    """One engine per tier. Its one owner closes it.
 
-    ``began_at_step``: the step of the state that training goes on from. The rest is as for
+    ``began_at_step``: the step of the state that training resumes from. Other arguments as for
     :class:`~checkpoints.Engine`.
     """
 
@@ -82,7 +82,7 @@ class TieredEngine:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if not tiers:
-            raise ArgumentError("no tiers: there is nowhere to save")
+            raise ArgumentError("no tiers: at least one is needed")
         self._monotonic = monotonic
         self._began_s = monotonic()
         self._tiers: list[_Running] = []
@@ -100,11 +100,11 @@ class TieredEngine:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether one rank has to ask :meth:`due` for all."""
+        """Whether one rank must call :meth:`due` and share the result with all."""
         return any(running.tier.when.needs_agreement for running in self._tiers)
 
     def due(self, step: int, *, preempted: bool = False, failures: int = 0) -> tuple[int, ...]:
-        """The tiers, by index, whose policies want a save now, with ``step`` steps done."""
+        """The indices of the tiers whose policies request a save after ``step`` steps."""
         now_s = self._monotonic()
         return tuple(
             index
@@ -150,7 +150,7 @@ class TieredEngine:
         return tuple(handles)
 
     def outcomes(self) -> tuple[TierOutcome, ...]:
-        """What ended since the last call. Call it every step: it is where a hang is noticed."""
+        """The saves that ended since the last call. Call it every step: it detects hung saves."""
         ended = []
         for index, running in enumerate(self._tiers):
             for outcome in running.engine.outcomes():
@@ -159,13 +159,13 @@ class TieredEngine:
         return tuple(ended)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is in flight anywhere; False if ``timeout_s`` is over before."""
+        """Wait until no tier has a save in flight; False after ``timeout_s``."""
         until_s = None if timeout_s is None else self._monotonic() + timeout_s
         done = [running.engine.wait(self._left_s(until_s)) for running in self._tiers]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is in flight and join the threads; False if one did not end in time."""
+        """Finish the saves in flight and join the threads; False if one did not end in time."""
         until_s = None if timeout_s is None else self._monotonic() + timeout_s
         ended = [running.engine.close(self._left_s(until_s)) for running in self._tiers]
         return all(ended)
@@ -174,7 +174,7 @@ class TieredEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as stack:  # all of them, even if one has died
+        with contextlib.ExitStack() as stack:  # close all, even if one raises
             for running in self._tiers:
                 stack.callback(running.engine.close)
 

@@ -43,7 +43,7 @@ def zeros(state: Any) -> Any:
 def test_every_kind_of_tensor_is_filled(
     tmp_path: Path, world_size: int, threads_from_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_SIDE_BY_SIDE_BYTES", threads_from_bytes)
+    monkeypatch.setattr(reader, "_PARALLEL_BYTES", threads_from_bytes)
     name = save_all(tmp_path, odd_state(), step=1, world_size=world_size)
     live = zeros(odd_state())
     loaded = checkpoints.load(tmp_path, name, into=live)
