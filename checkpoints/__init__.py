@@ -1,7 +1,9 @@
-"""Checkpoints that are listed only when whole, durable and verified.
+"""Checkpoints for PyTorch that are listed only once they are complete and durable.
 
-A library of its own: any PyTorch program can use it. Every writer saves its share, whoever finds
-all shares commits, nobody waits for anybody; loading verifies every byte before it changes one.
+An independent library for any PyTorch program. Every rank writes its share, the rank that finds all
+shares commits, and no rank waits for another. Loading verifies every byte before it changes a
+tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
+:mod:`checkpoints.saving.save` and :mod:`checkpoints.loading.load`.
 
 >>> import checkpoints, tempfile, torch
 >>> folder, weight = tempfile.mkdtemp(), torch.ones(2)

@@ -51,7 +51,7 @@ class TensorBuffer:
         """Whether the buffer holds any element of ``place``."""
         return self.is_complete or any(True for _ in self._common(place))
 
-    def room(self, place: Extent) -> torch.Tensor | None:
+    def contiguous_view(self, place: Extent) -> torch.Tensor | None:
         """The memory of ``place`` as a flat tensor, if it is contiguous and on the CPU; else
         None."""
         if isinstance(place, Span):
@@ -90,7 +90,7 @@ class TensorBuffer:
             return self.tensor.reshape(-1)[place.start : place.start + place.count]
         return block(self.tensor, place).reshape(-1)
 
-    def give(self, region: Region, memory: torch.Tensor) -> None:
+    def copy_out(self, region: Region, memory: torch.Tensor) -> None:
         """Copy a region into live memory, unless the buffer is that memory."""
         for outer, ours in self.blocks:
             if ours is not memory and outer.contains(region):

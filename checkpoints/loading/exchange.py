@@ -1,8 +1,9 @@
-"""Ranks that load together: each reads a share, they exchange it, and all fail as one.
+"""Collective loads: each rank reads a share, the ranks exchange them, and a failure is raised on
+all.
 
-Only collectives of the group that the caller gave are used, in one order on every rank: what is
-exchanged follows from the manifest, which they agree on first. Reports travel as JSON: nothing
-is unpickled. A rank that dies makes the group fail, or its timeout end, on the others.
+Uses only collectives of the caller's group, in the same order on every rank: the exchange follows
+from the manifest, on which the ranks agree first. Reports are JSON; nothing is unpickled. If a rank
+dies, the group fails or times out on the others.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from checkpoints.tensors.dtypes import BY_NAME
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_ALONE_BYTES = 1 << 20  # from here on, a chunk travels from and to where it lies
+_ALONE_BYTES = (
+    1 << 20
+)  # from this size on, a chunk is sent from and received into its buffer directly
 _PACKED_BYTES = 16 << 20
-_IN_FLIGHT = 4  # messages at once: it bounds the memory for packed ones
+_IN_FLIGHT = 4  # concurrent messages: bounds the memory for packed ones
 _ALIGNMENT = 64
 _SIZE_BYTES = 8
-_SHORT_BYTES = 1024  # what nearly every report fits into
+_SHORT_BYTES = 1024  # nearly every report fits
 
 
 def shares_of(items: Sequence[Item], size: int) -> tuple[tuple[Item, ...], ...]:
-    """Items in runs of about equal bytes, one for each rank."""
+    """Split items into one run per rank, of about equal bytes."""
     total = sum(_size(item) for item in items)
     shares: list[list[Item]] = [[] for _ in range(size)]
     begin = 0
@@ -45,7 +48,7 @@ def shares_of(items: Sequence[Item], size: int) -> tuple[tuple[Item, ...], ...]:
 
 
 class Stage:
-    """What this rank tells the others at the end of a stage, and then what all have said."""
+    """What this rank reports at the end of a stage, and the combined result of all ranks."""
 
     def __init__(self) -> None:
         self.fact = ""
@@ -53,16 +56,16 @@ class Stage:
         self.share_page_cache = False  # known after the stage
 
     def must_agree(self, fact: str) -> None:
-        """All ranks must say the same here."""
+        """Record a value that must be equal on all ranks."""
         self.fact = fact
 
     def reads(self, files: str | None) -> None:
-        """Which files these are, among all that ranks may mean; None where that is not known."""
+        """Record which files this rank reads; None if unknown."""
         self.files = files
 
 
 class Exchange:
-    """A process group's ranks, loading one checkpoint."""
+    """The ranks of a process group while they load one checkpoint."""
 
     def __init__(self, group: ProcessGroup) -> None:
         import torch.distributed as dist
@@ -72,20 +75,20 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         backend = str(dist.get_backend(group))
-        self.tensors = "The tensors are as they were."  # what a failure may say about them
+        self.tensors = "The tensors are unchanged."  # for the hint of a failure
         only_gpu = "nccl" in backend and "gloo" not in backend
         self._device = torch.device("cuda" if only_gpu else "cpu")
 
     @contextmanager
     def stage(self) -> Iterator[Stage]:
-        """A stage that all ranks complete, or none: a failure of one is raised on all."""
+        """A stage that either all ranks complete or none: a failure of one is raised on all."""
         here, failure = Stage(), None
         try:
             yield here
-        except Exception as error:  # noqa: BLE001  told to all, and raised below
+        except Exception as error:  # noqa: BLE001  reported to all ranks and raised below
             failure = error
         mine = {"failure": failure and _as_json(failure), "fact": here.fact, "files": here.files}
-        reports = self._tell(mine)
+        reports = self._all_reports(mine)
         for rank, report in enumerate(reports):
             if report["failure"] is None:
                 continue
@@ -95,9 +98,9 @@ class Exchange:
         for rank, report in enumerate(reports):
             if report["fact"] != reports[0]["fact"]:
                 raise LoadError(
-                    f"rank {rank} loads another checkpoint, or into another form of state, "
+                    f"rank {rank} loads another checkpoint, or into a state of another structure, "
                     "than rank 0",
-                    hint="Tell all ranks one name; give all of them the same sharding.",
+                    hint="Use the same name, structure and sharding on all ranks.",
                 )
         files = {report["files"] for report in reports}
         here.share_page_cache = len(files) == 1 and None not in files
@@ -105,28 +108,28 @@ class Exchange:
     def all_gather(
         self, shares: Sequence[Sequence[Item]], buffers: Mapping[str, TensorBuffer]
     ) -> None:
-        """Give what this rank has read to all others, and take what they have.
+        """Exchange the shares that the ranks have read.
 
-        By broadcasts: gloo's all_gather moved 0.2 GB/s where its broadcast moved 1.2 [measured].
+        Uses broadcasts: gloo's all_gather moved 0.2 GB/s, its broadcast 1.2 GB/s (measured).
         """
         messages = [list(_messages(share)) for share in shares]
         turns = itertools.zip_longest(*messages, fillvalue=())
         flow = [(rank, m) for turn in turns for rank, m in enumerate(turn) if m]
         for first in range(0, len(flow), _IN_FLIGHT):
             now = flow[first : first + _IN_FLIGHT]
-            with self._told():
+            with self._translated():
                 sent = [(*of, *self._start(*of, buffers)) for of in now]
                 for rank, message, buffer, work in sent:
                     work.wait()
                     if rank != self.rank:
                         self._unpack(message, buffer, buffers)
-        with self.stage():  # nobody touches a live tensor before everybody has all
+        with self.stage():  # no rank changes a live tensor before all ranks have everything
             pass
 
     def _start(
         self, rank: int, message: Sequence[Item], buffers: Mapping[str, TensorBuffer]
     ) -> tuple[torch.Tensor, Any]:
-        """Broadcast a message of ``rank``: where it lies, if it is one piece, else packed."""
+        """Broadcast a message of ``rank``: directly from its buffer if contiguous, else packed."""
         buffer = self._in_place(message, buffers)
         if buffer is None:
             buffer = torch.empty(sum(map(_room, message)), dtype=torch.uint8)
@@ -142,10 +145,10 @@ class Exchange:
     def _unpack(
         self, message: Sequence[Item], buffer: torch.Tensor, buffers: Mapping[str, TensorBuffer]
     ) -> None:
-        room = self._in_place(message, buffers)
-        if room is not None:
-            if room.data_ptr() != buffer.data_ptr():
-                room.copy_(buffer)
+        memory = self._in_place(message, buffers)
+        if memory is not None:
+            if memory.data_ptr() != buffer.data_ptr():
+                memory.copy_(buffer)
             return
         here = buffer.cpu()
         for (tensor, chunk), place in _placed(message):
@@ -156,44 +159,45 @@ class Exchange:
     def _in_place(
         self, message: Sequence[Item], buffers: Mapping[str, TensorBuffer]
     ) -> torch.Tensor | None:
-        """The same answer on all ranks: whole tensors lie alike everywhere."""
+        """The buffer of a single-chunk message. All ranks agree: complete tensors have one
+        layout."""
         if len(message) != 1:
             return None
         tensor, chunk = message[0]
-        room = buffers[tensor.spec.name].room(chunk.place)
-        return None if room is None else room.view(torch.uint8)
+        memory = buffers[tensor.spec.name].contiguous_view(chunk.place)
+        return None if memory is None else memory.view(torch.uint8)
 
-    def _tell(self, report: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Every rank's report: in one collective, unless there is one that is long."""
+    def _all_reports(self, report: Mapping[str, object]) -> list[dict[str, Any]]:
+        """All ranks' reports, in one collective unless one of them is long."""
         text = json.dumps(report).encode()
         size = len(text).to_bytes(_SIZE_BYTES, "little")
-        told = self._gathered((size + text)[:_SHORT_BYTES], _SHORT_BYTES)
-        longest = max(int.from_bytes(data[:_SIZE_BYTES], "little") for data in told)
+        gathered = self._gathered((size + text)[:_SHORT_BYTES], _SHORT_BYTES)
+        longest = max(int.from_bytes(data[:_SIZE_BYTES], "little") for data in gathered)
         if _SIZE_BYTES + longest > _SHORT_BYTES:
-            told = self._gathered(size + text, _SIZE_BYTES + longest)
-        return [json.loads(data[_SIZE_BYTES:]) for data in told]
+            gathered = self._gathered(size + text, _SIZE_BYTES + longest)
+        return [json.loads(data[_SIZE_BYTES:]) for data in gathered]
 
     def _gathered(self, data: bytes, size: int) -> list[bytes]:
-        """Every rank's bytes, filled up with spaces to ``size``."""
+        """All ranks' bytes, padded with spaces to ``size``."""
         padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
         taken = torch.empty((self.size, size), dtype=torch.uint8, device=self._device)
-        with self._told():
+        with self._translated():
             self._dist.all_gather(list(taken), padded.to(self._device), group=self._group)
         return [row.numpy().tobytes() for row in taken.cpu()]
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise LoadError(
                 f"the process group failed while loading: {error}",
-                hint=f"{self.tensors} Make a new group, and load again.",
+                hint=f"{self.tensors} Create a new process group and load again.",
             ) from error
 
 
 def _messages(share: Sequence[Item]) -> Iterator[list[Item]]:
-    """Large chunks by themselves, small ones together."""
+    """Large chunks alone, small ones packed."""
     packed: list[Item] = []
     size = 0
     for item in share:
@@ -221,7 +225,7 @@ def _size(item: Item) -> int:
 
 
 def _room(item: Item) -> int:
-    """Aligned: the bytes are looked at as elements where they lie."""
+    """The aligned size: received bytes are viewed as elements in place."""
     return -(-_size(item) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -237,7 +241,7 @@ def _as_json(error: Exception) -> dict[str, Any]:
 
 
 def _from_json(found: Mapping[str, Any], rank: int) -> LoadError:
-    """The same error as on the other rank, and which rank that was."""
+    """The error of another rank, with its rank in the message."""
     kind = getattr(errors, found["type"], LoadError)
     error: LoadError
     if kind is CorruptCheckpoint:

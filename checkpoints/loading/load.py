@@ -1,4 +1,4 @@
-"""Loading: verified into spare memory first, then copied into live tensors."""
+"""Load a checkpoint: verify it in buffers first, then copy it into the live tensors."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Progress = Callable[[int], object]
-"""Called with a number of bytes, by several threads."""
+"""Called with a number of bytes, from several threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """What was loaded.
+    """The result of a load.
 
-    ``state`` is the whole saved state; where a live tensor was given, it stands there itself.
-    ``unmatched`` says, with ``strict=False``, which tensors were not copied, and why.
+    ``state`` is the complete saved state, with the live tensors in their places. ``unmatched``
+    lists, with ``strict=False``, the tensors that were not copied, each with the reason.
     """
 
     state: Any
@@ -58,46 +58,45 @@ def load(
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> LoadResult:
-    """Load a checkpoint by name, whatever the world that saved it.
+    """Load a checkpoint by name, whatever the world size that saved it.
 
-    With ``into``, a state of the same form whose tensors are live ones, values are copied into
-    these in place, after every byte that they need was verified; leaves that are not tensors are
-    returned, not written. DTensors get what their placements say, however it was sharded when it
-    was saved. If the tensors of both differ in path, shape or dtype, that is an error which lists
-    them; with ``strict=False`` those that fit are copied.
+    With ``into``, a state of the same structure with live tensors, values are copied into these in
+    place after every byte that they need was verified; leaves that are not tensors are returned.
+    DTensors receive their shards, however the tensor was sharded when saved. Tensors that differ in
+    path, shape or dtype raise :class:`StateMismatch`; with ``strict=False`` the others are copied.
 
-    With ``group``, a process group of torch.distributed, its ranks load together: each reads and
-    verifies an equal share of the bytes that all need, and they exchange them: over the group, or
-    on one host through the kernel, which keeps what was read; of sharded tensors each reads what
-    it needs. All raise what the first rank that fails raises, before any of them has changed a
-    tensor. All must call it, with the same name and form of state.
+    With ``group``, a process group of torch.distributed, its ranks load collectively: each reads
+    and verifies an equal share of the bytes that all need, and they exchange these over the group,
+    or through the page cache on one host; of sharded tensors each rank reads its own shards. The
+    first failure of any rank is raised on all, before any of them has changed a tensor. All ranks
+    must call it with the same name and structure of state.
 
-    ``progress`` is called, by several threads, with the number of bytes of each chunk read.
+    ``progress`` is called, from several threads, with the number of bytes of each chunk read.
 
     Raises :class:`CheckpointNotFound`, :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`,
     :class:`ReadFailed`, :class:`StateMismatch`; with ``group`` also :class:`LoadError`, if the
-    group itself fails. From a memory file system, what was verified is copied from where it lies:
-    if its files change in between, :class:`TornRead`.
+    group itself fails. Files on a memory file system are verified and copied from a mapping;
+    if they change in between, :class:`TornRead`.
     """
     storage = storage_for(root)
     if group is not None:
         return _load_in_group(storage, name, into, strict, Exchange(group), progress)
     plan = prepare(storage, name, into, strict)
-    files = plan.files_in_place()
+    files = plan.mapped_files()
     if files is not None:
         with contextlib.closing(files):
-            in_place = _MappedLoad(plan, files)
-            in_place.verify(all_chunks(plan.manifest), None, progress)
-            return in_place.take()
+            mapped = _MappedLoad(plan, files)
+            mapped.verify(all_chunks(plan.manifest), None, progress)
+            return mapped.take()
     job = _LoadJob(plan, plan.buffers())
     job.read(all_chunks(plan.manifest), progress=progress)
     return job.finish()
 
 
 class _MappedLoad:
-    """Verify files where they lie in memory, then copy them from there into the live tensors.
+    """Verify memory-mapped files, then copy from the mapping into the live tensors.
 
-    Faster than filling fresh memory and copying from that, and needs no memory for another copy.
+    Faster than reading into fresh memory first, and needs no memory for a second copy.
     """
 
     def __init__(self, plan: LoadPlan, files: MappedCheckpoint) -> None:
@@ -108,11 +107,11 @@ class _MappedLoad:
     def verify(
         self, items: Iterable[Item], headers: Collection[int] | None, progress: Progress | None
     ) -> None:
-        """Look at each byte of these that is needed; others may do so with the rest."""
+        """Verify the needed chunks among ``items``; other ranks may verify the rest."""
         self._files.verify(self._job.needed(items), headers, progress)
 
     def take(self) -> LoadResult:
-        """All was verified: copy it. Raises TornRead if the files have changed meanwhile."""
+        """Copy the verified bytes. Raises TornRead if the files have changed meanwhile."""
         every = all_chunks(self._plan.manifest)
         try:
             with torch.no_grad():
@@ -137,7 +136,7 @@ def _load_in_group(
         with exchange.stage() as here:
             plan = prepare(storage, name, into, strict)
             here.must_agree(plan.fingerprint())
-            files, identity = plan.files_in_place(), page_cache_identity(storage, name)
+            files, identity = plan.mapped_files(), page_cache_identity(storage, name)
             if files is not None:
                 stack.enter_context(contextlib.closing(files))
                 identity = identity and f"{identity} {files.identity}"
@@ -156,10 +155,10 @@ def _load_in_group(
 
 @dataclass(frozen=True)
 class _Shares:
-    """Who of the ranks that load together sees to what."""
+    """Which rank of a collective load reads what."""
 
-    common: tuple[tuple[Item, ...], ...]  # of what all need, by rank
-    own: list[Item]  # this rank's share, and what it alone needs
+    common: tuple[tuple[Item, ...], ...]  # of the bytes that all ranks need, by rank
+    own: list[Item]  # this rank's share, and what only this rank needs
     rest: list[Item]  # the other ranks' shares
     headers: Collection[int]
 
@@ -167,29 +166,29 @@ class _Shares:
     def of(cls, plan: LoadPlan, exchange: Exchange) -> _Shares:
         items = all_chunks(plan.manifest)
         rank, size = exchange.rank, exchange.size
-        common = shares_of([i for i in items if i[0].spec.name in plan.whole], size)
-        alone = [item for item in items if item[0].spec.name not in plan.whole]
+        common = shares_of([i for i in items if i[0].spec.name in plan.complete], size)
+        alone = [item for item in items if item[0].spec.name not in plan.complete]
         rest = [item for of, share in enumerate(common) if of != rank for item in share]
         headers = range(rank, len(plan.manifest.writers), size)
         return cls(common, [*common[rank], *alone], rest, headers)
 
 
 def _load_mapped(
-    in_place: _MappedLoad, shares: _Shares, exchange: Exchange, progress: Progress | None
+    mapped: _MappedLoad, shares: _Shares, exchange: Exchange, progress: Progress | None
 ) -> LoadResult:
-    """Ranks with the same files in one memory: verify a share each, then copy all of it each."""
+    """Ranks that map the same files: each verifies a share, then each copies everything."""
     with exchange.stage():
-        in_place.verify(shares.own, shares.headers, progress)
-    exchange.tensors = "The live tensors may hold the checkpoint by now."
+        mapped.verify(shares.own, shares.headers, progress)
+    exchange.tensors = "The live tensors may hold the checkpoint already."
     with exchange.stage():
-        return in_place.take()
+        return mapped.take()
 
 
 def _load_through_page_cache(
     plan: LoadPlan, shares: _Shares, exchange: Exchange, progress: Progress | None
 ) -> LoadResult:
-    """Ranks with the same files under one kernel: what one has read, it has for the others, and
-    gives it to them faster than they could (1 GiB among four: 0.7 s against 2.4 s, measured)."""
+    """Ranks that share a page cache: each reads a share, then the rest from the cache, which is
+    faster than an exchange (1 GiB among four ranks: 0.7 s instead of 2.4 s, measured)."""
     with exchange.stage():
         job = _LoadJob(plan, plan.buffers())
         job.read(shares.own, headers=shares.headers, progress=progress)
@@ -199,9 +198,9 @@ def _load_through_page_cache(
 
 
 def verify(root: Root, name: str, *, progress: Progress | None = None) -> CheckpointInfo:
-    """Read every byte of a checkpoint; raises what :func:`load` raises, keeps nothing.
+    """Verify every byte of a checkpoint. Raises what :func:`load` raises; returns the summary.
 
-    ``progress`` is called, by several threads, with the number of bytes of each chunk.
+    ``progress`` is called, from several threads, with the number of bytes of each chunk.
     """
     storage = storage_for(root)
     manifest = read_manifest(storage, name)
@@ -210,12 +209,12 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
         with contextlib.closing(files):
             files.verify(all_chunks(manifest), None, progress)
         return info_of(manifest)
-    room = scratch(STEP_BYTES)
+    memory = scratch(STEP_BYTES)
 
     def target(tensor: TensorEntry, chunk: Chunk) -> memoryview:
         if progress is not None:
             progress(chunk.end - chunk.begin)
-        return room(tensor, chunk)
+        return memory(tensor, chunk)
 
     read_chunks(storage, manifest, all_chunks(manifest), target)
     return info_of(manifest)
@@ -223,7 +222,7 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
 
 @dataclass(frozen=True)
 class _LoadJob:
-    """A plan, and the memory that is filled."""
+    """A plan, and the buffers that are filled."""
 
     plan: LoadPlan
     buffers: Mapping[str, TensorBuffer]
@@ -235,7 +234,7 @@ class _LoadJob:
         headers: Collection[int] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Read and verify those of ``items`` that are needed."""
+        """Read and verify the needed chunks among ``items``."""
         target, put = into_buffers(self.buffers)
 
         def done(tensor: TensorEntry, chunk: Chunk, data: memoryview) -> None:
@@ -251,13 +250,13 @@ class _LoadJob:
         return [(t, c) for t, c in items if self.buffers[t.spec.name].needs(c.place)]
 
     def finish(self) -> LoadResult:
-        """Copy what was verified into the live tensors, where it is not there yet."""
+        """Copy verified bytes into the live tensors, unless they were read into these directly."""
         plan = self.plan
         with torch.no_grad():
             for path in plan.match.fitting:
                 buffer = self.buffers[plan.leaves[path]]
                 for region, memory in live_regions(plan.live[path], path):
-                    buffer.give(region, memory)
+                    buffer.copy_out(region, memory)
         fitting = set(plan.match.fitting)
 
         def leaf(path: str, tensor: str) -> torch.Tensor:

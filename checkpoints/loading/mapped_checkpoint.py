@@ -1,4 +1,4 @@
-"""A checkpoint's files in this machine's memory: verified where they lie, copied once."""
+"""A checkpoint on a memory file system: verified in its mapping, copied once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from checkpoints.storage.protocol import Storage
 
 @dataclass(frozen=True)
 class MappedCheckpoint:
-    """All tensor files of a checkpoint. Close them when done."""
+    """The mapped tensor files of a checkpoint. Close it when done."""
 
     storage: Storage
     manifest: Manifest
@@ -34,7 +34,7 @@ class MappedCheckpoint:
 
     @classmethod
     def of(cls, storage: Storage, manifest: Manifest) -> MappedCheckpoint | None:
-        """None where a file is not in memory, or cannot be mapped: read them, then."""
+        """None if a file is not in memory or cannot be mapped: read it instead."""
         files: dict[str, MappedFile] = {}
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for writer in manifest.writers:
@@ -51,7 +51,7 @@ class MappedCheckpoint:
 
     @property
     def identity(self) -> str:
-        """Which files these are, in which state: the same for all processes of this kernel."""
+        """Identifies the files and their state; equal in all processes that map them."""
         return digest(" ".join(file.identity for file in self.files.values()).encode())
 
     def verify(
@@ -60,17 +60,17 @@ class MappedCheckpoint:
         headers: Collection[int] | None,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Look at each byte of these; by default at all headers, too.
+        """Verify these chunks, and the headers of these ranks (by default all).
 
         Raises what :func:`~checkpoints.loading.reader.read_chunks` raises.
         """
 
         def work(batch: Batch) -> None:
             if batch.with_header:
-                with self._look(batch, 0, batch.writer.header_bytes) as data:
+                with self._view(batch, 0, batch.writer.header_bytes) as data:
                     check_header(data, self.manifest.name, batch.writer)
             for tensor, chunk in batch.items:
-                with self._look(batch, chunk.begin, chunk.end) as data:
+                with self._view(batch, chunk.begin, chunk.end) as data:
                     check_chunk(len(data), digest(data), self.manifest.name, tensor, chunk)
                 if progress is not None:
                     progress(chunk.end - chunk.begin)
@@ -78,28 +78,28 @@ class MappedCheckpoint:
         in_batches(self.storage, self.manifest, items, headers, work)
 
     def copy(self, items: Iterable[Item], into: Mapping[str, TensorBuffer]) -> None:
-        """Copy what was verified. :meth:`have_changed` says whether it still was that."""
+        """Copy verified chunks; check :meth:`have_changed` afterwards."""
         target, done = into_buffers(into)
 
         def work(batch: Batch) -> None:
             for tensor, chunk in batch.items:
-                room = target(tensor, chunk)
-                with self._look(batch, chunk.begin, chunk.end) as data:
-                    # Unlike a memoryview, numpy lets other threads run meanwhile.
-                    numpy.copyto(numpy.frombuffer(room, "u1"), numpy.frombuffer(data, "u1"))
-                done(tensor, chunk, room)
+                memory = target(tensor, chunk)
+                with self._view(batch, chunk.begin, chunk.end) as data:
+                    # Unlike memoryview assignment, numpy releases the GIL.
+                    numpy.copyto(numpy.frombuffer(memory, "u1"), numpy.frombuffer(data, "u1"))
+                done(tensor, chunk, memory)
 
         in_batches(self.storage, self.manifest, items, (), work)
 
     def have_changed(self) -> bool:
-        """Whether any of them was written into since it was mapped."""
+        """Whether any file was written to since it was mapped."""
         return any(file.has_changed() for file in self.files.values())
 
     def close(self) -> None:
         for file in self.files.values():
             file.close()
 
-    def _look(
+    def _view(
         self, batch: Batch, begin: int, end: int
     ) -> contextlib.AbstractContextManager[memoryview]:
-        return self.files[batch.writer.file].look(begin, end)
+        return self.files[batch.writer.file].view(begin, end)

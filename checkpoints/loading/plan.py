@@ -25,7 +25,7 @@ from checkpoints.tensors.regions import Region, full_region
 
 @dataclass(frozen=True)
 class Match:
-    """How saved and live tensors fit, by path."""
+    """Which saved and live tensors match, by path."""
 
     fitting: tuple[str, ...]
     missing: tuple[str, ...]
@@ -42,7 +42,7 @@ class Match:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load that is known to fit: what of each tensor is needed, and where."""
+    """A validated load: which part of each tensor is needed, and where it goes."""
 
     storage: Storage
     manifest: Manifest
@@ -52,17 +52,20 @@ class LoadPlan:
     is_partial: bool
     into_live: bool  # copy into live tensors; else all is returned
 
-    def files_in_place(self) -> MappedCheckpoint | None:
-        """For loading from where files lie, if they can be copied from there into live tensors."""
+    def mapped_files(self) -> MappedCheckpoint | None:
+        """The mapped files, if the load copies from them directly into live tensors; else None."""
         return MappedCheckpoint.of(self.storage, self.manifest) if self.into_live else None
 
     def fingerprint(self) -> str:
-        """What ranks that load together must have in common."""
-        return digest(json.dumps([digest(self.manifest.to_bytes()), sorted(self.whole)]).encode())
+        """Equal on all ranks of a collective load."""
+        return digest(
+            json.dumps([digest(self.manifest.to_bytes()), sorted(self.complete)]).encode()
+        )
 
     @functools.cached_property
-    def whole(self) -> frozenset[str]:
-        """Tensors that this rank needs all of: those that not only sharded ones take."""
+    def complete(self) -> frozenset[str]:
+        """Names of the tensors that this rank needs completely: not only for sharded live
+        tensors."""
         fitting = set(self.match.fitting)
         return frozenset(
             name
@@ -71,18 +74,19 @@ class LoadPlan:
         )
 
     def buffers(self) -> dict[str, TensorBuffer]:
-        """Spare memory for what is needed of each tensor."""
+        """Fresh memory for the needed part of each tensor."""
         live = self._live_regions()
-        # A tensor that no leaf names is not needed at all; only strangers write such.
+        # A tensor without a leaf is not needed; only crafted manifests have one.
         return {
             name: TensorBuffer(
-                tensor.spec, None if name in self.whole else _regions(live.get(name, ()))
+                tensor.spec, None if name in self.complete else _regions(live.get(name, ()))
             )
             for name, tensor in self.manifest.tensors.items()
         }
 
     def live_memory(self) -> dict[str, TensorBuffer]:
-        """The live tensors' own memory; spare memory only for what is returned besides."""
+        """The live tensors' own memory; fresh memory only for tensors that are returned in
+        addition."""
         fitting, live = set(self.match.fitting), self._live_regions()
         returned = {name for path, name in self.leaves.items() if path not in fitting}
         return {
@@ -113,7 +117,7 @@ def prepare(storage: Storage, name: str, into: object, strict: bool) -> LoadPlan
 
 
 def live_regions(live: torch.Tensor, path: str) -> Sequence[tuple[Region, torch.Tensor]]:
-    """What this rank holds of a live tensor, with the memory."""
+    """The regions of a live tensor that this rank holds, each with its memory."""
     return (
         local_regions(live, path)
         if is_dtensor(live)

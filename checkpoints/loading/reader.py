@@ -48,12 +48,12 @@ def read_chunks(
     headers: Collection[int] | None = None,
     done: Callable[[TensorEntry, Chunk, memoryview], object] | None = None,
 ) -> None:
-    """Read chunks, each into its target, verify its hash, then say that it is ``done``.
+    """Read each chunk into its target, verify its hash, then call ``done``.
 
-    ``headers``: the ranks whose files' headers are verified, too; by default all. Where there are
-    many bytes, several threads read, hash and call; they are joined before this returns. Raises
-    :class:`CorruptCheckpoint` naming file and tensor, :class:`ReadFailed` if the storage fails: of
-    several failures, the first in the order of files and bytes.
+    ``headers``: the ranks whose file headers are verified, too; by default all. Many bytes are read
+    by several threads, which also call ``target`` and ``done``; they are joined before this
+    returns. Raises :class:`CorruptCheckpoint` naming file and tensor, :class:`ReadFailed` if the
+    storage fails: of several failures, the first in the order of files and bytes.
     """
 
     def work(batch: Batch) -> None:
@@ -151,12 +151,12 @@ def into_buffers(buffers: Mapping[str, TensorBuffer]) -> tuple[Target, Done]:
     temporary = scratch()
 
     def target(tensor: TensorEntry, chunk: Chunk) -> memoryview:
-        room = buffers[tensor.spec.name].room(chunk.place)
-        return temporary(tensor, chunk) if room is None else bytes_view(room)
+        memory = buffers[tensor.spec.name].contiguous_view(chunk.place)
+        return temporary(tensor, chunk) if memory is None else bytes_view(memory)
 
     def done(tensor: TensorEntry, chunk: Chunk, data: memoryview) -> None:
         buffer = buffers[tensor.spec.name]
-        if buffer.room(chunk.place) is None:
+        if buffer.contiguous_view(chunk.place) is None:
             flat = torch.frombuffer(data, dtype=BY_NAME[tensor.spec.dtype].torch)
             buffer.put(chunk.place, flat)
 

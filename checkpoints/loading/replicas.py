@@ -1,4 +1,4 @@
-"""One file that lies in several places: what has the right hash is taken, wherever it is."""
+"""A file with several replicas: each read returns the first one whose hash matches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkpoints.storage.protocol import ReadableFile
 
 @dataclass(frozen=True)
 class Replica:
-    """One of them, and who is told when it cannot be read, or is damaged."""
+    """One replica, and the callbacks for a failed read and for damage."""
 
     source: ReadableFile
     fail: Callable[[OSError], None]
@@ -21,9 +21,9 @@ class Replica:
 
 
 class ReplicatedFile:
-    """One file in several places. The next is opened when the ones before do not serve.
+    """A file that falls back to the next replica if one fails. Replicas are opened on demand.
 
-    Used by several threads at once.
+    Safe for concurrent use by several threads.
     """
 
     def __init__(
@@ -34,9 +34,11 @@ class ReplicatedFile:
         self._hashes = hashes
         self._lock = threading.Lock()
         self._open: list[Replica] = []
-        self._odd: Replica | None = None  # of the wrong size; for the error, if there is no other
+        self._wrong_size: Replica | None = (
+            None  # a replica of the wrong size, used for the error if there is no other
+        )
         self._dead: set[int] = set()
-        self._more()
+        self._open_next()
 
     @property
     def is_empty(self) -> bool:
@@ -47,7 +49,7 @@ class ReplicatedFile:
 
     def read_at(self, offset: int, into: memoryview) -> int:
         expected = self._hashes.get((offset, offset + len(into)))
-        trouble: OSError | None = None
+        failure: OSError | None = None
         count, index = 0, 0
         while (copy := self._copy(index)) is not None:
             index += 1
@@ -56,46 +58,46 @@ class ReplicatedFile:
             try:
                 count = copy.source.read_at(offset, into)
             except OSError as error:
-                trouble = error
+                failure = error
                 self._dead.add(index - 1)
                 copy.fail(error)
                 continue
             if count == len(into) and expected in (None, digest(into)):
                 return count
             copy.damaged(f"bytes {offset} to {offset + len(into)} are damaged")
-        if trouble is not None:
-            raise trouble
-        return count  # the reader tells what is wrong with it
+        if failure is not None:
+            raise failure
+        return count  # the reader reports what is wrong
 
     def mapped(self) -> None:
         return None
 
     def close(self) -> None:
-        for copy in {*self._open, *([self._odd] if self._odd else [])}:
+        for copy in {*self._open, *([self._wrong_size] if self._wrong_size else [])}:
             copy.source.close()
 
     def _copy(self, index: int) -> Replica | None:
         with self._lock:
             if index == len(self._open):
-                self._more()
+                self._open_next()
             return self._open[index] if index < len(self._open) else None
 
-    def _more(self) -> None:
-        """Open one more of the right size, if there is one."""
+    def _open_next(self) -> None:
+        """Open the next replica of the right size, if any."""
         for copy in self._found:
             if self._size is None or copy.source.size() == self._size:
                 self._open.append(copy)
                 return
-            if self._odd is None:
-                self._odd = copy
+            if self._wrong_size is None:
+                self._wrong_size = copy
             else:
                 copy.source.close()
-        if not self._open and self._odd is not None:
-            self._open.append(self._odd)
+        if not self._open and self._wrong_size is not None:
+            self._open.append(self._wrong_size)
 
 
 def hashes_of(manifest: Manifest, file: str) -> dict[tuple[int, int], str]:
-    """Of the pieces in which a reader reads a file."""
+    """The hashes of the byte ranges in which a reader reads a file."""
     hashes = {
         (chunk.begin, chunk.end): chunk.xxh3_128
         for tensor in manifest.tensors.values()

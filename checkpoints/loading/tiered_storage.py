@@ -7,7 +7,7 @@ the parts into the manifest that a committer would have written.
 
 :class:`TieredStorage` is a storage for reading, so :func:`~checkpoints.latest`,
 :func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
-take one as their root. Each chunk is read from the first place whose bytes have its hash. A place
+take one as their root. Each chunk is read from the first tier whose bytes match its hash. A place
 that fails is passed over for good, one whose bytes are damaged for these;
 :attr:`TieredStorage.failures` tells. Make a new view for a new look.
 """
@@ -45,14 +45,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TierFailure:
-    """A place that could not be asked, or whose copy is damaged."""
+    """A tier that could not be read, or that holds a damaged file."""
 
     place: str
     reason: str
 
 
 class TieredStorage:
-    """A view of several roots, fastest first; only for reading."""
+    """A read-only view of several roots, fastest first."""
 
     def __init__(self, roots: Sequence[Root]) -> None:
         self._all = [storage_for(root) for root in roots]
@@ -63,7 +63,7 @@ class TieredStorage:
 
     @property
     def failures(self) -> tuple[TierFailure, ...]:
-        """Places that failed, then damage that another place made good."""
+        """The tiers that failed, then damaged files that another tier replaced."""
         return (*self._failed.values(), *self._damaged)
 
     @property
@@ -71,7 +71,7 @@ class TieredStorage:
         return " + ".join(storage.place for storage in self._all)
 
     def list(self, path: str) -> builtins.list[str]:
-        """Of the root: checkpoints whose parts are all somewhere, under their committed names."""
+        """Of the root: the committed names of all complete checkpoints."""
         if path:
             return self._files(path)
         found: builtins.set[str] = set()
@@ -98,7 +98,7 @@ class TieredStorage:
             return source.size()
 
     def modified_s(self, path: str) -> float:
-        """Of the copy that changed last."""
+        """Of the replica that changed last."""
         name, file = _split(path)
         times: builtins.list[float] = []
         for folder in self._folders(name):
@@ -116,7 +116,7 @@ class TieredStorage:
             if isinstance(storage, ClosableStorage):
                 storage.close()
 
-    # --- which places have what
+    # --- which tiers hold what
 
     def _reachable(self) -> Iterator[Storage]:
         for index, storage in enumerate(self._all):
@@ -124,7 +124,7 @@ class TieredStorage:
                 yield storage
 
     def _ask(self, storage: Storage, question: Callable[[Storage], T]) -> T | None:
-        """The answer; None if there is no such thing, or the place failed."""
+        """The answer; None if the file is missing or the tier failed."""
         try:
             return question(storage)
         except (FileNotFoundError, NotADirectoryError):
@@ -146,7 +146,7 @@ class TieredStorage:
         return [MANIFEST, *(writer.file for writer in manifest.writers)]
 
     def _folders(self, name: CheckpointName) -> builtins.list[_TierFolder]:
-        """All there is of a checkpoint, fastest place first. Each place is asked once."""
+        """All folders of a checkpoint, fastest tier first. Each tier is listed once."""
         if name not in self._known:
             self._known[name] = [
                 _TierFolder(storage, folder, frozenset(files))
@@ -157,16 +157,16 @@ class TieredStorage:
         return [f for f in self._known[name] if self._all.index(f.storage) not in self._failed]
 
     def _world_size(self, name: CheckpointName) -> int | None:
-        """How many writers, if the parts of all are somewhere, by their names alone."""
+        """The number of writers, if the parts of all exist (judged by their names); else None."""
         found: dict[int, builtins.set[int]] = {}
         for folder in self._folders(name):
             for ranks in map(parse_part_file, folder.files):
                 if ranks is not None:
                     found.setdefault(ranks[1], set()).add(ranks[0])
-        whole = [size for size, ranks in found.items() if len(ranks) == size]
-        return whole[0] if len(whole) == 1 else None
+        complete = [size for size, ranks in found.items() if len(ranks) == size]
+        return complete[0] if len(complete) == 1 else None
 
-    # --- the manifest: one that is committed, else merged from parts
+    # --- the manifest: a committed one, else merged from parts
 
     def _manifest(self, name: CheckpointName) -> tuple[bytes, Manifest]:
         if name not in self._manifests:
@@ -174,7 +174,7 @@ class TieredStorage:
         return self._manifests[name]
 
     def _committed(self, name: CheckpointName) -> tuple[bytes, Manifest] | None:
-        """The first that is sound; if all that there are are damaged, that is an error."""
+        """The first valid committed manifest; raises if all of them are damaged."""
         damaged = None
         file = f"{name}/{MANIFEST}"
         for folder in self._folders(name):
@@ -216,12 +216,12 @@ class TieredStorage:
                 continue
             if part is not None:
                 return part
-        raise IncompleteAttempt(str(why or f"{part_file(rank, world_size)} went away")) from why
+        raise IncompleteAttempt(str(why or f"{part_file(rank, world_size)} was removed")) from why
 
     # --- tensors
 
     def _copies(self, name: CheckpointName, file: str) -> ReadableFile:
-        """A writer's file, from the places that have one."""
+        """A writer's file, from all tiers that hold it."""
         _, manifest = self._manifest(name)
         sizes = {writer.file: writer.size_bytes for writer in manifest.writers}
         copies = ReplicatedFile(
@@ -244,7 +244,7 @@ class TieredStorage:
                     damaged=partial(self._note_damage, folder.storage, path),
                 )
 
-    # --- what only the storages themselves take
+    # --- read-only: the other operations of a storage
 
     def make_folder(self, path: str) -> None:
         raise _read_only(path)
@@ -267,7 +267,7 @@ class TieredStorage:
 
 @dataclass(frozen=True)
 class _TierFolder:
-    """A place's files of one checkpoint."""
+    """The files of one checkpoint in one tier."""
 
     storage: Storage
     path: str
@@ -311,4 +311,4 @@ def _missing(path: str) -> FileNotFoundError:
 
 
 def _read_only(path: str) -> OSError:
-    return OSError(errno.EROFS, "several tiers are one view, for reading", path)
+    return OSError(errno.EROFS, "a tiered storage is read-only", path)

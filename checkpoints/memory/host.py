@@ -1,8 +1,8 @@
-"""Owns the memory of a node for as long as it lives: the folder, its server, its copies.
+"""Hosts the memory tier of a node: the folder, the server for peers, and the replication.
 
-For a process that outlives the workers, such as an agent. The workers are told the folder and
-nothing else; what they need to know of other nodes, and the key that opens their memories, stands
-in a file there for this user alone, which changes with the world (:func:`memory_roots`)::
+For a process that outlives the workers, such as an agent. Workers receive only the path of the
+folder. A file in it, readable by this user only and updated with the world, holds the addresses of
+the other nodes and the key to their memory (:func:`memory_roots`)::
 
     host = MemoryHost(
         folder, host="10.0.0.7", key=job_key, identity="node-7",
@@ -35,23 +35,23 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.reports import Report
 
 NODE_FILE = "node.json"
-KEEP: RetentionFunction = LatestN(3)  # as many as ranks may be apart in their writing, and one
+KEEP: RetentionFunction = LatestN(3)  # the ranks may be two saves apart
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The other nodes of the present world, and which of them gets this node's copies."""
+    """The other nodes of the current world, and which of them receives this node's replicas."""
 
     peers: tuple[PeerAddress, ...] = ()
     successor: PeerAddress | None = None
 
 
 class MemoryHost:
-    """Makes ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
+    """Creates ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
 
-    ``limit_bytes`` bounds own parts and copies, each. ``neighbours`` and ``key`` are asked again
-    and again, and by :meth:`look`; all hosts of a job have one key, and each has an ``identity`` of
-    its own. Without a key nobody else can come.
+    ``limit_bytes`` limits own parts and replicas, each. ``neighbours`` and ``key`` are called
+    periodically and by :meth:`look`. All hosts of a job share one key, and each has its own
+    ``identity``. Without a key no peer can connect.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class MemoryHost:
         return self._server.port
 
     def look(self) -> PeerAddress | None:
-        """Ask for the neighbours and let the workers know them; who gets the copies."""
+        """Refresh the neighbours and publish them to the workers; returns the replication
+        target."""
         with self._lock:
             found, key = self._neighbours(), self._key()
             if (found, key) != (self._known, self._known_key):
@@ -118,15 +119,15 @@ class MemoryHost:
             return found.successor
 
     def close(self) -> None:
-        """Stop serving and copying, join the threads, give the memory back."""
+        """Stop the server and the replication, join their threads, free the memory."""
         self._copier.close()
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self) -> None:
         peers = [asdict(peer) for peer in self._known.peers]
-        told = {"limit_bytes": self._limit_bytes, "key": self._known_key.text, "peers": peers}
-        text = json.dumps(told)
+        content = {"limit_bytes": self._limit_bytes, "key": self._known_key.text, "peers": peers}
+        text = json.dumps(content)
         descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds the key
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
@@ -134,27 +135,30 @@ class MemoryHost:
 
 
 def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
-    """Where this node's ranks write. Raises ``OSError`` if nobody hosts that folder."""
+    """The storage that this node's ranks write to. Raises ``OSError`` if the folder has no host."""
     return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder).limit_bytes)
 
 
 def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
-    """For :class:`~checkpoints.TieredStorage`: this node's memory, its copies, then all other
-    nodes'.
+    """For :class:`~checkpoints.TieredStorage`: this node's parts, the replicas it holds, then
+    the memory of all other nodes.
 
-    Raises ``OSError`` if nobody hosts that folder.
+    Raises ``OSError`` if the folder has no host.
     """
-    told = _read(folder)
+    content = _read(folder)
     return [
         NodeMemory(Path(folder) / OWN),
         NodeMemory(Path(folder) / COPIES),
-        *(PeerStorage(peer, key=lambda: told.key, timeout_s=timeout_s) for peer in told.peers),
+        *(
+            PeerStorage(peer, key=lambda: content.key, timeout_s=timeout_s)
+            for peer in content.peers
+        ),
     ]
 
 
 @dataclass(frozen=True)
 class _HostState:
-    """What the host's file says."""
+    """The content of the host's file."""
 
     limit_bytes: int | None
     key: SecretKey
@@ -168,4 +172,4 @@ def _read(folder: str | os.PathLike[str]) -> _HostState:
         names = [field.name for field in fields(PeerAddress)]
         peers = (PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"])
         return _HostState(data["limit_bytes"], SecretKey.parse(data["key"]), tuple(peers))
-    raise OSError(f"{folder}/{NODE_FILE} is not what an agent writes")
+    raise OSError(f"{folder}/{NODE_FILE} is not a valid memory host file")

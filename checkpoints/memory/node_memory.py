@@ -1,13 +1,13 @@
 """A tier in the memory of this node, which outlives the processes that write into it.
 
-It is a folder on a tmpfs such as ``/dev/shm``, made by a process that outlives the writers (an
+It is a folder on a tmpfs such as ``/dev/shm``, created by a process that outlives the writers (an
 agent, a launcher)::
 
     <folder>/own/       parts written by this node's ranks
-    <folder>/copies/    parts of another node's ranks, put there by its agent
-    <folder>/node.json  where the memory of the other nodes can be read; kept by the agent
+    <folder>/copies/    replicas of another node's parts, written by its agent
+    <folder>/node.json  addresses of the other nodes' memory; written by the agent
 
-No node has all parts, so nothing is ever committed here:
+No node holds all parts, so nothing is ever committed here:
 :class:`~checkpoints.loading.tiered_storage.TieredStorage` finds what is complete. Memory is
 bounded. A tmpfs takes what it gets until the kernel kills a process, so every write first checks
 what the folder's limit, the tmpfs, the machine and the cgroup leave.
@@ -28,17 +28,17 @@ from checkpoints.storage.protocol import WritableFile
 
 OWN = "own"
 COPIES = "copies"
-# Left to everybody else, whatever the limit says.
+# Left to other processes, whatever the limit.
 RESERVE_BYTES = 256 << 20
-_ASK_AGAIN_BYTES = 64 << 20
+_RECHECK_BYTES = 64 << 20
 
 
 class NodeMemory(LocalStorage):
-    """Parts in memory: a storage that keeps parts and commits nothing.
+    """A storage of parts in memory; nothing is committed in it.
 
-    ``keep`` of a save says which of them stay: at least the three newest, since ranks write at
-    their own pace and a checkpoint needs all their parts. ``room`` tells how many bytes may be
-    added, and why not more.
+    ``keep`` of a save decides which parts to retain: use at least the three newest, since ranks
+    write independently and a checkpoint needs the parts of all. ``room`` returns how many bytes may
+    be added, and what limits them.
     """
 
     keeps_parts = True
@@ -59,28 +59,30 @@ class NodeMemory(LocalStorage):
         return _BoundedSink(super().create(path), self.room)
 
     def room(self) -> tuple[int, str]:
-        """How many bytes may be added, and what the bound is."""
+        """How many bytes may be added, and what limits them."""
         return self._room(self._folder, self._limit_bytes)
 
     def names(self) -> list[CheckpointName]:
-        """What there are parts of, newest first."""
+        """The checkpoints of which there are parts, newest first."""
         with contextlib.suppress(FileNotFoundError):
             found = [name for name in map(parse_attempt, self.list("")) if name is not None]
             return sorted(found, key=lambda name: name.age_order, reverse=True)
         return []
 
     def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
-        """Remove the parts that ``keep`` gives up; notes."""
+        """Remove the parts that ``keep`` does not retain; returns notes."""
         try:
             for old in to_remove(self.names(), keep) if keep is not None else ():
                 self.remove_folder(old.attempt)
         except OSError as error:
-            return (f"{name} is kept, but tidying up failed: {error.strerror or error}",)
+            return (
+                f"{name} is stored, but removing older parts failed: {error.strerror or error}",
+            )
         return ()
 
 
 class _BoundedSink:
-    """Refuses, as a full disk does, before there is too little memory for everybody."""
+    """Raises ENOSPC before the memory that other processes need is used up."""
 
     def __init__(self, inner: WritableFile, room: Callable[[], tuple[int, str]]) -> None:
         self._inner = inner
@@ -93,7 +95,7 @@ class _BoundedSink:
             left, bound = self._room()
             if size > left:
                 raise OSError(errno.ENOSPC, f"{bound} leaves {max(left, 0)} of {size} bytes")
-            self._allowed = min(left, max(size, _ASK_AGAIN_BYTES))
+            self._allowed = min(left, max(size, _RECHECK_BYTES))
         self._allowed -= size
         self._inner.write(data)
 
@@ -105,7 +107,7 @@ class _BoundedSink:
 
 
 def available_bytes_in(folder: Path, limit_bytes: int | None) -> tuple[int, str]:
-    """Bytes that may be added to a folder in memory, and what bounds them."""
+    """Bytes that may be added to a folder in memory, and what limits them."""
     bounds = [
         (_free(folder), f"the file system of {folder}"),
         (_available() - RESERVE_BYTES, f"the machine's memory, less {RESERVE_BYTES >> 20} MiB,"),
@@ -117,7 +119,7 @@ def available_bytes_in(folder: Path, limit_bytes: int | None) -> tuple[int, str]
 
 
 def used_bytes(folder: Path) -> int:
-    """All files below a folder; some may go away meanwhile."""
+    """The size of all files below a folder; files may be removed meanwhile."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
@@ -135,7 +137,7 @@ def _free(folder: Path) -> int:
 
 
 def _available() -> int:
-    """MemAvailable of /proc/meminfo: what can be had without swapping."""
+    """MemAvailable of /proc/meminfo: memory available without swapping."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", "rb") as lines:
         for line in lines:
             if line.startswith(b"MemAvailable:"):
@@ -144,9 +146,10 @@ def _available() -> int:
 
 
 def _cgroup_left(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the limits of this process's cgroup leave: a tmpfs's pages count for their writer.
+    """Bytes left by the limits of this process's cgroup, which is charged for tmpfs pages it
+    writes.
 
-    Page cache of files is given back under pressure, a tmpfs's pages are not.
+    The page cache of files is reclaimable; pages of a tmpfs are not.
     """
     left = [_left_in(folder, "memory.max", "memory.current") for folder in _cgroups(root)]
     version_1 = _left_in(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")

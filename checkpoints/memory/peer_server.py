@@ -1,7 +1,7 @@
-"""Serves the parts in this node's memory to the other nodes of the job, and takes copies of theirs.
+"""Serves the parts in this node's memory to the other nodes of the job, and stores their replicas.
 
-Owned by a process that outlives the workers. Who connects has to prove the job's key first, and has
-the server prove it (:mod:`elastic.secure_channel`); then it gets a thread of its own. Requests and
+Owned by a process that outlives the workers. Client and server first prove to each other that they
+hold the job's key (:mod:`elastic.secure_channel`); then it gets a thread of its own. Requests and
 answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, with raw bytes behind
 them where they say so. Paths are only ever names of
 :mod:`checkpoints.format.names`; any other path is refused.
@@ -55,9 +55,9 @@ _FIELDS = {
 class PeerServer(Handler):
     """A hub that listens and one thread for each peer, all joined by :meth:`close`.
 
-    ``own`` is served; into ``copies`` others put, and what ``keep`` gives up of it is removed.
-    ``identity`` is what peers expect here. ``report`` is told of strangers, now and then;
-    ``on_error`` hears of whatever ends a thread that should not have ended.
+    Serves ``own`` and ``copies``. Peers write replicas into ``copies``, where parts that ``keep``
+    does not retain are removed. ``identity`` is proved to the peers. ``report`` is called,
+    rate-limited, for rejected connections; ``on_error`` for an unexpected error that ends a thread.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PeerServer(Handler):
                 target=self._serve, args=(channel,), name="checkpoint-peer-connection", daemon=True
             )
             thread.start()
-        except (OSError, RuntimeError):  # it is gone; or there are no threads left for now
+        except (OSError, RuntimeError):  # disconnected, or no thread could be started
             sock.close()
         else:
             self._threads[channel] = thread
@@ -137,8 +137,8 @@ class PeerServer(Handler):
                 self._answer(channel, request)
                 channel.wait(_IDLE_S)
         except OSError:
-            pass  # it went away, or is too slow: its own side tells it
-        except BaseException as error:  # noqa: BLE001  told to the owner
+            pass  # disconnected or too slow: the peer reports it
+        except BaseException as error:  # noqa: BLE001  reported to the owner
             self._on_error(error)
         finally:
             with self._lock:
@@ -210,12 +210,13 @@ class PeerServer(Handler):
         while count:
             piece = block[: min(count, BLOCK_BYTES)]
             if source.read_at(begin, piece) != len(piece):
-                raise OSError(errno.EIO, "the file became shorter")
+                raise OSError(errno.EIO, "the file was truncated")
             channel.send_bytes(piece)
             begin, count = begin + len(piece), count - len(piece)
 
     def _put(self, channel: Channel, path: str, request: dict[str, Any]) -> None:
-        """Say that there is room, take the bytes, and show them once their hash is right."""
+        """Confirm that there is space, receive the bytes, and publish them once their hash
+        matches."""
         size = _number(request, "size")
         folder, _, file = path.partition("/")
         name = parse_attempt(folder)
@@ -253,7 +254,7 @@ class PeerServer(Handler):
             trailer = bytearray(16)
             channel.fill(memoryview(trailer))
             if bytes(trailer) != seen.digest():
-                raise OSError(errno.EBADMSG, "the bytes changed on their way")
+                raise OSError(errno.EBADMSG, "checksum mismatch in transit")
             sink.sync()
         finally:
             sink.close()
@@ -261,7 +262,7 @@ class PeerServer(Handler):
 
 @contextlib.contextmanager
 def _no_way_back() -> Iterator[None]:
-    """Among raw bytes there is no place for an answer: a failure ends the connection."""
+    """A failure within raw bytes cannot be answered: it ends the connection."""
     try:
         yield
     except OSError as error:
@@ -276,7 +277,7 @@ def _is_ours(path: str) -> bool:
     name: CheckpointName | None = parse_attempt(folder) or parse_committed(folder)
     if name is None:
         return False
-    if not slash or file == MANIFEST:  # there never is one; asking is no offence
+    if not slash or file == MANIFEST:  # a manifest never exists here, but asking is allowed
         return True
     return parse_writer_file(file) is not None or parse_part_file(file) is not None
 

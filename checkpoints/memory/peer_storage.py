@@ -1,7 +1,7 @@
-"""The memory of another node, as a storage: parts are read from it, copies are put into it.
+"""The memory of another node, as a storage: parts are read from it, replicas are put into it.
 
-The other end is :mod:`checkpoints.memory.peer_server`. A peer that is slow, gone or full raises
-``OSError``; whoever asks goes on without it.
+The other end is :mod:`checkpoints.memory.peer_server`. A peer that is slow, unreachable or
+full raises ``OSError``; callers continue without it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MAX_IDLE = 8
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Where a node's memory is served, and who has to be found there."""
+    """The address of a node's memory server, and the identity that it must prove."""
 
-    node: str  # for people
+    node: str  # for messages
     host: str
     port: int
     identity: str  # that it proves with the job's key: ports are used again
 
 
 class PeerStorage:
-    """For reading, by several threads at once; and :meth:`put`. Close it once."""
+    """Reads from several threads at once, and :meth:`put`. Close it once."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PeerStorage:
     def list(self, path: str) -> list[str]:
         names = self._ask("list", path).get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ProtocolError(errno.EPROTO, f"{self.place} answers nonsense")
+            raise ProtocolError(errno.EPROTO, f"{self.place} sent an invalid response")
         return names
 
     def size(self, path: str) -> int:
@@ -86,24 +86,24 @@ class PeerStorage:
             answer = self._exchange(channel, "read", path, begin=begin, count=len(into))
             count = int(self._number(answer, "count"))
             if count > len(into):
-                raise ProtocolError(errno.EPROTO, f"{self.place} sends more than it was asked for")
+                raise ProtocolError(errno.EPROTO, f"{self.place} sent more than was requested")
             channel.fill(into[:count])
             return count
 
         return self._with_channel(exchange)
 
     def put(self, path: str, source: ReadableFile) -> None:
-        """Copy a file there; it is seen there once all of it has arrived with the right hash."""
+        """Copy a file to the peer; it becomes visible there once it arrived with the right hash."""
         size = source.size()
 
         def exchange(channel: Channel) -> None:
-            self._exchange(channel, "put", path, size=size)  # is there room?
+            self._exchange(channel, "put", path, size=size)  # raises if there is no space
             channel.expect(size)
             seen, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
             for begin in range(0, size, BLOCK_BYTES):
                 piece = block[: min(size - begin, BLOCK_BYTES)]
                 if source.read_at(begin, piece) != len(piece):
-                    raise OSError(errno.EIO, "the file became shorter", path)
+                    raise OSError(errno.EIO, "the file was truncated", path)
                 seen.update(piece)
                 channel.send_bytes(piece)
             channel.send_bytes(seen.digest())
@@ -112,7 +112,7 @@ class PeerStorage:
         self._with_channel(exchange)
 
     def close(self) -> None:
-        """Cut every connection: whoever waits on one gets an ``OSError``."""
+        """Close all connections; operations in progress raise ``OSError``."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -166,7 +166,7 @@ class PeerStorage:
         return result
 
     def _take(self, channel: Channel) -> None:
-        """From now on :meth:`close` cuts it."""
+        """Register a channel, so that :meth:`close` interrupts it."""
         with self._lock:
             if self._closed:
                 raise OSError(errno.ESHUTDOWN, f"the connection to {self.place} was closed")
@@ -200,10 +200,10 @@ class PeerStorage:
     def _number(self, answer: dict[str, Any], key: str) -> float:
         value = answer.get(key)
         if not isinstance(value, (int, float)) or not value >= 0:
-            raise ProtocolError(errno.EPROTO, f"{self.place} answers nonsense")
+            raise ProtocolError(errno.EPROTO, f"{self.place} sent an invalid response")
         return value
 
-    # --- what only the node itself does to its memory
+    # --- only the node itself changes its memory
 
     def make_folder(self, path: str) -> None:
         self._refuse(path)
@@ -224,11 +224,11 @@ class PeerStorage:
         self._refuse(path)
 
     def _refuse(self, path: str) -> NoReturn:
-        raise OSError(errno.EROFS, "another node's memory is not ours to change", path)
+        raise OSError(errno.EROFS, "the memory of another node is read-only", path)
 
 
 class _Refused(OSError):
-    """The peer's answer: the connection is fine."""
+    """An error response of the peer; the connection stays usable."""
 
 
 class _PeerSource:

@@ -1,8 +1,8 @@
-"""Copies the newest parts of this node's memory into a peer's, so that they survive this node.
+"""Replicates the newest parts of this node's memory to a peer, so that they survive this node.
 
-One thread, in the process that owns the memory: workers never wait for a peer, nor know of it.
-The newest parts go first; what became old before it was copied is left out, so a slow network
-means older copies, not a queue. A peer that fails is left alone for a while, longer each time.
+Runs on one thread of the process that owns the memory; workers never wait for a peer. The newest
+parts are replicated first, and parts that become old meanwhile are skipped: a slow network means
+older replicas, not a growing queue. A failing peer is retried with exponential backoff.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from elastic.secure_channel.keys import SecretKey
 
-_LOOK_AGAIN_S = 0.1
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
-# A step is complete once all ranks have written: the newest may lack some, the one before rarely.
+_POLL_S = 0.1
+_INITIAL_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 30.0
+# A step is complete once all ranks have written: the newest may lack parts, the one before rarely.
 _NEWEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationOutcome:
-    """What became of one part."""
+    """The outcome of replicating one part."""
 
     name: str
     rank: int
     peer: str  # a node
     size_bytes: int
     duration_s: float
-    reason: str = ""  # why it failed; empty: it is there
+    reason: str = ""  # why it failed; empty on success
 
 
 class Replicator:
-    """Asks ``peer`` before each copy where it goes; None: nowhere, for now.
+    """Calls ``peer`` before each copy for the target; None means no target at present.
 
-    ``on_outcome`` is told of every copy, ``on_error`` if the thread dies; both on its thread.
+    ``on_outcome`` is called for every copy, ``on_error`` if the thread dies; both on its thread.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Replicator:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop and join; a copy under way is cut off."""
+        """Stop and join the thread; a copy in flight is interrupted."""
         self._closing.set()
         client = self._client
         if client is not None:
@@ -80,11 +80,11 @@ class Replicator:
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(_LOOK_AGAIN_S):
+            while not self._closing.wait(_POLL_S):
                 self._follow(self._peer())
                 while self._may_copy() and self._copy_one():
                     pass
-        except BaseException as error:  # noqa: BLE001  told to the owner
+        except BaseException as error:  # noqa: BLE001  reported to the owner
             self._on_error(error)
         finally:
             self._follow(None)
@@ -92,11 +92,11 @@ class Replicator:
     def _may_copy(self) -> bool:
         return not self._closing.is_set() and self._monotonic() >= self._not_before_s
 
-    def _pause_s(self) -> float:
-        return min(_FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), _LONGEST_PAUSE_S)
+    def _backoff_s(self) -> float:
+        return min(_INITIAL_BACKOFF_S * 2.0 ** min(self._failures - 1, 10), _MAX_BACKOFF_S)
 
     def _follow(self, address: PeerAddress | None) -> None:
-        """Another peer has nothing yet."""
+        """Switch to another peer, which holds no replicas yet."""
         if address == self._address:
             return
         if self._client is not None:
@@ -112,7 +112,7 @@ class Replicator:
         self._done.clear()
 
     def _copy_one(self) -> bool:
-        """The newest part that is not there yet; False if there is none, or it failed."""
+        """Replicate the newest missing part; False if there is none, or if it failed."""
         client = self._client
         if client is None or self._peer() != self._address:
             return False
@@ -124,7 +124,7 @@ class Replicator:
         names = self._own.names()[:_NEWEST]
         self._done = {(name, rank) for name, rank in self._done if name in names}
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # it is old, and was just removed
+            with contextlib.suppress(FileNotFoundError):  # it became old and was removed
                 for ranks in map(parse_part_file, self._own.list(name.attempt)):
                     if ranks is not None and (name, ranks[0]) not in self._done:
                         yield name, *ranks
@@ -133,28 +133,28 @@ class Replicator:
         began_s = self._monotonic()
         size, reason = 0, ""
         try:
-            # The part last: it is what vouches for the other file.
+            # The part file last: it declares the other file complete.
             for file in (writer_file(rank, world_size), part_file(rank, world_size)):
                 path = f"{name.attempt}/{file}"
                 with contextlib.closing(self._own.open(path)) as source:
                     client.put(path, source)
                     size += source.size()
         except FileNotFoundError:
-            self._done.add((name, rank))  # removed meanwhile: it became old
+            self._done.add((name, rank))  # it became old and was removed
             return True
         except OSError as error:
             reason = error.strerror or str(error) or type(error).__name__
         if reason:
             self._failures += 1
-            self._not_before_s = self._monotonic() + self._pause_s()
+            self._not_before_s = self._monotonic() + self._backoff_s()
         else:
             self._failures = 0
             self._done.add((name, rank))
         if not self._closing.is_set():
-            self._tell(name, rank, size, began_s, reason)
+            self._report(name, rank, size, began_s, reason)
         return not reason
 
-    def _tell(
+    def _report(
         self, name: CheckpointName, rank: int, size: int, began_s: float, reason: str
     ) -> None:
         assert self._address is not None

@@ -299,7 +299,7 @@ class Engine:
         try:
             while self._work_once():
                 pass
-        except BaseException as error:  # noqa: BLE001  told to the owner, by its next call
+        except BaseException as error:  # noqa: BLE001  raised by the owner's next call
             self._died = error
             self._abandon(lambda job: True, f"the writer thread died: {error!r}")
 

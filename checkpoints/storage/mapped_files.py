@@ -37,7 +37,7 @@ class MappedFile:
     def __len__(self) -> int:
         return len(self._memory)
 
-    def look(self, begin: int, end: int) -> memoryview:
+    def view(self, begin: int, end: int) -> memoryview:
         """A view of these bytes, pre-faulted: faults page by page take several times as long.
 
         Raises ``OSError`` if the pages are not available any more.

@@ -39,11 +39,11 @@ def bytes_of(tensor: torch.Tensor, place: Extent) -> memoryview:
         flat = first.reshape(-1)
         if flat.stride(0) == 1:  # torch also calls one element of a strided row contiguous
             return flat.view(torch.uint8).numpy().data
-    room = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8)
-    copy_to(room, tensor, place)
+    copied = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8)
+    copy_to(copied, tensor, place)
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
-    return room.numpy().data
+    return copied.numpy().data
 
 
 def _is_plain_memory(view: torch.Tensor) -> bool:

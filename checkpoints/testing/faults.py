@@ -1,8 +1,8 @@
-"""A storage that fails at a chosen call: dies before or after it, tears it, refuses or delays it.
+"""Fault injection: a storage that crashes, tears a write, fails or delays at a chosen call.
 
-For tests, of this package and of programs that use it. Run once with no fault to count the
-calls, then once for every call and every fault. :class:`FaultyObjects` does the same to the
-requests to an object store, of which one call of a storage makes several.
+Run once without a fault to count the calls, then once for every call and every fault.
+:class:`FaultyObjects` does the same for the requests to an object store, of which one call of a
+storage makes several.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _Inner = TypeVar("_Inner", bound=_Placed)
 
 
 class SimulatedCrash(BaseException):
-    """The process died here. Not an Exception: nothing in the program may outlive it."""
+    """Simulates the death of the process. A BaseException, so that no handler continues after
+    it."""
 
 
 class StorageFault(Enum):
     DIE_BEFORE = "die-before"  # the call never happens
     DIE_AFTER = "die-after"  # it happens, and nothing more does
     TEAR = "tear"  # half of a write happens; another call does not
-    NO_SPACE = "no-space"  # ENOSPC; once there is no room, there stays none for writes
+    NO_SPACE = "no-space"  # ENOSPC from this call on, for writes
     IO_ERROR = "io-error"  # EIO, once
     REFUSED = "refused"  # EACCES, once
 
@@ -49,7 +50,7 @@ _ERRNO = {
 
 @dataclass
 class _FaultSchedule:
-    """Shared by a storage and its files: one count of calls for all."""
+    """The fault to inject; shared by a storage and its files, which count calls together."""
 
     at: int | None
     fault: StorageFault
@@ -72,9 +73,9 @@ class _FaultSchedule:
         if not chosen:
             call()
             return
-        self._strike(label, call, half)
+        self._inject(label, call, half)
 
-    def _strike(
+    def _inject(
         self, label: str, call: Callable[[], None], half: Callable[[], None] | None
     ) -> None:
         if self.fault in _ERRNO:
@@ -89,7 +90,7 @@ class _FaultSchedule:
 
 
 class _Faulty(Generic[_Inner]):
-    """What is wrapped, and the plan for its calls."""
+    """The wrapped object and the fault schedule for its calls."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class _Faulty(Generic[_Inner]):
 class FaultyStorage(_Faulty[Storage]):
     """Wraps a storage. ``at`` is the number of the call that fails, from 0; None fails none.
 
-    ``before`` is called with the label of every call: a place to delay, or to let another writer
-    act in between. ``calls`` are the labels so far.
+    ``before`` is called with the label of every call, to delay it or to run another writer in
+    between. ``calls`` are the labels so far.
     """
 
     def make_folder(self, path: str) -> None:
@@ -185,7 +186,7 @@ class _FaultySink:
         try:
             self._plan.run(f"close {self._path}", lambda: None)
         finally:
-            self._inner.close()  # the descriptor is ours, whatever we pretend
+            self._inner.close()  # always release the descriptor
 
 
 class _FaultySource:
@@ -216,7 +217,7 @@ class _FaultySource:
 class FaultyObjects(_Faulty[Objects]):
     """Wraps an object store, as :class:`FaultyStorage` does a storage.
 
-    Nothing tears here: a put is whole or never was.
+    No torn writes: a put is atomic.
     """
 
     def list(self, prefix: str) -> Mapping[str, ObjectInfo]:

@@ -1,8 +1,8 @@
-"""Storage in memory, for tests: fast, and with a power switch.
+"""A storage in memory that simulates power failures.
 
-It keeps two worlds: what programs see, and what survives a cut. A file's content survives as it
-was at its last sync, a folder's names as they were at the last sync_folder. Real file systems may
-write names back earlier by themselves, so both extremes can be asked for.
+It tracks what programs see and what survives a power failure: the content of a file as of its last
+sync, the names in a folder as of the last sync_folder. Real file systems may write names back
+earlier, so both extremes are available.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _MemoryFolder:
 
 
 class MemoryStorage:
-    """A storage in this process's memory; :meth:`after_power_cut` is what a disk would keep."""
+    """A storage in this process's memory; :meth:`after_power_cut` returns what a disk would
+    keep."""
 
     place = "memory"
 
@@ -35,7 +36,7 @@ class MemoryStorage:
         self._top = top or _MemoryFolder()
 
     def after_power_cut(self, *, names_survive: bool) -> MemoryStorage:
-        """A copy that has lost what was not synced; with ``names_survive``, contents only."""
+        """A copy without unsynced content; names are lost too, unless ``names_survive``."""
 
         def survived(node: _MemoryFolder | _MemoryFile) -> _MemoryFolder | _MemoryFile:
             if isinstance(node, _MemoryFile):

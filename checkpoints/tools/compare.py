@@ -1,4 +1,4 @@
-"""Two checkpoints, compared tensor by tensor, with one tensor of each in memory at a time."""
+"""Compares two checkpoints tensor by tensor, with one tensor of each in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkpoints.storage.roots import Root, storage_for
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same in both, and in which way, in words."""
+    """A tensor that differs between two checkpoints, and how."""
 
     tensor: str
     what: str
@@ -27,10 +27,10 @@ class Difference:
 def compare(
     root: Root, old: str, new: str, *, progress: Callable[[int], object] | None = None
 ) -> tuple[Difference, ...]:
-    """What differs between the tensors of two checkpoints, by path.
+    """The differences between the tensors of two checkpoints, ordered by path.
 
-    Tensors whose chunks have the same places and hashes are the same: they are not read.
-    ``progress`` is called with the bytes that were dealt with; their sum is the size of both.
+    Tensors whose chunks have equal places and hashes are equal and are not read. ``progress`` is
+    called with the number of bytes processed; their sum is the size of both checkpoints.
     Raises what :func:`checkpoints.load` raises.
     """
     storage = storage_for(root)
@@ -61,7 +61,7 @@ class _Side:
         return 0 if tensor is None else tensor.spec.size_bytes
 
     def read(self, tensor: TensorEntry) -> torch.Tensor:
-        """Its elements, verified."""
+        """The verified elements of a tensor."""
         name = tensor.spec.name
         spares = {name: TensorBuffer(tensor.spec)}
         target, done = into_buffers(spares)
@@ -87,7 +87,7 @@ def _form(tensor: TensorEntry) -> str:
 
 def _by_element(old: torch.Tensor, new: torch.Tensor) -> str:
     if torch.equal(_bytes(old), _bytes(new)):
-        return ""  # written by worlds of different sizes
+        return ""  # equal, but written at different world sizes
     wide = torch.complex128 if old.is_complex() else torch.float64
     apart = (new.to(wide) - old.to(wide)).abs()
     count = int((apart != 0).sum())  # NaN differs from everything

@@ -1,8 +1,8 @@
-"""Other people's formats: torch.save, torch.distributed.checkpoint (DCP), one safetensors file.
+"""Interoperability: torch.save, torch.distributed.checkpoint (DCP), a single safetensors file.
 
-An export appears under its name only when it is whole and durable. An import reads tensors and
-JSON values; torch.save files are read with ``weights_only=True``. DCP keeps its metadata as a
-pickle, which runs code of whoever wrote it: reading one needs the caller's word of trust.
+An export appears under its final name only once it is complete and durable. An import reads tensors
+and JSON values; torch.save files are read with ``weights_only=True``. DCP stores its metadata as a
+pickle, which can execute arbitrary code: reading one requires ``trust=True``.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def export_to(
     write = _of(_WRITERS, form)
     final = Path(target)
     if os.path.lexists(final):
-        raise ArgumentError(f"{final} exists", hint="Remove it, or export to another place.")
+        raise ArgumentError(f"{final} exists", hint="Remove it, or choose another target.")
     state = load(root, name, progress=progress).state
     if not final.parent.is_dir():
-        raise NotWritable(f"there is no folder {final.parent}", hint="Make it, or name another.")
+        raise NotWritable(
+            f"there is no folder {final.parent}", hint="Create it, or choose another target."
+        )
     private = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
     with writing(str(final)):
         try:
@@ -69,7 +71,7 @@ def export_to(
             _sync(final.parent)
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # whatever a foreign writer says of a state or a disk
+        except Exception as error:  # any failure of the other library
             raise WriteFailed(f"{name} cannot be written as {form}: {error}") from error
         finally:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -77,22 +79,23 @@ def export_to(
 
 
 def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = False) -> Any:
-    """The state in a file or folder of another format, for :func:`checkpoints.save`.
+    """Read the state from a file or folder of another format, for :func:`checkpoints.save`.
 
-    ``trust`` is needed for DCP, whose metadata is a pickle. Raises :class:`LoadError`.
+    ``trust`` is required for DCP, whose metadata is a pickle. Raises :class:`LoadError`.
     """
     read = _of(_READERS, form)
     if form == "dcp" and not trust:
         raise ArgumentError(
             f"{source}: the metadata of torch.distributed.checkpoint is a pickle",
-            hint="Reading it runs what its writer put there; say that you trust it.",
+            hint="Reading it can execute arbitrary code; pass trust=True (--trust) if you trust "
+            "its source.",
         )
     with reading(str(source)):
         try:
             return read(Path(source))
         except (LoadError, OSError):
             raise
-        except Exception as error:  # whatever a foreign parser says of a foreign file
+        except Exception as error:  # any failure of the other library
             raise ReadFailed(
                 f"{source} cannot be read as {form}: {error}",
                 hint="Is it of this format? A file of torch.save may hold tensors and plain "
@@ -119,8 +122,8 @@ def _write_dcp(state: Any, path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     if not isinstance(state, dict):
-        raise StateError("torch.distributed.checkpoint holds dicts only; the state is none")
-    # DCP turns dicts with int keys into lists and forgets empty ones: the tree brings them back.
+        raise StateError("torch.distributed.checkpoint can only hold a dict as state")
+    # DCP turns dicts with int keys into lists and drops empty ones: the tree restores them.
     tree, _ = flatten(state)
     dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
 
@@ -138,7 +141,7 @@ def _write_safetensors(state: Any, path: Path) -> None:
     refused = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
     if refused:
         raise StateError(f"safetensors has no complex128: {refused[0]}")
-    # Each in memory of its own: safetensors refuses tensors that share some.
+    # Separate memory for each: safetensors rejects tensors that share memory.
     plain = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -158,10 +161,10 @@ def _read_safetensors(path: Path) -> Any:
 
 
 def _in_tree(text: str, path: Path, tensors: dict[str, torch.Tensor], *, by_path: bool) -> Any:
-    """The state whose tree was written beside its tensors. Trusts nothing about it."""
+    """Rebuild the state from an untrusted tree and its tensors."""
     try:
         tree = json.loads(text)
-        # Tied tensors share a name; by path there is one for each.
+        # Tied tensors share a name, but each has its own path.
         problem = check_tree(tree, _AnyName() if by_path else tensors)
         if problem is None:
             return unflatten(tree, lambda p, name: tensors[p if by_path else name])
@@ -171,7 +174,7 @@ def _in_tree(text: str, path: Path, tensors: dict[str, torch.Tensor], *, by_path
 
 
 class _AnyName(dict[str, object]):
-    """Names that are looked up by path later."""
+    """Contains every name: tensors are looked up by path later."""
 
     def __contains__(self, name: object) -> bool:
         return True

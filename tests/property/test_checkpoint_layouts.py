@@ -184,9 +184,9 @@ def test_what_any_sharding_wrote_fills_any_other(
         spare = TensorBuffer(TensorSpec("w", "I32", shape), mine)
         for chunk in chunks:
             content = _content(tensor, chunk)
-            room = spare.room(chunk.place)
-            if room is not None:
-                room.copy_(content)
+            contiguous_view = spare.contiguous_view(chunk.place)
+            if contiguous_view is not None:
+                contiguous_view.copy_(content)
             elif spare.needs(chunk.place):
                 spare.put(chunk.place, content)
         for region, memory in spare.blocks:

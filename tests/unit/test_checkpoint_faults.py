@@ -103,7 +103,7 @@ def test_a_refusal_at_any_call(fault: StorageFault, error: type[checkpoints.Save
 
 def test_a_failed_save_gives_its_space_back(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(tmp_path), at=8, fault=StorageFault.NO_SPACE)
-    with pytest.raises(checkpoints.DiskFull, match="no room"):
+    with pytest.raises(checkpoints.DiskFull, match="no space"):
         checkpoints.save(storage, small_state(1), step=1, nonce="aa")
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +142,7 @@ def test_trouble_while_tidying_up_does_not_fail_a_committed_save(tmp_path: Path)
     storage = _failing_at(tmp_path, lambda call: "LATEST" in call)
     saved = checkpoints.save(storage, small_state(2), step=2, nonce="aa")
     assert saved.committed
-    assert "tidying up failed" in saved.notes[0]
+    assert "removing older checkpoints failed" in saved.notes[0]
 
 
 def test_a_read_error_is_told_apart_from_damage(tmp_path: Path) -> None:
