@@ -308,13 +308,13 @@ def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> 
             LocalStorage(folder),
             before=lambda call: TROUBLES[trouble](folder) if is_read(call) else None,
         )
-        look = MappedFile.look
+        look = MappedFile.view
 
         def look_in_trouble(file: MappedFile, begin: int, end: int) -> memoryview:
             TROUBLES[trouble](folder)
             return look(file, begin, end)
 
-        MappedFile.look = look_in_trouble  # type: ignore[assignment,method-assign]
+        MappedFile.view = look_in_trouble  # type: ignore[assignment,method-assign]
     elif rank == 1 and trouble == "model":
         live["new"] = torch.zeros(1)
     elif rank == 1 and trouble == "name":

@@ -46,7 +46,7 @@ def test_only_the_writer_that_finds_all_parts_commits(tmp_path: Path) -> None:
 
 def test_an_attempt_is_never_listed(tmp_path: Path) -> None:
     saved = _save(tmp_path, 0, 2)
-    assert saved.notes == ("not committed: waits for 1 of 2 writers: 1",)
+    assert saved.notes == ("not committed: waiting for 1 of 2 writers: 1",)
     assert checkpoints.list_checkpoints(tmp_path) == ()
     assert checkpoints.latest(tmp_path).checkpoint is None
 
@@ -86,7 +86,7 @@ def test_a_part_that_strayed_into_anothers_attempt_is_refused(tmp_path: Path) ->
     collected = checkpoints.collect_garbage(tmp_path, generation=0, nonce="beef")
     assert collected.committed == ()
     reasons = {left.folder: left.reason for left in collected.retained}
-    assert "part 1 is of another world" in reasons[".tmp-step-000000005.g0.beef"]
+    assert "part 1 belongs to another world" in reasons[".tmp-step-000000005.g0.beef"]
 
 
 def test_writers_with_other_tensors_do_not_make_a_checkpoint(tmp_path: Path) -> None:
