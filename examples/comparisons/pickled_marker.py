@@ -6,7 +6,7 @@ loads from it. Ours is JSON that is checked before a byte of it is used.
     $ python examples/comparisons/pickled_marker.py
     DCP: a shell, by loading a checkpoint
     DCP: then CheckpointException
-    ours: damaged checkpoint: step-000000001.g0.aa/manifest.json: it does not have the hash it says
+    ours: damaged checkpoint: step-000000001.g0.aa/manifest.json: its checksum does not match its
     it has
 """
 

@@ -88,7 +88,7 @@ def test_the_command_line_takes_urls(root: str, capsys: pytest.CaptureFixture[st
     assert main(["checkpoints", "ls", root, "-o", "json"]) == 0
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 1]
     assert main(["checkpoints", "verify", root, "-o", "json"]) == 0
-    assert all(row["whole"] for row in json.loads(capsys.readouterr().out))
+    assert all(row["valid"] for row in json.loads(capsys.readouterr().out))
     assert main(["checkpoints", "prune", root, "--keep", "1", "--yes"]) == 0
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [2]
 

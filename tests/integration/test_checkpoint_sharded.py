@@ -195,7 +195,7 @@ def test_whose_kernel_has_the_same_files_is_found_out(tmp_path: Path) -> None:
     ("trouble", "error", "text"),
     [
         ("disk", "ReadFailed", "injected"),
-        ("model", "Mismatch", "missing in the checkpoint: new"),
+        ("model", "StateMismatch", "missing in the checkpoint: new"),
         ("name", "CheckpointNotFound", "there is no checkpoint"),
         ("memory", "LoadError", "MemoryError"),
     ],
@@ -215,7 +215,7 @@ def test_the_trouble_of_one_rank_is_told_to_all(
 def test_ranks_that_were_told_different_names_say_so(run: Run, replicated: Path) -> None:
     save_all(replicated, {}, step=2)
     for result in run("together_but", 2, replicated, trouble="name", way="kernel"):
-        assert result["error"] in ("LoadError", "Mismatch") and not result["touched"]
+        assert result["error"] in ("LoadError", "StateMismatch") and not result["touched"]
 
 
 @WAYS
