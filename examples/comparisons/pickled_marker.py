@@ -7,7 +7,7 @@ loads from it. Ours is JSON that is checked before a byte of it is used.
     DCP: a shell, by loading a checkpoint
     DCP: then CheckpointException
     ours: damaged checkpoint: step-000000001.g0.aa/manifest.json: its checksum does not match its
-    it has
+    content
 """
 
 import logging
