@@ -149,14 +149,14 @@ class Bench:
                 else:
                     into, source = copies[rank][step % 2]
                     raws_s.append(timed(functools.partial(into.copy_, source)))
-                world = checkpoints.World(nonce="bench", rank=rank, size=size)
+                world = checkpoints.WriterGroup(nonce="bench", rank=rank, size=size)
                 handle = engine.save_async(self._state, step=step, world=world)
                 while not handle.is_written:
                     time.sleep(0.01)
                 handles.append(handle)
             for raw_s, handle in zip(raws_s, handles, strict=True):
                 outcome = handle.wait()
-                assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED, (
+                assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED, (
                     outcome
                 )
                 if step > STALLS:
@@ -230,7 +230,7 @@ class Bench:
         return took_s
 
     def _saved(self, engine: checkpoints.Engine, step: int) -> Callable[[], bool]:
-        world = checkpoints.World(nonce="bench")
+        world = checkpoints.WriterGroup(nonce="bench")
         handle = engine.save_async(self._state, step=step, world=world)
         return lambda: handle.outcome is not None
 
@@ -304,9 +304,9 @@ class Bench:
                 raw_s = self._timed_raw_write(folder / "raw", 1)
                 self.note("disk: write", "raw", raw_s)
                 self._make_ready(self._size)
-                world = checkpoints.World(nonce="bench")
+                world = checkpoints.WriterGroup(nonce="bench")
                 outcome = engine.save_async(self._state, step=step, world=world).wait()
-                assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED, (
+                assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED, (
                     outcome
                 )
                 self.against("disk: write", "elastic", outcome.write_s, "raw", raw_s)

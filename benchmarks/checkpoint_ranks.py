@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
-import checkpoints.loading
+import checkpoints.loading.load
 from elastic.testing.forked import fork
 
 State = dict[str, torch.Tensor]
@@ -77,11 +77,11 @@ def load(subject: str, path: Path, into: State) -> None:
         dcp_load(into, checkpoint_id=path)
     else:
         found = checkpoints.list_checkpoints(path)[0]
-        identity_of = vars(checkpoints.loading)["identity_of"]
+        page_cache_identity = vars(checkpoints.loading.load)["page_cache_identity"]
         if "other hosts" in subject:  # they exchange over the group
-            vars(checkpoints.loading).update(identity_of=lambda storage, name: None)
+            vars(checkpoints.loading.load).update(page_cache_identity=lambda storage, name: None)
         checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
-        vars(checkpoints.loading).update(identity_of=identity_of)
+        vars(checkpoints.loading.load).update(page_cache_identity=page_cache_identity)
 
 
 def read_raw(path: Path, into: list[torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ def bad_after_kills(root: Path, kills: int, seed: int) -> int:
         told = _killed(root, generation, chance.uniform(0, 0.02))
         listed = checkpoints.list_checkpoints(root)
         newest = checkpoints.latest(root)
-        right = bool(told and listed and not newest.passed_over)
+        right = bool(told and listed and not newest.skipped)
         for info in listed:
             try:
                 state = checkpoints.load(root, info.name).state
@@ -130,11 +130,11 @@ def _killed(root: Path, generation: int, delay_s: float) -> bytes:
 
 def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
     nonce = f"{generation:04x}"
-    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
     step = origin.step if origin else 0
-    world = checkpoints.World(
-        nonce=nonce, generation=generation, lineage=checkpoints.descend(origin, generation)
+    world = checkpoints.WriterGroup(
+        nonce=nonce, generation=generation, lineage=checkpoints.derive_lineage(origin, generation)
     )
     state = {name: torch.zeros(40_000, dtype=torch.int64) for name in "ab"}
     engine = checkpoints.Engine(root, busy="wait")
@@ -143,5 +143,5 @@ def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
         for tensor in state.values():
             tensor.fill_(step)
         engine.save_async(state, step=step, world=world)
-        if any(o.ending is checkpoints.Ending.COMMITTED for o in engine.outcomes()):
+        if any(o.status is checkpoints.SaveStatus.COMMITTED for o in engine.outcomes()):
             os.write(pipe, b"c")

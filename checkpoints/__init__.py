@@ -1,7 +1,9 @@
-"""Checkpoints that are listed only when whole, durable and verified.
+"""Checkpoints for PyTorch that are listed only once they are complete and durable.
 
-A library of its own: any PyTorch program can use it. Every writer saves its share, whoever finds
-all shares commits, nobody waits for anybody; loading verifies every byte before it changes one.
+An independent library for any PyTorch program. Every rank writes its share, the rank that finds all
+shares commits, and no rank waits for another. Loading verifies every byte before it changes a
+tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
+:mod:`checkpoints.saving.save` and :mod:`checkpoints.loading.load`.
 
 >>> import checkpoints, tempfile, torch
 >>> folder, weight = tempfile.mkdtemp(), torch.ones(2)
@@ -13,49 +15,58 @@ all shares commits, nobody waits for anybody; loading verifies every byte before
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
-from checkpoints.attempt import Saved
-from checkpoints.compare import Difference, compare
-from checkpoints.engine import Engine
+from checkpoints.catalog.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
+from checkpoints.catalog.retention import prune
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
-    Corrupt,
+    CheckpointNotFound,
+    CorruptCheckpoint,
     DiskFull,
     LoadError,
-    Mismatch,
-    NoCheckpoint,
     NotWritable,
     ReadFailed,
     SaveError,
     StateError,
-    TornLoad,
+    StateMismatch,
+    TornRead,
     UnsupportedFormat,
     WriteFailed,
 )
-from checkpoints.foreign import export_to, import_from
-from checkpoints.keep import BestN, EveryNSeconds, EveryNSteps, Keep, KeepPolicy, LatestN
-from checkpoints.lineage import descend
-from checkpoints.loading import Loaded, load, verify
-from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage
-from checkpoints.naming import CheckpointName, new_nonce
-from checkpoints.node_memory import NodeMemory
-from checkpoints.outcome import Ending, Handle, Outcome, World
-from checkpoints.resolving import PassedOver, Resolution, latest, list_checkpoints
-from checkpoints.retention import prune
-from checkpoints.saving import save
-from checkpoints.storage import LocalStorage, Root, Storage
-from checkpoints.sweeping import LeftAlone, Swept, sweep
-from checkpoints.tiered import Tier, TieredEngine, TierOutcome
-from checkpoints.tiers import Tiers, Trouble
-from checkpoints.when import (
+from checkpoints.format.lineage import derive_lineage
+from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage
+from checkpoints.format.names import CheckpointName, new_nonce
+from checkpoints.loading.load import LoadResult, load, verify
+from checkpoints.loading.resolve import Resolution, SkippedCheckpoint, latest, list_checkpoints
+from checkpoints.loading.tiered_storage import TieredStorage, TierFailure
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.policies.retention import (
+    BestN,
+    EveryNSeconds,
+    EveryNSteps,
+    LatestN,
+    RetentionFunction,
+    RetentionPolicy,
+)
+from checkpoints.policies.save import (
     Automatic,
     Continuous,
     EverySeconds,
     EverySteps,
-    Moment,
     OnPreemption,
-    When,
+    SaveContext,
+    SavePolicy,
 )
+from checkpoints.saving.attempt import SaveResult
+from checkpoints.saving.engine import Engine
+from checkpoints.saving.outcome import SaveHandle, SaveOutcome, SaveStatus, WriterGroup
+from checkpoints.saving.save import save
+from checkpoints.saving.tiered_engine import Tier, TieredEngine, TierOutcome
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root
+from checkpoints.tools.compare import Difference, compare
+from checkpoints.tools.interop import export_to, import_from
 
 __all__ = [
     "Ancestor",
@@ -65,53 +76,54 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointName",
+    "CheckpointNotFound",
     "Continuous",
-    "Corrupt",
+    "CorruptCheckpoint",
     "Difference",
     "DiskFull",
-    "Ending",
     "Engine",
     "EveryNSeconds",
     "EveryNSteps",
     "EverySeconds",
     "EverySteps",
-    "Handle",
-    "Keep",
-    "KeepPolicy",
+    "GarbageCollectionResult",
     "LatestN",
-    "LeftAlone",
     "Lineage",
     "LoadError",
-    "Loaded",
+    "LoadResult",
     "LocalStorage",
-    "Mismatch",
-    "Moment",
-    "NoCheckpoint",
     "NodeMemory",
     "NotWritable",
     "OnPreemption",
-    "Outcome",
-    "PassedOver",
     "ReadFailed",
     "Resolution",
+    "RetainedAttempt",
+    "RetentionFunction",
+    "RetentionPolicy",
     "Root",
+    "SaveContext",
     "SaveError",
-    "Saved",
+    "SaveHandle",
+    "SaveOutcome",
+    "SavePolicy",
+    "SaveResult",
+    "SaveStatus",
+    "SkippedCheckpoint",
     "StateError",
+    "StateMismatch",
     "Storage",
-    "Swept",
     "Tier",
+    "TierFailure",
     "TierOutcome",
     "TieredEngine",
-    "Tiers",
-    "TornLoad",
-    "Trouble",
+    "TieredStorage",
+    "TornRead",
     "UnsupportedFormat",
-    "When",
-    "World",
     "WriteFailed",
+    "WriterGroup",
+    "collect_garbage",
     "compare",
-    "descend",
+    "derive_lineage",
     "export_to",
     "import_from",
     "latest",
@@ -120,6 +132,5 @@ __all__ = [
     "new_nonce",
     "prune",
     "save",
-    "sweep",
     "verify",
 ]

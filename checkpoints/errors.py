@@ -1,21 +1,21 @@
-"""Every error this package raises on purpose.
+"""The exceptions of this package.
 
 ::
 
     CheckpointError
-    ├── SaveError                 a save failed; older checkpoints are as they were
-    │   ├── NotWritable           the folder cannot be written (permission, read-only, not a folder)
-    │   ├── DiskFull              no room: ENOSPC, EDQUOT, or a limit on file size
-    │   └── WriteFailed           anything else the storage said
-    ├── StateError (TypeError)    the state holds what a checkpoint cannot hold
-    ├── LoadError                 a load failed; live tensors are as they were
-    │   ├── NoCheckpoint          there is no such checkpoint
-    │   ├── Corrupt               it is damaged; names the file, and the tensor if there is one
-    │   ├── ReadFailed            the storage failed while reading
-    │   ├── UnsupportedFormat     a newer version of this package wrote it
-    │   ├── Mismatch              it is of another model; lists what differs
-    │   └── TornLoad              its files changed while it was loaded; live tensors are mixed
-    └── ArgumentError (ValueError)  a step, nonce, rank or lineage that cannot be
+    ├── SaveError                   a save failed; older checkpoints are unchanged
+    │   ├── NotWritable             the folder is not writable (permission, read-only, not a folder)
+    │   ├── DiskFull                no space: ENOSPC, EDQUOT, or a limit on file size
+    │   └── WriteFailed             any other failure of the storage
+    ├── StateError (TypeError)      the state contains a value that cannot be saved
+    ├── LoadError                   a load failed; live tensors are unchanged
+    │   ├── CheckpointNotFound      there is no such checkpoint
+    │   ├── CorruptCheckpoint       it is damaged; names the file, and the tensor if there is one
+    │   ├── ReadFailed              the storage failed while reading
+    │   ├── UnsupportedFormat       a newer version of this package wrote it
+    │   ├── StateMismatch           the live state does not match; lists the differences
+    │   └── TornRead                its files changed during the load; live tensors are inconsistent
+    └── ArgumentError (ValueError)  an invalid step, nonce, rank, lineage or policy
 
 The message says what happened and where; ``hint`` says what to do.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """Base of the tree. ``str()`` is the message, followed by the hint on a line of its own."""
+    """Base class. ``str()`` is the message, followed by the hint on its own line."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -36,15 +36,15 @@ class CheckpointError(Exception):
 
 
 class ArgumentError(CheckpointError, ValueError):
-    """A step, nonce, rank, lineage or policy that cannot be; nothing was written."""
+    """An invalid step, nonce, rank, lineage or policy. Nothing was written."""
 
 
 class StateError(CheckpointError, TypeError):
-    """The state holds what a checkpoint cannot hold. Names the place in the state."""
+    """The state contains a value that cannot be saved. The message has its path."""
 
 
 class SaveError(CheckpointError):
-    """A save failed. Older checkpoints are as they were."""
+    """A save failed. Older checkpoints are unchanged."""
 
 
 class NotWritable(SaveError):
@@ -52,7 +52,7 @@ class NotWritable(SaveError):
 
 
 class DiskFull(SaveError):
-    """There is no room for the checkpoint."""
+    """There is no space for the checkpoint."""
 
 
 class WriteFailed(SaveError):
@@ -60,14 +60,14 @@ class WriteFailed(SaveError):
 
 
 class LoadError(CheckpointError):
-    """A load failed. Live tensors are as they were.
+    """A load failed. Live tensors are unchanged.
 
-    Not after TornLoad, and not where the hint says something else: when the group of ranks that
-    load together broke at the very end.
+    Exceptions: :class:`TornRead`, and a process group that failed at the very end of a collective
+    load, as the hint then says.
     """
 
 
-class NoCheckpoint(LoadError):
+class CheckpointNotFound(LoadError):
     """There is no such checkpoint."""
 
 
@@ -79,25 +79,25 @@ class UnsupportedFormat(LoadError):
     """A newer version of this package wrote the checkpoint."""
 
 
-class Corrupt(LoadError):
-    """A checkpoint is damaged, or not what it says it is.
+class CorruptCheckpoint(LoadError):
+    """A checkpoint is damaged or inconsistent.
 
-    ``file`` is relative to the root; ``tensor`` is None where the damage hits no tensor (or all).
+    ``file`` is relative to the root; ``tensor`` is None unless one tensor is affected.
     """
 
     def __init__(self, reason: str, *, file: str, tensor: str | None = None) -> None:
         where = f"{file}, tensor {tensor!r}" if tensor is not None else file
         super().__init__(
             f"damaged checkpoint: {where}: {reason}",
-            hint="Load an older checkpoint; latest() finds the newest that is whole.",
+            hint="Load an older checkpoint; latest() finds the newest valid one.",
         )
         self.reason = reason
         self.file = file
         self.tensor = tensor
 
 
-class Mismatch(LoadError):
-    """The checkpoint is of another model than the tensors it was to be loaded into."""
+class StateMismatch(LoadError):
+    """The checkpoint does not match the tensors to load it into."""
 
     def __init__(
         self,
@@ -105,37 +105,37 @@ class Mismatch(LoadError):
         *,
         missing: tuple[str, ...],
         extra: tuple[str, ...],
-        mis_shaped: tuple[str, ...],
+        mismatched: tuple[str, ...],
     ) -> None:
-        lines = [f"{name} does not fit the tensors it was to be loaded into; nothing was changed"]
+        lines = [f"{name} does not match the tensors to load it into; nothing was changed"]
         for title, names in (
             ("missing in the checkpoint", missing),
             ("only in the checkpoint", extra),
-            ("of another shape or dtype", mis_shaped),
+            ("different shape or dtype", mismatched),
         ):
             if names:
                 more = f" … and {len(names) - 20} more" if len(names) > 20 else ""
                 lines.append(f"  {title}: {', '.join(names[:20])}{more}")
         super().__init__(
             "\n".join(lines),
-            hint="Load it into the model that it was saved from, or pass strict=False.",
+            hint="Load it into the model it was saved from, or pass strict=False.",
         )
         self.missing = missing
         self.extra = extra
-        self.mis_shaped = mis_shaped
+        self.mismatched = mismatched
 
 
-class TornLoad(LoadError):
-    """Files of a checkpoint changed between their verification and their use.
+class TornRead(LoadError):
+    """Files of a checkpoint changed between verification and copy.
 
-    Live tensors hold parts of it then. It takes somebody who writes into a committed checkpoint
-    on a memory file system in the very moment of a load.
+    Live tensors are inconsistent. Only a write into a committed checkpoint on a memory file system
+    during the load causes this.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name} changed while it was loaded: it was whole a moment ago; "
-            "the live tensors hold parts of it",
-            hint="Load another checkpoint before you go on. Nothing here writes into a committed "
-            "one: find out who does.",
+            f"{name} changed while it was loaded, after its verification; "
+            "the live tensors are inconsistent",
+            hint="Load another checkpoint before continuing. This package never writes into a "
+            "committed one: find the process that does.",
         )

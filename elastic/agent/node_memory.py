@@ -3,7 +3,7 @@
 A folder below ``/dev/shm`` whose name tells the agent's process: it goes when the agent ends, and
 if that was killed, with the next agent on this machine that can prove so. Workers are told it as
 ``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into the next
-one's in the order of the world. All of that is :mod:`checkpoints.memory_host`; the agent imports
+one's in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent imports
 it (and nothing else of checkpoints) because a tier that dies with the workers would be none.
 """
 
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoints.copying import CopyOutcome
-from checkpoints.memory_host import MemoryHost, Neighbours
-from checkpoints.peers import PeerAddress
+from checkpoints.memory.host import MemoryHost, Neighbours
+from checkpoints.memory.peer_storage import PeerAddress
+from checkpoints.memory.replication import ReplicationOutcome
 from elastic.agent.identity import proved_gone
 from elastic.config import AgentOptions
 from elastic.coordination.records import Member, Node, ProcessIdentity, World
@@ -174,7 +174,7 @@ class _Told:
         self._journal = journal
         self._last: tuple[str, str] | None = None
 
-    def outcome(self, outcome: CopyOutcome) -> None:
+    def outcome(self, outcome: ReplicationOutcome) -> None:
         last, self._last = self._last, (outcome.peer, outcome.reason) if outcome.reason else None
         if self._last is not None and self._last != last:
             self._journal.emit(

@@ -15,12 +15,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import checkpoints
-from checkpoints.foreign import FORMATS
-from checkpoints.keep import KeepPolicy
-from checkpoints.manifest import info_of
-from checkpoints.reader import read_manifest
-from checkpoints.retention import committed_names
-from checkpoints.storage import storage_for
+from checkpoints.catalog.manifests import committed_names, read_manifest
+from checkpoints.format.manifest import info_of
+from checkpoints.policies.retention import RetentionPolicy
+from checkpoints.storage.roots import storage_for
+from checkpoints.tools.interop import FORMATS
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
 
@@ -80,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("source")
     bring.add_argument("--from", dest="form", choices=FORMATS, required=True)
     bring.add_argument("--step", type=int, required=True)
-    bring.add_argument("--trust", action="store_true", help="run the pickle in DCP's metadata")
+    bring.add_argument(
+        "--trust",
+        action="store_true",
+        help="trust the pickle in DCP's metadata, which can execute code",
+    )
     return parser
 
 
@@ -121,7 +124,7 @@ def _headline(info: checkpoints.CheckpointInfo) -> str:
 
 def _verify(args: argparse.Namespace) -> int:
     infos = {info.name: info.size_bytes for info in checkpoints.list_checkpoints(args.folder)}
-    # All committed ones, those too whose manifest cannot be read: they are what is looked for.
+    # All committed names: list_checkpoints() omits those whose manifest is unreadable.
     every = (str(n) for n in committed_names(storage_for(args.folder)))
     names = [args.name] if args.name else list(every)
     table = _table("name", "result")
@@ -133,10 +136,10 @@ def _verify(args: argparse.Namespace) -> int:
                 reason = ""
             except checkpoints.LoadError as error:
                 reason = error.message
-            table.add_row(name, reason or "whole")
-            results.append({"name": name, "whole": not reason, "reason": reason})
+            table.add_row(name, reason or "valid")
+            results.append({"name": name, "valid": not reason, "reason": reason})
     _say(args, results, table)
-    return DAMAGED if any(not result["whole"] for result in results) else 0
+    return DAMAGED if any(not result["valid"] for result in results) else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -153,14 +156,16 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     if not (args.yes or args.dry_run):
-        raise ConfigError("prune removes checkpoints", hint="say --dry-run or --yes")
-    policies: list[KeepPolicy] = []
+        raise ConfigError("prune removes checkpoints", hint="pass --dry-run or --yes")
+    policies: list[RetentionPolicy] = []
     if args.keep is not None:
         policies.append(checkpoints.LatestN(args.keep))
     if args.every is not None:
         policies.append(checkpoints.EveryNSteps(args.every))
     if not policies:
-        raise ConfigError("prune does not know what to keep", hint="say --keep N, --every STEPS")
+        raise ConfigError(
+            "prune needs a retention policy", hint="pass --keep N, --every STEPS, or both"
+        )
     keep = policies[0] if len(policies) == 1 else policies[0] | policies[1]
     names = checkpoints.prune(args.folder, keep, dry_run=args.dry_run)
     table = _table("would be removed" if args.dry_run else "removed")
@@ -193,7 +198,7 @@ def _import(args: argparse.Namespace) -> int:
 def _newest(folder: str) -> str:
     found = checkpoints.list_checkpoints(folder)
     if not found:
-        raise checkpoints.NoCheckpoint(f"there is no checkpoint in {folder}")
+        raise checkpoints.CheckpointNotFound(f"there is no checkpoint in {folder}")
     return found[0].name
 
 

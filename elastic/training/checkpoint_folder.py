@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import checkpoints
 from checkpoints import SaveError
-from checkpoints.naming import parse_committed
-from checkpoints.records import read_record, write_record
-from checkpoints.storage import storage_for
+from checkpoints.format.names import parse_committed
+from checkpoints.storage.roots import storage_for
+from checkpoints.storage.small_files import read_record, write_record
 from elastic.errors import CheckpointRequired, ConfigError
 from elastic.training.memory_tier import everywhere
 from elastic.training.ownership import Ownership
@@ -68,17 +68,17 @@ class CheckpointFolder:
         Raises CheckpointRequired if there is none and one was required, or there are some and
         none is whole: a silent start from zero would throw the work away.
         """
-        checkpoints.sweep(self.storage, generation=world.generation, nonce=world.nonce)
+        checkpoints.collect_garbage(self.storage, generation=world.generation, nonce=world.nonce)
         with self._readable() as storage:
             found = checkpoints.latest(storage)
             seen = checkpoints.list_checkpoints(storage)
         place = self.storage.place
-        for passed in found.passed_over:
+        for passed in found.skipped:
             self._report(passed.name, passed.reason)
-        if found.checkpoint is None and found.passed_over:
+        if found.checkpoint is None and found.skipped:
             raise CheckpointRequired(
-                f"none of the {len(found.passed_over)} checkpoints in {place} can be loaded; "
-                f"the newest: {found.passed_over[0].name}: {found.passed_over[0].reason}",
+                f"none of the {len(found.skipped)} checkpoints in {place} can be loaded; "
+                f"the newest: {found.skipped[0].name}: {found.skipped[0].reason}",
                 hint="repair the folder, or give another one to start from step 0",
             )
         if found.checkpoint is None and required:
@@ -101,14 +101,14 @@ class CheckpointFolder:
         not save below what is there, nor under the number of a world that died before it saved.
         """
         seen = [info.generation for info in listed]
-        passed = [parse_committed(p.name) for p in found.passed_over]
+        passed = [parse_committed(p.name) for p in found.skipped]
         seen += [name.generation for name in passed if name]
         seen += _number(read_record(self.storage, GENERATION_FILE))
         generation = max([world.generation, *(g + 1 for g in seen)])
         write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
         return generation
 
-    def load(self, name: str) -> checkpoints.Loaded:
+    def load(self, name: str) -> checkpoints.LoadResult:
         """Read and verify a checkpoint into fresh memory."""
         with self._readable() as storage:
             return checkpoints.load(storage, name)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoints import Moment, When
-from checkpoints.when import split
+from checkpoints import SaveContext, SavePolicy
+from checkpoints.policies.save import split_by_agreement
 from elastic.clock import Clock
 
 _SMOOTHING = 0.3  # of the cost of a save
@@ -28,7 +28,7 @@ class Word:
 class Due:
     """Asks a policy; knows what it wants to know. Times are of one monotonic clock."""
 
-    def __init__(self, when: When, clock: Clock) -> None:
+    def __init__(self, when: SavePolicy, clock: Clock) -> None:
         self.when = when
         self.failures = 0  # worlds that broke, as far as is known
         self._clock = clock
@@ -74,7 +74,7 @@ class Due:
         preempted = is_leaving and not self._knows_of_leaving  # news, once
         self._knows_of_leaving = is_leaving
         moment = self._moment(step, saved_step, in_flight, preempted)
-        local, agreed = split(self.when)
+        local, agreed = split_by_agreement(self.when)
         if local is not None and local(moment):
             return True
         if agreed is None:
@@ -85,13 +85,13 @@ class Due:
 
     def wants(self, step: int, saved_step: int, in_flight: int) -> bool:
         """Rank 0: whether all shall save at ``step``, the next boundary."""
-        _, agreed = split(self.when)
+        _, agreed = split_by_agreement(self.when)
         if agreed is None or self._rank != 0 or self._size == 1:
             return False
         return agreed(self._moment(step, saved_step, in_flight, False))
 
-    def _moment(self, step: int, saved_step: int, in_flight: int, preempted: bool) -> Moment:
-        return Moment(
+    def _moment(self, step: int, saved_step: int, in_flight: int, preempted: bool) -> SaveContext:
+        return SaveContext(
             step=step,
             now_s=self._clock.monotonic(),
             began_s=self._began_s,

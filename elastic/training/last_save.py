@@ -13,8 +13,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import checkpoints
-from checkpoints import CheckpointName, Ending, Handle
-from checkpoints.naming import parse_attempt, parse_committed
+from checkpoints import CheckpointName, SaveHandle, SaveStatus
+from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.state import JobState
 
@@ -98,7 +98,7 @@ class LastSave:
         handle = self._saver.begin(self._job, world, wait_s=self._left_s())
         return self._wait_for_commit(handle)
 
-    def _wait_for_commit(self, handle: Handle | None) -> bool:
+    def _wait_for_commit(self, handle: SaveHandle | None) -> bool:
         if handle is None:
             return self._saver.has_committed(self._step)
         began_s = self._clock.monotonic()
@@ -141,8 +141,8 @@ class LastSave:
         return True
 
 
-def _was_skipped(handle: Handle) -> bool:
-    return handle.outcome is not None and handle.outcome.ending is Ending.SKIPPED
+def _was_skipped(handle: SaveHandle) -> bool:
+    return handle.outcome is not None and handle.outcome.status is SaveStatus.SKIPPED
 
 
 def _place(name: CheckpointName) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Saves into the memory of the nodes between two saves to disk: cheap, often, and never waited for.
 
-The agents host that memory (:mod:`checkpoints.memory_host`), so it survives the workers, and one
+The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
 agent's copy of another's parts survives a node. When nobody is left who holds the state, a new
 world goes on from the newest checkpoint in all of it, memory and disk together.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import checkpoints
-from checkpoints import Ending, Handle, LatestN, Outcome, Storage, Tiers
-from checkpoints.memory_host import memory_roots, own_memory
+from checkpoints import LatestN, SaveHandle, SaveOutcome, SaveStatus, Storage, TieredStorage
+from checkpoints.memory.host import memory_roots, own_memory
 from elastic.clock import Clock
 from elastic.telemetry.journal import EventSink
 from elastic.training.state import JobState
@@ -54,7 +54,7 @@ class MemoryTier:
             return
         self._writer = Writer(storage, KEEP, report=self._ended, journal=journal, clock=clock)
 
-    def at_boundary(self, job: JobState, world: checkpoints.World) -> None:
+    def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
         """Between two steps: save if it is time, and there is a free buffer. Never waits."""
         step = job.progress.step
         if self._writer is None:
@@ -70,7 +70,9 @@ class MemoryTier:
             job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
         )
 
-    def begin(self, job: JobState, world: checkpoints.World, *, wait_s: float) -> Handle | None:
+    def begin(
+        self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
+    ) -> SaveHandle | None:
         """Hand this rank's share of a checkpoint of ``world`` to the writer; None without one."""
         if self._writer is None:
             return None
@@ -92,11 +94,11 @@ class MemoryTier:
         if self._writer is not None:
             self._writer.close(0.0)
 
-    def _ended(self, outcome: Outcome) -> None:
-        if outcome.ending is Ending.COMMITTED:
+    def _ended(self, outcome: SaveOutcome) -> None:
+        if outcome.status is SaveStatus.COMMITTED:
             self._trouble = ""
         else:
-            self._tell(outcome.name, f"memory: {outcome.ending.value}: {outcome.reason}")
+            self._tell(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
 
     def _tell(self, name: str, reason: str) -> None:
         """Once for as long as it lasts: it may happen every few steps."""
@@ -120,10 +122,10 @@ def everywhere(disk: Storage, report: Report) -> Iterator[Storage]:
     except OSError as error:
         report("memory", f"the agent's memory cannot be used: {error}")
         memory = []
-    tiers = Tiers([*memory, disk])
+    tiers = TieredStorage([*memory, disk])
     try:
         yield tiers
     finally:
-        for trouble in tiers.passed_over:
-            report("memory", f"{trouble.place}: {trouble.reason}")
+        for failure in tiers.failures:
+            report("memory", f"{failure.place}: {failure.reason}")
         tiers.close()

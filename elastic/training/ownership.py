@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
 from checkpoints import CheckpointError, Storage
-from checkpoints.records import read_record, write_record
+from checkpoints.storage.small_files import read_record, write_record
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.worker.world import is_launched, node_name

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from checkpoints import Ancestor
-from checkpoints.tree import pack, unpack
+from checkpoints.format.state_tree import flatten, unflatten
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateReceived, StateSent, WorldJoined
@@ -219,7 +219,7 @@ class Recovery:
         node, tensors = broadcast_blob(node, tensors, source)
         if agreement.receivers:
             self._transfer(world, agreement)
-        told = unpack(node, lambda path, name: tensors[name])
+        told = unflatten(node, lambda path, name: tensors[name])
         self.rollback.adopt(told["habits"], told["small"])
         self.rollback.final_buffers = told["final_buffers"]
         number, epoch, index = told["callback_step"]
@@ -234,7 +234,7 @@ class Recovery:
 
     def _pack_small(self) -> tuple[Any, dict[str, torch.Tensor]]:
         lineage, generation, saved_step = self._saver.origin
-        return pack(
+        return flatten(
             {
                 "small": self.rollback.snapshot,
                 "habits": self.rollback.habits,
@@ -251,7 +251,7 @@ class Recovery:
         assert source is not None and tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
         is_source, is_receiver = world.rank == source, world.rank in agreement.receivers
-        packed = together(world, lambda: pack(self._job.tree()) if is_source else (None, {}))
+        packed = together(world, lambda: flatten(self._job.tree()) if is_source else (None, {}))
         node, tensors = packed
         received = transfer(
             node, tensors, source=source, receivers=agreement.receivers, device=self._device
@@ -261,7 +261,7 @@ class Recovery:
         def take_over() -> None:
             if received is None:
                 return
-            tree = unpack(received[0], lambda path, name: received[1][name])
+            tree = unflatten(received[0], lambda path, name: received[1][name])
             self._job.check(tree, f"the state of rank {source}")
             # If taking over fails half way, the weights belong to no step.
             self.tag, self._is_torn = None, True

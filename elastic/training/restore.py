@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from checkpoints import CheckpointError, CheckpointInfo, Loaded
-from checkpoints.tree import Node, pack, unpack
+from checkpoints import CheckpointError, CheckpointInfo, LoadResult
+from checkpoints.format.state_tree import Node, flatten, unflatten
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, ElasticError, TrainingError, WorldLost
 from elastic.events import StateRestored
@@ -56,7 +56,7 @@ def restore(
 
 
 def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:
-    def read_and_check() -> Loaded:
+    def read_and_check() -> LoadResult:
         loaded = saver.load(name)
         job.check(loaded.state, f"checkpoint {name}")
         return loaded
@@ -68,7 +68,7 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
 
 def _share_initial(world: World, job: JobState) -> None:
     """Rank 0's state to all, tensors and the rest alike."""
-    node, tensors = together(world, lambda: pack(job.tree()))
+    node, tensors = together(world, lambda: flatten(job.tree()))
     plan = broadcast_json(_plan(node, tensors))
     together(world, lambda: _check_same_model(world, plan["specs"], tensors))
     modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
@@ -76,7 +76,7 @@ def _share_initial(world: World, job: JobState) -> None:
     small = _small_tensors(world, plan["specs"], tensors)
     broadcast_tensors(small)
     if world.rank != 0:
-        tree = unpack(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
+        tree = unflatten(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
         together(world, lambda: job.apply_small(tree))
     else:
         together(world, lambda: None)

@@ -317,10 +317,10 @@ def join(
 
     ``checkpoints`` is a folder or :class:`Checkpoints`; by default ``ELASTIC_CHECKPOINTS``, and
     without that nothing is saved. ``checkpoint_dir`` is another name for it. ``when`` is a policy
-    of :mod:`checkpoints.when`, or the number of steps between two saves (50); ``keep`` one of
-    :mod:`checkpoints.keep`, or how many of the newest stay (3). ``seed`` decides the order of
-    the data and everything random inside steps. ``backend`` is torch.distributed's, by default
-    ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs.
+    of :mod:`checkpoints.policies.save`, or the number of steps between two saves (50); ``keep`` is
+    one of :mod:`checkpoints.policies.retention`, or how many of the newest stay (3). ``seed``
+    decides the order of the data and everything random inside steps. ``backend`` is
+    torch.distributed's, by default ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs.
     """
     global _run
     if _run is None:

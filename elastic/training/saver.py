@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import checkpoints
-from checkpoints import CheckpointError, Ending, Handle, KeepPolicy, Outcome
+from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
@@ -39,7 +39,7 @@ WARN_AFTER_FAILURES = 2  # one may be a disk that hiccups; a row of them is lost
 class _Era:
     """A world, as far as its saves are concerned."""
 
-    world: checkpoints.World
+    world: checkpoints.WriterGroup
     is_over: bool = False  # it broke: what it could not commit by now lacks a share
 
 
@@ -69,7 +69,7 @@ class Saver:
         self._saved_step = 0  # the last step that this world need not save any more
         self._committed_step = 0  # the last step that is known to stand
         self._era: _Era | None = None
-        self._latest: Handle | None = None  # of the present world
+        self._latest: SaveHandle | None = None  # of the present world
         self._others_are_stuck = False
         self._failures_in_a_row = 0
         self._memory_limit = MemoryLimit()
@@ -119,7 +119,7 @@ class Saver:
             self.due.observed(before.running_s, before.failures)
         return self._folder.resolve(world, required=self._policy.required)
 
-    def load(self, name: str) -> checkpoints.Loaded:
+    def load(self, name: str) -> checkpoints.LoadResult:
         """Read and verify a checkpoint into fresh memory."""
         assert self._folder is not None
         return self._folder.load(name)
@@ -128,7 +128,7 @@ class Saver:
 
     def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
         """From now on save as ``generation``, which began at ``step`` with ``origin``'s state."""
-        self._lineage = checkpoints.descend(origin, generation)
+        self._lineage = checkpoints.derive_lineage(origin, generation)
         self._generation = generation
         self._saved_step = self._committed_step = step
 
@@ -149,7 +149,7 @@ class Saver:
             return
         before = self._era
         era = _Era(
-            checkpoints.World(
+            checkpoints.WriterGroup(
                 nonce=world.nonce,
                 generation=self._generation,
                 rank=world.rank,
@@ -185,7 +185,7 @@ class Saver:
         """On the writer's thread: complete or remove what the broken world has left."""
         assert self._folder is not None
         try:
-            checkpoints.sweep(self._folder.storage, generation=generation, nonce=nonce)
+            checkpoints.collect_garbage(self._folder.storage, generation=generation, nonce=nonce)
         except CheckpointError as error:
             self._skipped("leftovers", str(error))
 
@@ -216,7 +216,7 @@ class Saver:
         wants = self.due.wants(step + 1, self._saved_step, int(self.writer.is_busy))
         return Word(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
 
-    def save(self, job: JobState, *, wait_s: float | None = None) -> Handle | None:
+    def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
         """Begin to write this rank's share, unless this step is saved. Never stops training.
 
         ``wait_s``: for a buffer; by default BUSY_WAIT_S, and not at all while the disk hangs.
@@ -233,13 +233,15 @@ class Saver:
             wait_s = 0.0 if self.writer is None or self.writer.is_stuck else BUSY_WAIT_S
         return self.save_again(job, wait_s=wait_s)
 
-    def save_again(self, job: JobState, *, wait_s: float) -> Handle | None:
+    def save_again(self, job: JobState, *, wait_s: float) -> SaveHandle | None:
         """Write this rank's share of the present step though a save of it came to nothing."""
         assert self._era is not None
         self._latest = self.begin(job, self._era.world, wait_s=wait_s)
         return self._latest
 
-    def begin(self, job: JobState, world: checkpoints.World, *, wait_s: float) -> Handle | None:
+    def begin(
+        self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
+    ) -> SaveHandle | None:
         """Hand this rank's share of a checkpoint of ``world`` to the writer."""
         assert self.writer is not None
         return self.writer.save(
@@ -251,8 +253,8 @@ class Saver:
         )
 
     def begin_in_memory(
-        self, job: JobState, world: checkpoints.World, *, wait_s: float
-    ) -> Handle | None:
+        self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
+    ) -> SaveHandle | None:
         """The same, into the memory tier; None if there is none."""
         if self._memory is None:
             return None
@@ -289,13 +291,15 @@ class Saver:
         """Whether this rank knows that the step is on disk."""
         return self._committed_step >= step
 
-    def handle_of(self, step: int) -> Handle | None:
+    def handle_of(self, step: int) -> SaveHandle | None:
         """The save of that step in the present world, if there was one."""
         return self._latest if self._latest is not None and self._latest.step == step else None
 
-    def world_of_one(self, nonce: str) -> checkpoints.World:
+    def world_of_one(self, nonce: str) -> checkpoints.WriterGroup:
         """For a rank that saves everything by itself."""
-        return checkpoints.World(nonce=nonce, generation=self._generation, lineage=self._lineage)
+        return checkpoints.WriterGroup(
+            nonce=nonce, generation=self._generation, lineage=self._lineage
+        )
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
         """Call back with the names in the folder, on the writer's thread."""
@@ -346,9 +350,9 @@ class Saver:
 
     # -- what became of it --------------------------------------------------------------------
 
-    def _report(self, outcome: Outcome) -> None:
-        if outcome.ending is not Ending.COMMITTED:
-            self._skipped(outcome.name, f"{outcome.ending.value}: {outcome.reason}")
+    def _report(self, outcome: SaveOutcome) -> None:
+        if outcome.status is not SaveStatus.COMMITTED:
+            self._skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}")
             self._failures_in_a_row += 1
             if self._failures_in_a_row == WARN_AFTER_FAILURES:
                 self._warn_of_failures(outcome)
@@ -373,7 +377,7 @@ class Saver:
             level=logging.DEBUG if is_told else logging.INFO,
         )
 
-    def _warn_of_failures(self, outcome: Outcome) -> None:
+    def _warn_of_failures(self, outcome: SaveOutcome) -> None:
         get_logger().warning(
             "the last %d checkpoints were not saved (%s: %s); training goes on, but a restart "
             "would go back to step %d",
@@ -387,7 +391,7 @@ class Saver:
         self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=logging.WARNING)
 
 
-class _Keeping(KeepPolicy):
+class _Keeping(RetentionPolicy):
     """The policy as it is at the moment: a script may change it while it trains."""
 
     def __init__(self, saver: Saver) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import checkpoints
-from checkpoints import EverySteps, KeepPolicy, LatestN, When
+from checkpoints import EverySteps, LatestN, RetentionPolicy, SavePolicy
 from elastic.errors import ConfigError, TrainingError
 
 EVERY_STEPS = 50
 MEMORY_EVERY_STEPS = 10
 
-WhenGiven = When | int | None
-KeepGiven = KeepPolicy | int | None
+WhenGiven = SavePolicy | int | None
+KeepGiven = RetentionPolicy | int | None
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Checkpoints:
     folder: checkpoints.Root
     _: KW_ONLY
     every_steps: int | None = None  # steps between two saves, by default 50; or say `when`
-    when: WhenGiven = None  # a policy of checkpoints.when; a number is steps
-    keep: KeepPolicy | int = 3  # a policy of checkpoints.keep; a number is the newest ones
+    when: WhenGiven = None  # a checkpoints.SavePolicy; a number is steps
+    keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy; a number is the newest ones
     required: bool = False  # refuse to start from step 0 (exit code 65)
     memory: int | bool = False  # steps between two saves into the nodes' memory; True: 10
 
@@ -47,13 +47,13 @@ class Checkpoints:
             )
         _check_count("every_steps", self.every_steps)
         _check_count("memory", self.memory if self.memory is not False else None)
-        _check("when", self.when, When, "EverySteps(100), EverySeconds(600), Automatic()")
-        _check("keep", self.keep, KeepPolicy, "LatestN(3), LatestN(2) | EveryNSteps(1000)")
+        _check("when", self.when, SavePolicy, "EverySteps(100), EverySeconds(600), Automatic()")
+        _check("keep", self.keep, RetentionPolicy, "LatestN(3), LatestN(2) | EveryNSteps(1000)")
 
     @property
-    def saving(self) -> When:
+    def saving(self) -> SavePolicy:
         """When to save, as a policy."""
-        if isinstance(self.when, When):
+        if isinstance(self.when, SavePolicy):
             return self.when
         return EverySteps(self.when or self.every_steps or EVERY_STEPS)
 
@@ -63,9 +63,9 @@ class Checkpoints:
         return MEMORY_EVERY_STEPS if self.memory is True else self.memory or None
 
     @property
-    def keeping(self) -> KeepPolicy:
+    def keeping(self) -> RetentionPolicy:
         """What to keep, as a policy."""
-        return self.keep if isinstance(self.keep, KeepPolicy) else LatestN(self.keep)
+        return self.keep if isinstance(self.keep, RetentionPolicy) else LatestN(self.keep)
 
     def amended(
         self, checkpoint_dir: checkpoints.Root | None, when: WhenGiven, keep: KeepGiven

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import checkpoints
-from checkpoints import Ending, Handle, KeepPolicy, Outcome, SaveError, Storage
-from checkpoints.outcome import WriterDied
+from checkpoints import RetentionPolicy, SaveError, SaveHandle, SaveOutcome, SaveStatus, Storage
+from checkpoints.saving.outcome import WriterThreadDied
 from elastic.clock import Clock
 from elastic.events import CheckpointSkipped
 from elastic.telemetry.journal import EventSink
@@ -31,9 +31,9 @@ class Writer:
     def __init__(
         self,
         storage: Storage,
-        keep: KeepPolicy,
+        keep: RetentionPolicy,
         *,
-        report: Callable[[Outcome], object],
+        report: Callable[[SaveOutcome], object],
         journal: Callable[[], EventSink],
         clock: Clock,
     ) -> None:
@@ -44,7 +44,7 @@ class Writer:
         self._clock = clock
         self._engine: checkpoints.Engine | None = None
         self._deaths = 0
-        self._open: list[tuple[Handle, float]] = []  # not reported yet, and when they began
+        self._open: list[tuple[SaveHandle, float]] = []  # not reported yet, and when they began
         self._is_stuck = False
         self._is_closed = False
 
@@ -68,7 +68,7 @@ class Writer:
     @property
     def is_stuck(self) -> bool:
         """Whether the disk hangs: a save has waited in vain for a buffer, and none is free yet."""
-        if self._is_stuck and (self._engine is None or self._engine.has_room):
+        if self._is_stuck and (self._engine is None or self._engine.has_free_buffer):
             self._is_stuck = False
         return self._is_stuck
 
@@ -83,10 +83,10 @@ class Writer:
         tree: object,
         *,
         step: int,
-        world: checkpoints.World,
+        world: checkpoints.WriterGroup,
         data_position: Any,
         wait_s: float,
-    ) -> Handle | None:
+    ) -> SaveHandle | None:
         """Begin to save this rank's share. None if that is done already, for want of a thread.
 
         Raises checkpoints.StateError if the state holds what cannot be saved.
@@ -100,7 +100,7 @@ class Writer:
                     data_position=data_position,
                     wait_s=wait_s,
                 )
-            except WriterDied as death:
+            except WriterThreadDied as death:
                 self._bury(death)
                 continue
             self._open.append((handle, self._clock.monotonic()))
@@ -113,9 +113,9 @@ class Writer:
         """Do something on the engine's thread, behind the saves that are in flight."""
         while (engine := self._running()) is not None:
             try:
-                engine.later(task)
+                engine.submit(task)
                 return
-            except WriterDied as death:
+            except WriterThreadDied as death:
                 self._bury(death)
         task()
 
@@ -124,13 +124,13 @@ class Writer:
         if self._engine is not None:
             try:
                 self._engine.outcomes()
-            except WriterDied as death:
+            except WriterThreadDied as death:
                 self._bury(death)
         ended = [handle.outcome for handle, _ in self._open if handle.outcome is not None]
         if ended:
             self._open = [item for item in self._open if item[0].outcome is None]
         for outcome in ended:
-            self._is_stuck = self._is_stuck or outcome.ending is Ending.SKIPPED
+            self._is_stuck = self._is_stuck or outcome.status is SaveStatus.SKIPPED
             self._report(outcome)
 
     def wait(self, budget_s: float) -> bool:
@@ -148,7 +148,7 @@ class Writer:
             return
         try:
             engine.close(timeout_s=budget_s)
-        except WriterDied as death:
+        except WriterThreadDied as death:
             self._bury(death)
         self._engine = None
         self.poll()
@@ -173,7 +173,7 @@ class Writer:
             )
         return self._engine
 
-    def _bury(self, death: WriterDied) -> None:
+    def _bury(self, death: WriterThreadDied) -> None:
         self._engine, self._deaths = None, self._deaths + 1
         then = "another one takes over" if self._deaths < MAX_DEATHS else "saves stop training now"
         cause = f"{type(death.__cause__).__name__}: {death.__cause__}"
@@ -183,7 +183,7 @@ class Writer:
         )
 
     def _save_at_once(
-        self, tree: object, step: int, world: checkpoints.World, data_position: Any
+        self, tree: object, step: int, world: checkpoints.WriterGroup, data_position: Any
     ) -> None:
         began_s = self._clock.monotonic()
         try:
@@ -202,17 +202,17 @@ class Writer:
             )
         except SaveError as error:
             name = checkpoints.CheckpointName(step, world.generation, world.nonce)
-            failed = Ending.FAILED
-            self._report(Outcome(step=step, name=str(name), ending=failed, reason=str(error)))
+            failed = SaveStatus.FAILED
+            self._report(SaveOutcome(step=step, name=str(name), status=failed, reason=str(error)))
             return
         if not saved.committed:
             return  # another writer will
         took_s = self._clock.monotonic() - began_s
         self._report(
-            Outcome(
+            SaveOutcome(
                 step=step,
                 name=saved.name,
-                ending=Ending.COMMITTED,
+                status=SaveStatus.COMMITTED,
                 bytes_written=saved.bytes_written,
                 stall_s=took_s,
                 took_s=took_s,

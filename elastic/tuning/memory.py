@@ -7,7 +7,9 @@ come out.
 
 from __future__ import annotations
 
-STAGING_BUFFERS = 2  # of each process, as large as its share of the state (checkpoints/engine.py)
+STAGING_BUFFERS = (
+    2  # of each process, as large as its share of the state (checkpoints/saving/engine.py)
+)
 # What container runtimes mount unless they are told otherwise.
 RUNTIME_SHM_BYTES = 64 << 20
 

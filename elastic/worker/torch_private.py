@@ -4,7 +4,7 @@ Differences between torch's versions are in here as well. :func:`check` is calle
 where a torch lacks a name, that is one sentence before training, not an ``AttributeError`` in the
 middle of a recovery. ``tests/contract/test_torch_private_names.py`` fails where another module uses
 one. The agent's names are in :mod:`elastic.agent.torch_private`, those of checkpoints in
-:mod:`checkpoints.torch_private`; NCCL's are beside what is done with them.
+:mod:`checkpoints.tensors.torch_private`; NCCL's are beside what is done with them.
 
 Imports torch alone.
 """

@@ -51,7 +51,7 @@ def dcp(rank, folder):
 
 def ours(rank, folder):
     state = {f"tensor{i}": torch.ones(1000) for i in range(50)}
-    world = checkpoints.World(nonce="aa", rank=rank, size=2)
+    world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=2)
     with checkpoints.Engine(folder, busy="wait", keep=checkpoints.LatestN(20)) as engine:
         result = train(lambda step: engine.save_async(state, step=step, world=world))
     return f"{result}, {len(checkpoints.list_checkpoints(folder))} checkpoints"

@@ -5,7 +5,7 @@ Disks, memory and networks flip bits; one in an exponent ends a training run, or
     $ python examples/comparisons/flipped_bit.py
     DCP: loaded [inf, 1.0, 1.0, 1.0]
     ours: damaged checkpoint: step-000000001.g0.aa/00000-of-00001.safetensors, tensor 'weight':
-    bytes 128 to 144 do not have the hash they were saved with; live tensor: [0.0, 0.0, 0.0, 0.0]
+    bytes 128 to 144 do not match their checksum; live tensor: [0.0, 0.0, 0.0, 0.0]
 """
 
 import glob
@@ -40,5 +40,5 @@ with tempfile.TemporaryDirectory() as folder:
     live = {"weight": torch.zeros(4)}
     try:
         checkpoints.load(f"{folder}/ours", name, into=live)
-    except checkpoints.Corrupt as error:
+    except checkpoints.CorruptCheckpoint as error:
         print(f"ours: {error.message}; live tensor: {live['weight'].tolist()}")

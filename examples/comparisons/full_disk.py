@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"DCP: load: {type(error).__name__}")
 
     with checkpoints.Engine(f"{folder}/ours") as engine:
-        world = checkpoints.World(nonce="aa")
+        world = checkpoints.WriterGroup(nonce="aa")
         outcome = engine.save_async(state, step=2, world=world).wait()
-    print(f"ours: {outcome.ending.value}: {outcome.error.message}")
+    print(f"ours: {outcome.status.value}: {outcome.error.message}")
     print("ours: listed:", [c.step for c in checkpoints.list_checkpoints(f"{folder}/ours")])

@@ -6,8 +6,8 @@ loads from it. Ours is JSON that is checked before a byte of it is used.
     $ python examples/comparisons/pickled_marker.py
     DCP: a shell, by loading a checkpoint
     DCP: then CheckpointException
-    ours: damaged checkpoint: step-000000001.g0.aa/manifest.json: it does not have the hash it says
-    it has
+    ours: damaged checkpoint: step-000000001.g0.aa/manifest.json: its checksum does not match its
+    content
 """
 
 import logging
@@ -44,5 +44,5 @@ with tempfile.TemporaryDirectory() as folder:
         pickle.dump(Harm(), file)
     try:
         checkpoints.load(f"{folder}/ours", name)
-    except checkpoints.Corrupt as error:
+    except checkpoints.CorruptCheckpoint as error:
         print(f"ours: {error.message}")

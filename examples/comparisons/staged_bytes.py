@@ -39,7 +39,7 @@ def run(rank, folder):
     dist.barrier()
     before = resident_mib()
     with checkpoints.Engine(f"{folder}/ours") as engine:
-        world = checkpoints.World(nonce="aa", rank=rank, size=SIZE)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=SIZE)
         handle = engine.save_async(state, step=1, world=world)
         ours = resident_mib() - before
         handle.wait()

@@ -10,13 +10,14 @@ import fsspec
 import pytest
 from s3_server import S3Server, s3_server
 
-from checkpoints import fsspec_objects
-from checkpoints.faulty import Fault, FaultyObjects, FaultyStorage
-from checkpoints.fsspec_objects import FsspecObjects, open_url
-from checkpoints.memory import MemoryStorage
-from checkpoints.node_memory import NodeMemory
-from checkpoints.objects import ObjectStorage
-from checkpoints.storage import LocalStorage, Storage
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.storage import fsspec_store
+from checkpoints.storage.fsspec_store import FsspecObjects, open_url
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.storage.protocol import Storage
+from checkpoints.testing.faults import FaultyObjects, FaultyStorage, StorageFault
+from checkpoints.testing.memory_storage import MemoryStorage
 
 NAME = "step-000000001.g2.ab"
 ATTEMPT = f".tmp-{NAME}"
@@ -210,7 +211,7 @@ def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
     objects: Storage, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a reader could take the beginning of a file for all of it."""
-    monkeypatch.setattr(fsspec_objects, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(fsspec_store, "PART_BYTES", PART_BYTES)
     half = bytes(size // 2)
     synced = objects.create(f"{ATTEMPT}/synced")
     closed = objects.create(f"{ATTEMPT}/closed")
@@ -231,7 +232,7 @@ def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
 def test_an_object_whose_write_failed_never_was(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
     inner = FsspecObjects(fs, "/a/root")
-    storage = ObjectStorage(FaultyObjects(inner, at=2, fault=Fault.IO_ERROR))
+    storage = ObjectStorage(FaultyObjects(inner, at=2, fault=StorageFault.IO_ERROR))
     sink = storage.create(f"{ATTEMPT}/file")  # call 0 looks whether it is committed
     sink.write(b"one")
     with pytest.raises(OSError, match="injected"):

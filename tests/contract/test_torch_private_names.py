@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 PLACES = {
     "elastic/agent/torch_private.py",
     "elastic/worker/torch_private.py",
-    "checkpoints/torch_private.py",
+    "checkpoints/tensors/torch_private.py",
     "elastic/worker/communicators.py",  # NCCL's abort
     "elastic/testing/nccl_semantics.py",  # a backend of torch's kind, for tests
 }

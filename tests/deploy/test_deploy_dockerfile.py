@@ -72,7 +72,11 @@ def test_the_steps_of_the_cpu_image_resolve(image: Dockerfile, tmp_path: Path) -
     run(wheel, tmp_path)
     (built,) = (tmp_path / "wheels").iterdir()
     files = set(zipfile.ZipFile(built).namelist())
-    assert {"elastic/py.typed", "elastic/cli/main.py", "checkpoints/manifest.schema.json"} <= files
+    assert {
+        "elastic/py.typed",
+        "elastic/cli/main.py",
+        "checkpoints/format/manifest.schema.json",
+    } <= files
     run(install, tmp_path)
 
 

@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import checkpoints
-from checkpoints import exchange, loading
-from checkpoints import storage as storages
-from checkpoints.faulty import FaultyStorage
-from checkpoints.mapped import MappedFile
-from checkpoints.storage import LocalStorage
+from checkpoints.loading import exchange
+from checkpoints.loading import load as loading
+from checkpoints.storage import local as storages
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.mapped_files import MappedFile
+from checkpoints.testing.faults import FaultyStorage
 
 Result = dict[str, Any]
 NAME = "step-000000001.g0.aa"
@@ -96,7 +97,7 @@ def save(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int) 
 
 def load(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int, how: str) -> Result:
     """How: each rank ``alone``, all ``together``, or as from a ``memory`` file system."""
-    vars(storages)["in_memory"] = lambda device: how == "memory"
+    vars(storages)["is_memory_file_system"] = lambda device: how == "memory"
     live = state_of(mesh_of(size, mesh), turn, empty=True)
     before = {name: t.to_local().data_ptr() for name, t in live["sharded"].items()}
     group = dist.group.WORLD if how == "together" else None
@@ -112,13 +113,13 @@ def engine(rank: int, size: int, folder: Path) -> Result:
     """In the background, from staged copies, while training changes the shards."""
     state = state_of(mesh_of(size, [2, size // 2]), turn=0)
     with checkpoints.Engine(folder) as engine:
-        world = checkpoints.World(nonce="aa", rank=rank, size=size)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=size)
         handle = engine.save_async(state, step=1, world=world)
         for tensor in state["sharded"].values():
             tensor.to_local().zero_()
         outcome = handle.wait(60)
     assert outcome is not None
-    return {"ending": outcome.ending.value, "reason": outcome.reason}
+    return {"status": outcome.status.value, "reason": outcome.reason}
 
 
 class Tied(nn.Module):
@@ -258,8 +259,8 @@ def refused(rank: int, size: int, folder: Path) -> Result:
 def go(way: str) -> None:
     """How ranks that load together get at what others have read."""
     same_files = None if way == "exchange" else "these"
-    vars(loading)["identity_of"] = lambda storage, name: same_files
-    vars(storages)["in_memory"] = lambda device: way == "memory"
+    vars(loading)["page_cache_identity"] = lambda storage, name: same_files
+    vars(storages)["is_memory_file_system"] = lambda device: way == "memory"
 
 
 def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: str) -> Result:
@@ -274,7 +275,7 @@ def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: 
     same["large"] = torch.equal(live["large"], torch.arange(200_000.0))
     fresh = checkpoints.load(folder, NAME, group=dist.group.WORLD).state
     same["fresh"] = torch.equal(fresh["large"], live["large"])
-    return {"same": same, "read": storage.read, "left_out": loaded.left_out}
+    return {"same": same, "read": storage.read, "unmatched": loaded.unmatched}
 
 
 class Counting(LocalStorage):
@@ -307,13 +308,13 @@ def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> 
             LocalStorage(folder),
             before=lambda call: TROUBLES[trouble](folder) if is_read(call) else None,
         )
-        look = MappedFile.look
+        look = MappedFile.view
 
         def look_in_trouble(file: MappedFile, begin: int, end: int) -> memoryview:
             TROUBLES[trouble](folder)
             return look(file, begin, end)
 
-        MappedFile.look = look_in_trouble  # type: ignore[assignment,method-assign]
+        MappedFile.view = look_in_trouble  # type: ignore[assignment,method-assign]
     elif rank == 1 and trouble == "model":
         live["new"] = torch.zeros(1)
     elif rank == 1 and trouble == "name":
@@ -368,7 +369,7 @@ def background(rank: int, size: int, folder: Path) -> Result:
     state = {f"tensor{i}": torch.full((1000,), float(i)) for i in range(20)}
     sums = []
     with checkpoints.Engine(storage) as engine:
-        world = checkpoints.World(nonce="aa", rank=rank, size=size)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=size)
         handle = engine.save_async(state, step=1, world=world)
         for _ in range(200):
             one = torch.ones(100)
@@ -381,7 +382,7 @@ def background(rank: int, size: int, folder: Path) -> Result:
     return {
         "right": sums == [100.0 * size] * 200,
         "early": before is not None,
-        "ending": outcome.ending.value,
+        "status": outcome.status.value,
     }
 
 

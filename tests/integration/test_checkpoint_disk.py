@@ -92,7 +92,7 @@ def test_a_limit_on_file_size_is_no_room(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         checkpoints.save(tmp_path, _state(2, 100_000), step=2, nonce="aa")
 
-    assert _message_of(limited).startswith("DiskFull: no room to save into")
+    assert _message_of(limited).startswith("DiskFull: no space to save into")
     assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == [1]
     assert list(tmp_path.glob(".tmp-*")) == []
 

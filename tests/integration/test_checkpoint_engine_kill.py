@@ -41,9 +41,9 @@ def assert_whole(root: Path, info: checkpoints.CheckpointInfo) -> None:
 def train(root: Path, generation: int, size: int, pipe: int) -> None:
     """Start as a new world does; then each step changes the one state that is saved from."""
     nonce = f"{generation:04x}"
-    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
-    lineage = checkpoints.descend(origin, generation)
+    lineage = checkpoints.derive_lineage(origin, generation)
     step = origin.step if origin else 0
     state = state_of(0, 0)
     engines = [
@@ -57,12 +57,12 @@ def train(root: Path, generation: int, size: int, pipe: int) -> None:
             mine.copy_(new)
         state["value"] = now["value"]
         for rank, engine in enumerate(engines):
-            world = checkpoints.World(
+            world = checkpoints.WriterGroup(
                 nonce=nonce, generation=generation, rank=rank, size=size, lineage=lineage
             )
             engine.save_async(state, step=step, world=world)
             for outcome in engine.outcomes():
-                if outcome.ending is checkpoints.Ending.COMMITTED:
+                if outcome.status is checkpoints.SaveStatus.COMMITTED:
                     os.write(pipe, f"{outcome.name}\n".encode())
 
 
@@ -96,9 +96,9 @@ def test_killed_at_any_instant(tmp_path: Path, kills: int) -> None:
         newest_told = max(told)
         assert listed[0].name >= newest_told and listed[0].generation == generation
         found = checkpoints.latest(tmp_path)
-        assert found.checkpoint is not None and found.passed_over == ()
+        assert found.checkpoint is not None and found.skipped == ()
         assert found.checkpoint.name == listed[0].name
         assert found.checkpoint.step > last_step  # every life gets further
         last_step = found.checkpoint.step
-    checkpoints.sweep(tmp_path, generation=kills + 1, nonce="ff")
+    checkpoints.collect_garbage(tmp_path, generation=kills + 1, nonce="ff")
     assert list(tmp_path.glob(".tmp-*")) == []

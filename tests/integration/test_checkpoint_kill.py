@@ -44,9 +44,9 @@ def _assert_whole(root: Path, name: str) -> None:
 def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> None:
     """Start as a new world does, then save step after step; tell each commit to the parent."""
     nonce = f"{generation:04x}"
-    checkpoints.sweep(root, generation=generation, nonce=nonce)
+    checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
-    lineage = checkpoints.descend(origin, generation)
+    lineage = checkpoints.derive_lineage(origin, generation)
     step = origin.step if origin else 0
     while True:
         step += 1
@@ -86,7 +86,7 @@ def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
 
 def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> None:
     chance = random.Random(7)
-    last_step, last_lineage = 0, checkpoints.descend(None, 0)
+    last_step, last_lineage = 0, checkpoints.derive_lineage(None, 0)
     for generation in range(1, ROUNDS + 1):
         told = _kill_after_start(tmp_path, generation, chance.uniform(0, 0.03))
         listed = checkpoints.list_checkpoints(tmp_path)
@@ -98,11 +98,11 @@ def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> No
         found = checkpoints.latest(tmp_path)
         assert found.checkpoint is not None
         assert found.checkpoint.name == names[0]
-        assert found.passed_over == ()
+        assert found.skipped == ()
         assert found.checkpoint.step > last_step  # every life gets further
         last_step, last_lineage = found.checkpoint.step, found.checkpoint.lineage
     assert len(last_lineage) == ROUNDS
-    checkpoints.sweep(tmp_path, generation=ROUNDS + 1, nonce="ff")
+    checkpoints.collect_garbage(tmp_path, generation=ROUNDS + 1, nonce="ff")
     assert list(tmp_path.glob(".tmp-*")) == []
 
 

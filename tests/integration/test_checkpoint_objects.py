@@ -17,9 +17,9 @@ import torch
 from s3_server import KEYS, S3Server, s3_server
 
 import checkpoints
-from checkpoints import fsspec_objects
-from checkpoints.fsspec_objects import open_url
-from checkpoints.objects import ObjectStorage
+from checkpoints.storage import fsspec_store
+from checkpoints.storage.fsspec_store import open_url
+from checkpoints.storage.object_storage import ObjectStorage
 from elastic.cli.main import main
 
 PART_BYTES = 6 << 20  # S3 takes no smaller parts than 5 MiB
@@ -64,7 +64,7 @@ def state(step: int) -> dict[str, Any]:
     return {"weight": torch.full((1000,), float(step)), "step": step}
 
 
-def save(root: str, step: int, **more: Any) -> checkpoints.Saved:
+def save(root: str, step: int, **more: Any) -> checkpoints.SaveResult:
     return checkpoints.save(root, state(step), step=step, nonce="aa", **more)
 
 
@@ -88,7 +88,7 @@ def test_the_command_line_takes_urls(root: str, capsys: pytest.CaptureFixture[st
     assert main(["checkpoints", "ls", root, "-o", "json"]) == 0
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 1]
     assert main(["checkpoints", "verify", root, "-o", "json"]) == 0
-    assert all(row["whole"] for row in json.loads(capsys.readouterr().out))
+    assert all(row["valid"] for row in json.loads(capsys.readouterr().out))
     assert main(["checkpoints", "prune", root, "--keep", "1", "--yes"]) == 0
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [2]
 
@@ -98,7 +98,7 @@ def test_passing_failures_of_the_store_are_tried_again(server: S3Server, root: s
     server.fails = lambda count, request: count % 12 == 0
     assert save(root, 1).committed
     server.fails = lambda count, request: False
-    assert checkpoints.latest(root).passed_over == ()
+    assert checkpoints.latest(root).skipped == ()
     assert checkpoints.list_checkpoints(root)[0].step == 1
 
 
@@ -137,7 +137,7 @@ def test_a_bucket_that_is_not_there_fails_the_save(root: str) -> None:
 def test_a_large_tensor_goes_in_parts_and_comes_back(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsspec_objects, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(fsspec_store, "PART_BYTES", PART_BYTES)
     before = len(server.requests)
     large = {"weight": torch.arange(LARGE_BYTES // 4, dtype=torch.int32)}
     name = checkpoints.save(root, large, step=1, nonce="aa").name
@@ -148,17 +148,17 @@ def test_a_large_tensor_goes_in_parts_and_comes_back(
 _KILLED_WHILE_UPLOADING = """
     import os, signal, sys, torch
     import checkpoints
-    from checkpoints import fsspec_objects
-    from checkpoints.faulty import FaultyObjects
-    from checkpoints.fsspec_objects import open_url
-    from checkpoints.objects import ObjectStorage
+    from checkpoints.storage import fsspec_store
+    from checkpoints.testing.faults import FaultyObjects
+    from checkpoints.storage.fsspec_store import open_url
+    from checkpoints.storage.object_storage import ObjectStorage
 
-    fsspec_objects.PART_BYTES = int(sys.argv[2])
-    begin_parts, sent = fsspec_objects.FsspecObjects.begin_parts, []
+    fsspec_store.PART_BYTES = int(sys.argv[2])
+    begin_parts, sent = fsspec_store.FsspecObjects.begin_parts, []
     def begin(self, key):
         sent.append(key)
         return begin_parts(self, key)
-    fsspec_objects.FsspecObjects.begin_parts = begin
+    fsspec_store.FsspecObjects.begin_parts = begin
     def before(call):
         if sent and call.startswith("write "):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -184,6 +184,6 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
     assert any("uploadId" in r and "step-000000002" in r for r in server.requests)
     storage = ObjectStorage(open_url(root))
     assert [e for e in storage.list("") if e != "LATEST"] == ["step-000000001.g0.aa"]
-    assert checkpoints.sweep(root, generation=2, nonce="cc").left_alone == ()
-    assert checkpoints.latest(root).passed_over == ()
+    assert checkpoints.collect_garbage(root, generation=2, nonce="cc").retained == ()
+    assert checkpoints.latest(root).skipped == ()
     assert save(root, 3).committed

@@ -15,10 +15,10 @@ import sharded_script as script
 import torch
 
 import checkpoints
-from checkpoints import exchange
-from checkpoints.faulty import FaultyStorage
-from checkpoints.same_files import identity_of
-from checkpoints.storage import LocalStorage
+from checkpoints.loading import exchange
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.page_cache import page_cache_identity
+from checkpoints.testing.faults import FaultyStorage
 
 NAME = script.NAME
 pytestmark = pytest.mark.cluster
@@ -105,7 +105,7 @@ def test_a_mesh_of_copies_and_shards_writes_each_element_once(
 
 def test_the_engine_saves_shards_that_training_changes_meanwhile(run: Run, root: Path) -> None:
     results = run("engine", 4, root)
-    assert [result["ending"] for result in results] == ["committed"] * 4, results
+    assert [result["status"] for result in results] == ["committed"] * 4, results
     state = checkpoints.load(root, NAME).state
     assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
 
@@ -114,7 +114,7 @@ def test_training_goes_on_in_its_group_while_a_disk_hangs(run: Run, root: Path) 
     """DCP's collectives deadlock here: examples/comparisons/background_collectives.py."""
     for result in run("background", 2, root):
         assert result["right"] and not result["early"]
-        assert result["ending"] == "committed"
+        assert result["status"] == "committed"
 
 
 @pytest.mark.parametrize("mesh", [None, [2, 2]], ids=["fsdp", "hsdp"])
@@ -182,10 +182,12 @@ def test_whose_kernel_has_the_same_files_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "one")
-    one, two, link = (identity_of(LocalStorage(tmp_path), name) for name in ("one", "two", "link"))
+    one, two, link = (
+        page_cache_identity(LocalStorage(tmp_path), name) for name in ("one", "two", "link")
+    )
     assert one is not None and one == link and one != two
-    assert identity_of(LocalStorage(tmp_path), "none") is None
-    assert identity_of(FaultyStorage(LocalStorage(tmp_path)), "one") is None
+    assert page_cache_identity(LocalStorage(tmp_path), "none") is None
+    assert page_cache_identity(FaultyStorage(LocalStorage(tmp_path)), "one") is None
 
 
 @WAYS
@@ -193,8 +195,8 @@ def test_whose_kernel_has_the_same_files_is_found_out(tmp_path: Path) -> None:
     ("trouble", "error", "text"),
     [
         ("disk", "ReadFailed", "injected"),
-        ("model", "Mismatch", "missing in the checkpoint: new"),
-        ("name", "NoCheckpoint", "there is no checkpoint"),
+        ("model", "StateMismatch", "missing in the checkpoint: new"),
+        ("name", "CheckpointNotFound", "there is no checkpoint"),
         ("memory", "LoadError", "MemoryError"),
     ],
 )
@@ -213,7 +215,7 @@ def test_the_trouble_of_one_rank_is_told_to_all(
 def test_ranks_that_were_told_different_names_say_so(run: Run, replicated: Path) -> None:
     save_all(replicated, {}, step=2)
     for result in run("together_but", 2, replicated, trouble="name", way="kernel"):
-        assert result["error"] in ("LoadError", "Mismatch") and not result["touched"]
+        assert result["error"] in ("LoadError", "StateMismatch") and not result["touched"]
 
 
 @WAYS
@@ -223,19 +225,19 @@ def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path, way: str) -> N
     data[-1] ^= 1
     damaged.write_bytes(data)
     for result in run("together_but", 2, replicated, trouble="none", way=way):
-        assert (result["error"], result["touched"]) == ("Corrupt", False)
+        assert (result["error"], result["touched"]) == ("CorruptCheckpoint", False)
         assert result["file"] == f"{NAME}/00002-of-00003.safetensors"
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        checkpoints.NoCheckpoint("none", hint="look"),
+        checkpoints.CheckpointNotFound("none", hint="look"),
         checkpoints.UnsupportedFormat("new", hint="upgrade"),
         checkpoints.ReadFailed("disk", hint="look"),
-        checkpoints.Corrupt("a hash", file="a/b", tensor="w"),
-        checkpoints.Mismatch("a", missing=("x",), extra=("y",), mis_shaped=("z",)),
-        checkpoints.TornLoad("a"),
+        checkpoints.CorruptCheckpoint("a hash", file="a/b", tensor="w"),
+        checkpoints.StateMismatch("a", missing=("x",), extra=("y",), mismatched=("z",)),
+        checkpoints.TornRead("a"),
         checkpoints.LoadError("other", hint="look"),
     ],
     ids=lambda error: type(error).__name__,
@@ -249,7 +251,7 @@ def test_an_error_of_another_rank_is_of_the_same_kind(error: checkpoints.LoadErr
 
 def test_a_file_that_changes_meanwhile_is_told_to_all(run: Run, replicated: Path) -> None:
     for result in run("together_but", 3, replicated, trouble="changes", way="memory"):
-        assert result["error"] == "TornLoad"
+        assert result["error"] == "TornRead"
 
 
 @WAYS

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.copying import CopyOutcome
-from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
-from checkpoints.peers import PeerAddress
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
+from checkpoints.memory.peer_storage import PeerAddress
+from checkpoints.memory.replication import ReplicationOutcome
 from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()  # what forks of this process share
@@ -138,7 +138,7 @@ class Node:
     def _host(self, said: Iterator[str], tell: Callable[[str], None]) -> None:
         known = [Neighbours()]
 
-        def told(outcome: CopyOutcome) -> None:
+        def told(outcome: ReplicationOutcome) -> None:
             tell(f"copied {outcome.name} {outcome.rank}" if not outcome.reason else outcome.reason)
 
         host = MemoryHost(
@@ -160,12 +160,12 @@ class Node:
         host.close()
 
     def _work(self, rank: int, said: Iterator[str], tell: Callable[[str], None]) -> None:
-        world = checkpoints.World(nonce="aa", rank=rank, size=self.world_size)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=self.world_size)
         with checkpoints.Engine(own_memory(self.folder)) as engine:
             for line in said:
                 step = int(line)
                 outcome = engine.save_async(state(step), step=step, world=world).wait(LONG_S)
-                assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+                assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
                 tell(f"saved {step}")
 
 
@@ -200,7 +200,7 @@ class Job:
 
 def assert_restores(node: Node, at_least: int) -> int:
     """What workers that start anew on this node find, without a disk."""
-    tiers = Tiers(memory_roots(node.folder))
+    tiers = TieredStorage(memory_roots(node.folder))
     found = checkpoints.latest(tiers).checkpoint
     assert found is not None and found.step >= at_least
     loaded = checkpoints.load(tiers, found.name).state
@@ -273,7 +273,9 @@ def test_two_neighbours_lost_at_once_are_too_many_for_memory_alone(memory: Path)
         for node in job.nodes[:2]:
             node.kill()
         job.form(job.nodes[2:])
-        found = checkpoints.latest(Tiers([*memory_roots(job.nodes[0].folder), disk])).checkpoint
+        found = checkpoints.latest(
+            TieredStorage([*memory_roots(job.nodes[0].folder), disk])
+        ).checkpoint
         assert found is not None and found.step == 1
     finally:
         job.close()

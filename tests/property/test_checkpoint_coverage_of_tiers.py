@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.faulty import FaultyStorage
-from checkpoints.memory import MemoryStorage
-from checkpoints.naming import CheckpointName
-from checkpoints.storage import Storage
-from checkpoints.tiers import Tiers
+from checkpoints.format.names import CheckpointName
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.storage.protocol import Storage
+from checkpoints.testing.faults import FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 PLACES = 4
 STEPS = (1, 2, 3)
@@ -20,7 +20,9 @@ STEPS = (1, 2, 3)
 class Parts(MemoryStorage):
     """Parts that nobody commits."""
 
-    def part_written(self, name: CheckpointName, keep: checkpoints.Keep | None) -> tuple[str, ...]:
+    def part_written(
+        self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
+    ) -> tuple[str, ...]:
         return ()
 
 
@@ -56,7 +58,7 @@ def test_the_newest_that_is_covered_is_found_and_loaded(
             )
     for place in damaged:
         _damage_tensors(places[place])
-    tiers = Tiers([_fails(p) if index in failing else p for index, p in enumerate(places)])
+    tiers = TieredStorage([_fails(p) if index in failing else p for index, p in enumerate(places)])
     good = set(range(PLACES)) - failing - damaged
     whole = [step for step in STEPS if all(where[step, rank] & good for rank in range(world_size))]
     found = checkpoints.latest(tiers)
@@ -66,7 +68,7 @@ def test_the_newest_that_is_covered_is_found_and_loaded(
     assert found.checkpoint is not None and found.checkpoint.step == max(whole)
     loaded = checkpoints.load(tiers, found.checkpoint.name).state
     assert all(torch.equal(loaded[key], value) for key, value in state(max(whole)).items())
-    assert len({t.place for t in tiers.passed_over if "smokes" in t.reason}) == min(len(failing), 1)
+    assert len({t.place for t in tiers.failures if "smokes" in t.reason}) == min(len(failing), 1)
 
 
 def _damage_tensors(storage: MemoryStorage) -> None:

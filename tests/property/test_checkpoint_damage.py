@@ -91,7 +91,7 @@ def test_any_damage_is_refused_named_and_fallen_back_from(
             checkpoints.load(root, NAME, into=live)
         assert not any(bool(tensor.any()) for tensor in live.values())
         if file != "manifest.json":
-            assert isinstance(caught.value, checkpoints.Corrupt)
+            assert isinstance(caught.value, checkpoints.CorruptCheckpoint)
             assert caught.value.file == f"{NAME}/{file}"
             if kind == "flip" and (tensors := _tensors_at(root, file, at)):
                 assert caught.value.tensor in tensors
@@ -99,8 +99,8 @@ def test_any_damage_is_refused_named_and_fallen_back_from(
         assert found.checkpoint is not None
         assert found.checkpoint.step == 1
         # Without its manifest, it is a folder with a name and nothing else: still reported.
-        assert [passed.name for passed in found.passed_over] == [NAME]
-        assert file in found.passed_over[0].reason or kind == "remove"
+        assert [passed.name for passed in found.skipped] == [NAME]
+        assert file in found.skipped[0].reason or kind == "remove"
     finally:
         shutil.rmtree(root / NAME)
         (root / NAME).mkdir()

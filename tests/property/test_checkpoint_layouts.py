@@ -9,14 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.boxes import Box, Span, boxes_of, cut, rows, whole
-from checkpoints.coverage import coverage_problem
-from checkpoints.exchange import shares_of
-from checkpoints.layout import Layout, Split, held, local_shape, written
-from checkpoints.manifest import Chunk, Tensor
-from checkpoints.plan import TensorSpec, share
-from checkpoints.sharded import block
-from checkpoints.spare import Spare
+from checkpoints.format.coverage import coverage_problem
+from checkpoints.format.manifest import Chunk, TensorEntry
+from checkpoints.loading.buffers import TensorBuffer
+from checkpoints.loading.exchange import shares_of
+from checkpoints.tensors.dtensors import block
+from checkpoints.tensors.layout import Layout, Split, local_shape, local_shards, written_regions
+from checkpoints.tensors.partition import TensorSpec, share_of
+from checkpoints.tensors.regions import (
+    Region,
+    Span,
+    full_region,
+    regions_of,
+    row_blocks,
+    split_evenly,
+)
 
 Shape = tuple[int, ...]
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -71,10 +78,10 @@ def test_a_rank_holds_what_torch_gives_it(case: tuple[Shape, Layout]) -> None:
         local = as_torch_splits(layout, tensor, coordinate)
         assert local_shape(layout, shape, coordinate) == tuple(local.shape)
         seen = 0
-        for region in held(layout, shape, coordinate):
-            mine = block(local, Box(region.local_offset, region.box.shape))
-            assert torch.equal(mine, block(tensor, region.box))
-            seen += region.box.count
+        for shard in local_shards(layout, shape, coordinate):
+            mine = block(local, Region(shard.local_offset, shard.region.shape))
+            assert torch.equal(mine, block(tensor, shard.region))
+            seen += shard.region.count
         assert seen == local.numel()
 
 
@@ -88,10 +95,14 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     times = torch.zeros(shape, dtype=torch.int32)
     for rank in range(size):
         coordinate = layout.coordinate(rank)
-        holds = [region.box for region in held(layout, shape, coordinate)] if coordinate else []
-        for _, place in share([spec], size, rank):
-            if isinstance(place, Box):
-                assert any(box.holds(place) for box in holds)
+        held = (
+            [shard.region for shard in local_shards(layout, shape, coordinate)]
+            if coordinate
+            else []
+        )
+        for _, place in share_of([spec], size, rank):
+            if isinstance(place, Region):
+                assert any(region.contains(place) for region in held)
                 block(times, place).add_(1)
     assert bool((times == 1).all())
 
@@ -101,7 +112,9 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
 )
 def test_copies_write_equal_slices(shape: Shape, copies: int) -> None:
     layout = Layout((copies,), tuple(range(copies)), (None,))
-    counts = [sum(b.count for b in written(layout, shape, rank, 0)) for rank in range(copies)]
+    counts = [
+        sum(b.count for b in written_regions(layout, shape, rank, 0)) for rank in range(copies)
+    ]
     assert sum(counts) == math.prod(shape)
     assert max(counts) - min(counts) <= math.prod(shape) // min(shape)
 
@@ -110,7 +123,8 @@ def test_copies_write_equal_slices(shape: Shape, copies: int) -> None:
 def test_tensors_too_small_to_be_cut_are_dealt_out(turns: int, copies: int) -> None:
     layout = Layout((copies,), tuple(range(copies)), (None,))
     owners = [
-        [rank for rank in range(copies) if written(layout, (), rank, turn)] for turn in range(turns)
+        [rank for rank in range(copies) if written_regions(layout, (), rank, turn)]
+        for turn in range(turns)
     ]
     assert all(len(owner) == 1 for owner in owners)
     counts = [sum(owner == [rank] for owner in owners) for rank in range(copies)]
@@ -123,30 +137,30 @@ def test_a_span_is_boxes_in_order(shape: Shape, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, count))
     span = Span(start, data.draw(st.integers(0, count - start)))
     found: list[int] = []
-    for box, before in boxes_of(span, shape):
+    for region, before in regions_of(span, shape):
         assert before == len(found)
-        found += block(values(shape), box).reshape(-1).tolist()
+        found += block(values(shape), region).reshape(-1).tolist()
     assert found == list(range(span.start, span.start + span.count))
 
 
 @given(shape=shapes, limit=st.integers(1, 40), parts=st.integers(1, 6))
 def test_rows_follow_each_other_and_slices_cover(shape: Shape, limit: int, parts: int) -> None:
-    box = whole(shape)
-    blocks = list(rows(box, limit)) if box.count else []
+    region = full_region(shape)
+    blocks = list(row_blocks(region, limit)) if region.count else []
     assert all(b.count <= limit for b in blocks)
     flat = [x for b in blocks for x in block(values(shape), b).reshape(-1).tolist()]
-    assert flat == list(range(box.count))
-    slices = [b for b in cut(box, parts) if b.count]
+    assert flat == list(range(region.count))
+    slices = [b for b in split_evenly(region, parts) if b.count]
     seen = sorted(x for b in slices for x in block(values(shape), b).reshape(-1).tolist())
-    assert seen == list(range(box.count))
+    assert seen == list(range(region.count))
 
 
 def chunks_of(spec: TensorSpec, size: int, limit: int) -> list[Chunk]:
     """What all ranks write of a tensor, in small chunks, one file each."""
     found, end = [], 0
     for rank in range(size):
-        for _, place in share([spec], size, rank):
-            pieces = rows(place, limit) if isinstance(place, Box) else [place]
+        for _, place in share_of([spec], size, rank):
+            pieces = row_blocks(place, limit) if isinstance(place, Region) else [place]
             for piece in pieces:
                 begin, end = end, end + piece.count * spec.element_bytes
                 if piece.count:
@@ -166,21 +180,21 @@ def test_what_any_sharding_wrote_fills_any_other(
     assert coverage_problem(TensorSpec("w", "I32", shape), chunks) is None
     wanted = data.draw(layouts(shape))
     for coordinate in everywhere(wanted):
-        mine = [region.box for region in held(wanted, shape, coordinate)]
-        spare = Spare(TensorSpec("w", "I32", shape), mine)
+        mine = [shard.region for shard in local_shards(wanted, shape, coordinate)]
+        spare = TensorBuffer(TensorSpec("w", "I32", shape), mine)
         for chunk in chunks:
             content = _content(tensor, chunk)
-            room = spare.room(chunk.place)
-            if room is not None:
-                room.copy_(content)
+            contiguous_view = spare.contiguous_view(chunk.place)
+            if contiguous_view is not None:
+                contiguous_view.copy_(content)
             elif spare.needs(chunk.place):
                 spare.put(chunk.place, content)
-        for box, memory in spare.blocks:
-            assert torch.equal(memory, block(tensor, box))
+        for region, memory in spare.blocks:
+            assert torch.equal(memory, block(tensor, region))
 
 
 def _content(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    if isinstance(chunk.place, Box):
+    if isinstance(chunk.place, Region):
         return block(tensor, chunk.place).reshape(-1)
     return tensor.reshape(-1)[chunk.place.start : chunk.place.start + chunk.place.count]
 
@@ -203,7 +217,7 @@ def test_a_wrong_box_is_noticed(data: st.DataObject, case: tuple[Shape, Layout])
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), ranks=st.integers(1, 7))
 def test_shares_to_read_are_even_runs(sizes: list[int], ranks: int) -> None:
-    tensor = Tensor(TensorSpec("w", "U8", (1,)), ())
+    tensor = TensorEntry(TensorSpec("w", "U8", (1,)), ())
     items = [(tensor, Chunk("f", 0, size, Span(0, size), "")) for size in sizes]
     shares = shares_of(items, ranks)
     assert [item for share in shares for item in share] == items

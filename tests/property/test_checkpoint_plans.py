@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.boxes import Span
-from checkpoints.dtypes import BY_DTYPE, BY_NAME
-from checkpoints.memory import MemoryStorage
-from checkpoints.plan import TensorSpec, chunks, share
-from checkpoints.writer import header
+from checkpoints.saving.tensor_file import encode_header
+from checkpoints.tensors.dtypes import BY_DTYPE, BY_NAME
+from checkpoints.tensors.partition import TensorSpec, chunks_of, share_of
+from checkpoints.tensors.regions import Span
+from checkpoints.testing.memory_storage import MemoryStorage
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 spec_lists = st.lists(st.tuples(st.sampled_from(sorted(BY_NAME)), shapes), max_size=12).map(
@@ -28,16 +28,16 @@ def test_shares_are_equal_and_cover_every_element_once(
     total = sum(spec.size_bytes for spec in specs)
     seen: dict[str, list[int]] = {spec.name: [] for spec in specs}
     for rank in range(world_size):
-        pieces = share(specs, world_size, rank)
+        pieces = share_of(specs, world_size, rank)
         size = 0
         for spec, span in pieces:
-            for piece in chunks(span, spec.element_bytes):
+            for piece in chunks_of(span, spec.element_bytes):
                 assert isinstance(piece, Span)  # nothing here is sharded
                 seen[spec.name].extend(range(piece.start, piece.start + piece.count))
             assert size % spec.element_bytes == 0  # aligned in its file
             size += span.count * spec.element_bytes
         assert abs(size - total / world_size) <= 16  # one element of the widest type
-        assert len(header(pieces)) % 64 == 0
+        assert len(encode_header(pieces)) % 64 == 0
     assert seen == {spec.name: list(range(spec.count)) for spec in specs}
 
 

@@ -19,10 +19,10 @@ import psutil
 from etcd_certificates import Authority
 from hostile import Port, from_many_addresses, unix
 
-from checkpoints.node_memory import NodeMemory
-from checkpoints.peer_server import LIMITS as MEMORY_LIMITS
-from checkpoints.peer_server import PeerServer
-from checkpoints.peers import PeerAddress, PeerStorage
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.memory.peer_server import LIMITS as MEMORY_LIMITS
+from checkpoints.memory.peer_server import PeerServer
+from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from elastic.agent.health import Verdict
 from elastic.agent.health_server import HealthServer
 from elastic.agent.liveness import LIMITS as LIVENESS_LIMITS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.memory_host import NODE_FILE, MemoryHost, memory_roots
+from checkpoints.memory.host import NODE_FILE, MemoryHost, memory_roots
 from elastic.link.server import LinkServer
 from elastic.secure_channel import private_files
 from elastic.worker.node_first import node_first

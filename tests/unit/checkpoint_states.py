@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import checkpoints
-from checkpoints.storage import Root
+from checkpoints.storage.roots import Root
 
 
 def small_state(step: int) -> dict[str, Any]:

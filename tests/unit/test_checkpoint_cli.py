@@ -42,13 +42,13 @@ def test_ls_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_tells_damaged_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(r["whole"] for r in as_json(capsys, "verify", folder))
+    assert all(r["valid"] for r in as_json(capsys, "verify", folder))
     flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)
     flip(folder / name_of(10) / "manifest.json", 100)
     results = as_json(capsys, "verify", folder, code=65)
-    assert [r["whole"] for r in results] == [True, False, False]
+    assert [r["valid"] for r in results] == [True, False, False]
     assert "00001-of-00002.safetensors" in results[1]["reason"]
-    assert as_json(capsys, "verify", folder, name_of(30))[0]["whole"]
+    assert as_json(capsys, "verify", folder, name_of(30))[0]["valid"]
 
 
 def test_diff_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,14 @@ import torch
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.commit import commit
-from checkpoints.faulty import FaultyStorage
-from checkpoints.naming import CheckpointName
+from checkpoints.catalog.commit import commit
+from checkpoints.format.names import CheckpointName
+from checkpoints.testing.faults import FaultyStorage
 
 
 def _save(
     root: Path | FaultyStorage, rank: int, world_size: int, **more: object
-) -> checkpoints.Saved:
+) -> checkpoints.SaveResult:
     arguments = {"step": 5, "nonce": "aa", **more}
     return checkpoints.save(
         root,
@@ -46,7 +46,7 @@ def test_only_the_writer_that_finds_all_parts_commits(tmp_path: Path) -> None:
 
 def test_an_attempt_is_never_listed(tmp_path: Path) -> None:
     saved = _save(tmp_path, 0, 2)
-    assert saved.notes == ("not committed: waits for 1 of 2 writers: 1",)
+    assert saved.notes == ("not committed: waiting for 1 of 2 writers: 1",)
     assert checkpoints.list_checkpoints(tmp_path) == ()
     assert checkpoints.latest(tmp_path).checkpoint is None
 
@@ -72,8 +72,8 @@ def test_parts_of_a_dead_run_and_its_successor_never_make_one_checkpoint(tmp_pat
         _save(tmp_path, rank, 4, nonce="dead")
     for rank in (2, 3):
         assert not _save(tmp_path, rank, 4, nonce="beef").committed
-    swept = checkpoints.sweep(tmp_path, generation=0, nonce="beef")
-    assert swept.committed == ()
+    collected = checkpoints.collect_garbage(tmp_path, generation=0, nonce="beef")
+    assert collected.committed == ()
     assert checkpoints.list_checkpoints(tmp_path) == ()
 
 
@@ -83,10 +83,10 @@ def test_a_part_that_strayed_into_anothers_attempt_is_refused(tmp_path: Path) ->
     source = tmp_path / ".tmp-step-000000005.g0.dead"
     for file in source.iterdir():
         shutil.copy(file, tmp_path / ".tmp-step-000000005.g0.beef" / file.name)
-    swept = checkpoints.sweep(tmp_path, generation=0, nonce="beef")
-    assert swept.committed == ()
-    reasons = {left.folder: left.reason for left in swept.left_alone}
-    assert "part 1 is of another world" in reasons[".tmp-step-000000005.g0.beef"]
+    collected = checkpoints.collect_garbage(tmp_path, generation=0, nonce="beef")
+    assert collected.committed == ()
+    reasons = {left.folder: left.reason for left in collected.retained}
+    assert "part 1 belongs to another world" in reasons[".tmp-step-000000005.g0.beef"]
 
 
 def test_writers_with_other_tensors_do_not_make_a_checkpoint(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def _raced(root: Path, name: CheckpointName, at: int) -> FaultyStorage:
 def test_a_dead_committers_work_is_finished_by_the_next_start(tmp_path: Path) -> None:
     _save(tmp_path, 0, 2)
     _save(tmp_path, 1, 2, fence=lambda: False)  # everything is there but the commit
-    swept = checkpoints.sweep(tmp_path, generation=1, nonce="bb")
-    assert swept.committed == ("step-000000005.g0.aa",)
-    assert same(checkpoints.load(tmp_path, swept.committed[0]).state, small_state(5))
+    collected = checkpoints.collect_garbage(tmp_path, generation=1, nonce="bb")
+    assert collected.committed == ("step-000000005.g0.aa",)
+    assert same(checkpoints.load(tmp_path, collected.committed[0]).state, small_state(5))
 
 
 def test_a_sweep_removes_what_is_ownerless_and_nothing_else(tmp_path: Path) -> None:
@@ -151,13 +151,13 @@ def test_a_sweep_removes_what_is_ownerless_and_nothing_else(tmp_path: Path) -> N
     (tmp_path / ".tmp-LATEST-abcd").write_text("torn")
     (tmp_path / "my notes").mkdir()
     (tmp_path / ".tmp-mine-too").mkdir()
-    swept = checkpoints.sweep(tmp_path, generation=2, nonce="mine")
-    assert set(swept.removed) == {
+    collected = checkpoints.collect_garbage(tmp_path, generation=2, nonce="mine")
+    assert set(collected.removed) == {
         ".tmp-step-000000005.g1.old",
         ".tmp-removed-step-000000002.g0.aa",
         ".tmp-LATEST-abcd",
     }
-    assert [left.folder for left in swept.left_alone] == [
+    assert [left.folder for left in collected.retained] == [
         ".tmp-step-000000005.g2.mine",
         ".tmp-step-000000005.g2.other",
         ".tmp-step-000000005.g3.new",
@@ -171,15 +171,15 @@ def test_a_leftover_of_an_unknown_run_goes_by_age(tmp_path: Path) -> None:
     _save(tmp_path, 0, 2)
     folder = tmp_path / ".tmp-step-000000005.g0.aa"
     changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    young = checkpoints.sweep(tmp_path, min_age_s=60, clock=lambda: changed + 59)
+    young = checkpoints.collect_garbage(tmp_path, min_age_s=60, clock=lambda: changed + 59)
     assert young.removed == ()
-    old = checkpoints.sweep(tmp_path, min_age_s=60, clock=lambda: changed + 61)
+    old = checkpoints.collect_garbage(tmp_path, min_age_s=60, clock=lambda: changed + 61)
     assert old.removed == (folder.name,)
 
 
 def test_a_sweep_of_nothing_is_fine(tmp_path: Path) -> None:
-    swept = checkpoints.sweep(tmp_path / "nowhere")
-    assert swept == checkpoints.Swept(committed=(), removed=(), left_alone=())
+    collected = checkpoints.collect_garbage(tmp_path / "nowhere")
+    assert collected == checkpoints.GarbageCollectionResult(committed=(), removed=(), retained=())
 
 
 def test_retention_keeps_the_newest_by_generation_then_step(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ import torch
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.engine import THREAD_NAME, Engine
-from checkpoints.faulty import Died, Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
-from checkpoints.outcome import Ending, World
+from checkpoints.saving.engine import THREAD_NAME, Engine
+from checkpoints.saving.outcome import SaveStatus, WriterGroup
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
+from checkpoints.testing.memory_storage import MemoryStorage
 
 LONG_S = 90.0
-ALONE = World(nonce="aa")
+ALONE = WriterGroup(nonce="aa")
 
 
-def save(engine: Engine, state: object, step: int, world: World = ALONE) -> checkpoints.Outcome:
+def save(
+    engine: Engine, state: object, step: int, world: WriterGroup = ALONE
+) -> checkpoints.SaveOutcome:
     outcome = engine.save_async(state, step=step, world=world).wait(LONG_S)
     assert outcome is not None
     return outcome
@@ -41,7 +43,7 @@ def test_training_may_change_tensors_as_soon_as_save_async_returns() -> None:
         state["optimizer"]["lr"] = 99
         gate.set()
         outcome = handle.wait(LONG_S)
-    assert outcome is not None and outcome.ending is Ending.COMMITTED
+    assert outcome is not None and outcome.status is SaveStatus.COMMITTED
     assert same(checkpoints.load(storage, outcome.name).state, small_state(7))
 
 
@@ -67,30 +69,32 @@ def test_each_of_several_writers_learns_that_the_last_one_committed() -> None:
     storage = MemoryStorage()
     engines = [Engine(storage) for _ in range(3)]
     handles = [
-        engine.save_async(small_state(4), step=4, world=World(nonce="bb", rank=rank, size=3))
+        engine.save_async(small_state(4), step=4, world=WriterGroup(nonce="bb", rank=rank, size=3))
         for rank, engine in enumerate(engines)
     ]
     endings = [handle.wait(LONG_S) for handle in handles]
-    assert [e.ending for e in endings if e] == [Ending.COMMITTED] * 3
+    assert [e.status for e in endings if e] == [SaveStatus.COMMITTED] * 3
     assert all(engine.close() for engine in engines)
     assert same(checkpoints.load(storage, handles[0].name).state, small_state(4))
 
 
-@pytest.mark.parametrize("fault", [Fault.NO_SPACE, Fault.IO_ERROR, Fault.REFUSED])
-def test_a_failing_disk_is_an_outcome_and_the_next_save_succeeds(fault: Fault) -> None:
+@pytest.mark.parametrize(
+    "fault", [StorageFault.NO_SPACE, StorageFault.IO_ERROR, StorageFault.REFUSED]
+)
+def test_a_failing_disk_is_an_outcome_and_the_next_save_succeeds(fault: StorageFault) -> None:
     storage = MemoryStorage()
     checkpoints.save(storage, small_state(1), step=1, nonce="aa")
     with Engine(FaultyStorage(storage, at=6, fault=fault)) as engine:
         failed = save(engine, small_state(2), 2)
-    assert failed.ending is Ending.FAILED and isinstance(failed.error, checkpoints.SaveError)
+    assert failed.status is SaveStatus.FAILED and isinstance(failed.error, checkpoints.SaveError)
     assert failed in engine.outcomes()
     assert [c.step for c in checkpoints.list_checkpoints(storage)] == [1]
     with Engine(storage) as engine:
-        assert save(engine, small_state(3), 3).ending is Ending.COMMITTED
+        assert save(engine, small_state(3), 3).status is SaveStatus.COMMITTED
 
 
 def test_at_every_call_a_refused_one_leaves_only_whole_checkpoints() -> None:
-    def attempt(at: int | None, fault: Fault) -> tuple[MemoryStorage, int]:
+    def attempt(at: int | None, fault: StorageFault) -> tuple[MemoryStorage, int]:
         storage = MemoryStorage()
         faulty = FaultyStorage(storage, at=at, fault=fault)
         with Engine(faulty) as engine:
@@ -98,9 +102,9 @@ def test_at_every_call_a_refused_one_leaves_only_whole_checkpoints() -> None:
                 save(engine, small_state(step), step)
         return storage, len(faulty.calls)
 
-    _, count = attempt(None, Fault.IO_ERROR)
+    _, count = attempt(None, StorageFault.IO_ERROR)
     for at in range(count):
-        storage, _ = attempt(at, Fault.IO_ERROR)
+        storage, _ = attempt(at, StorageFault.IO_ERROR)
         listed = checkpoints.list_checkpoints(storage)
         assert listed, f"one failed call, at {at}, cannot fail both saves"
         for info in listed:
@@ -124,11 +128,15 @@ def test_a_hung_disk_is_noticed_by_training_and_never_commits_later() -> None:
     assert reached.wait(LONG_S)
     engine.save_async(small_state(2), step=2, world=ALONE)
     third = engine.save_async(small_state(3), step=3, world=ALONE)
-    assert third.outcome is not None and third.outcome.ending is Ending.SKIPPED
+    assert third.outcome is not None and third.outcome.status is SaveStatus.SKIPPED
     assert engine.skipped == 1 and first.outcome is None
     now_s[0] = 61.0
-    endings = [(o.step, o.ending) for o in engine.outcomes()]
-    assert endings == [(3, Ending.SKIPPED), (1, Ending.ABANDONED), (2, Ending.ABANDONED)]
+    endings = [(o.step, o.status) for o in engine.outcomes()]
+    assert endings == [
+        (3, SaveStatus.SKIPPED),
+        (1, SaveStatus.ABANDONED),
+        (2, SaveStatus.ABANDONED),
+    ]
     assert not engine.close(timeout_s=0)
     gate.set()
     engine._thread.join(LONG_S)
@@ -153,23 +161,25 @@ def test_the_removal_of_older_checkpoints_is_not_part_of_the_write() -> None:
 
 def test_a_save_that_misses_a_writer_is_abandoned_at_its_deadline() -> None:
     with Engine(MemoryStorage(), deadline_s=0.3) as engine:
-        outcome = save(engine, small_state(1), 1, World(nonce="cc", rank=0, size=2))
-    assert outcome.ending is Ending.ABANDONED
+        outcome = save(engine, small_state(1), 1, WriterGroup(nonce="cc", rank=0, size=2))
+    assert outcome.status is SaveStatus.ABANDONED
 
 
 def test_a_stale_world_does_not_commit() -> None:
     storage = MemoryStorage()
     with Engine(storage, fence=lambda: False) as engine:
-        assert save(engine, small_state(1), 1).ending is Ending.STALE
+        assert save(engine, small_state(1), 1).status is SaveStatus.STALE
     assert checkpoints.list_checkpoints(storage) == ()
 
 
 def test_a_world_that_is_over_does_not_commit_and_the_next_one_does() -> None:
     storage = MemoryStorage()
-    over = World(nonce="aa", fence=lambda: False)
+    over = WriterGroup(nonce="aa", fence=lambda: False)
     with Engine(storage) as engine:
-        assert save(engine, small_state(1), 1, over).ending is Ending.STALE
-        assert save(engine, small_state(1), 1, World(nonce="bb")).ending is Ending.COMMITTED
+        assert save(engine, small_state(1), 1, over).status is SaveStatus.STALE
+        assert (
+            save(engine, small_state(1), 1, WriterGroup(nonce="bb")).status is SaveStatus.COMMITTED
+        )
 
 
 def test_a_save_waits_for_a_buffer_for_as_long_as_it_is_told() -> None:
@@ -182,14 +192,14 @@ def test_a_save_waits_for_a_buffer_for_as_long_as_it_is_told() -> None:
     with Engine(FaultyStorage(MemoryStorage(), before=hold)) as engine:
         for step in (1, 2):
             engine.save_async(small_state(step), step=step, world=ALONE)
-        assert not engine.has_room
+        assert not engine.has_free_buffer
         late = engine.save_async(small_state(3), step=3, world=ALONE, wait_s=0.05)
-        assert late.outcome is not None and late.outcome.ending is Ending.SKIPPED
+        assert late.outcome is not None and late.outcome.status is SaveStatus.SKIPPED
         assert late.outcome.stall_s >= 0.05
         threading.Timer(0.05, gate.set).start()
         patient = engine.save_async(small_state(4), step=4, world=ALONE, wait_s=LONG_S)
         outcome = patient.wait(LONG_S)
-        assert outcome is not None and outcome.ending is Ending.COMMITTED
+        assert outcome is not None and outcome.status is SaveStatus.COMMITTED
         assert outcome.took_s >= outcome.stall_s
 
 
@@ -197,9 +207,9 @@ def test_buffers_can_be_made_in_the_background() -> None:
     with Engine(MemoryStorage()) as engine:
         engine.reserve(small_state(0), background=True)
         reserved = threading.Event()
-        engine.later(reserved.set)
+        engine.submit(reserved.set)
         assert reserved.wait(LONG_S)
-        sizes = [buffer._bytes.numel() for buffer in engine._free.queue]
+        sizes = [buffer._bytes.numel() for buffer in engine._buffers._free.queue]
         assert len(sizes) == 2 and min(sizes) > 0
 
 
@@ -209,22 +219,22 @@ def test_a_save_at_the_end_of_the_interpreter_needs_no_more_threads(
     def refused(*args: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr("checkpoints.writer.ThreadPoolExecutor.submit", refused)
+    monkeypatch.setattr("checkpoints.saving.tensor_file.ThreadPoolExecutor.submit", refused)
     state = {"large": torch.arange(1_000_000.0)}
     with Engine(tmp_path) as engine:
-        outcome = engine.save_async(state, step=1, world=World(nonce="aa")).wait(60)
-    assert outcome is not None and outcome.ending is Ending.COMMITTED
+        outcome = engine.save_async(state, step=1, world=WriterGroup(nonce="aa")).wait(60)
+    assert outcome is not None and outcome.status is SaveStatus.COMMITTED
     assert same(checkpoints.load(tmp_path, outcome.name).state, state)
 
 
 def test_the_writers_death_reaches_its_owner() -> None:
-    engine = Engine(FaultyStorage(MemoryStorage(), at=5, fault=Fault.DIE_BEFORE))
+    engine = Engine(FaultyStorage(MemoryStorage(), at=5, fault=StorageFault.DIE_BEFORE))
     handle = engine.save_async(small_state(1), step=1, world=ALONE)
     handle.wait(LONG_S)
     engine._thread.join(LONG_S)
     with pytest.raises(RuntimeError, match="thread died") as caught:
         engine.outcomes()
-    assert isinstance(caught.value.__cause__, Died)
+    assert isinstance(caught.value.__cause__, SimulatedCrash)
 
 
 def test_mistakes_of_the_caller_are_errors_and_cost_no_buffer() -> None:
@@ -233,7 +243,7 @@ def test_mistakes_of_the_caller_are_errors_and_cost_no_buffer() -> None:
         for _ in range(3):
             with pytest.raises(checkpoints.StateError):
                 engine.save_async({"model": object()}, step=1, world=ALONE)
-        assert save(engine, small_state(1), 1).ending is Ending.COMMITTED
+        assert save(engine, small_state(1), 1).status is SaveStatus.COMMITTED
 
 
 def test_close_finishes_and_joins() -> None:
@@ -242,7 +252,7 @@ def test_close_finishes_and_joins() -> None:
     for step in range(6):
         engine.save_async(small_state(step), step=step, world=ALONE)
     assert engine.close()
-    assert [o.ending for o in engine.outcomes()] == [Ending.COMMITTED] * 6
+    assert [o.status for o in engine.outcomes()] == [SaveStatus.COMMITTED] * 6
     assert not any(t is engine._thread for t in threading.enumerate())
     assert engine._thread.name == THREAD_NAME
     with pytest.raises(RuntimeError, match="closed"):

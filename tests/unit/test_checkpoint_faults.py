@@ -9,14 +9,15 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.faulty import Died, Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
-from checkpoints.storage import LocalStorage, Storage
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
+from checkpoints.testing.memory_storage import MemoryStorage
 
-DEADLY = (Fault.DIE_BEFORE, Fault.DIE_AFTER, Fault.TEAR)
+DEADLY = (StorageFault.DIE_BEFORE, StorageFault.DIE_AFTER, StorageFault.TEAR)
 
 
-def _save_both(storage: Storage) -> checkpoints.Saved:
+def _save_both(storage: Storage) -> checkpoints.SaveResult:
     """Step 2 by both writers of a world, with retention, so that something is removed too."""
     keep = checkpoints.LatestN(2)
     checkpoints.save(storage, small_state(2), step=2, nonce="aa", rank=0, world_size=2, keep=keep)
@@ -41,7 +42,7 @@ def _assert_all_listed_are_whole(root: Storage) -> list[int]:
     found = checkpoints.latest(root)
     assert found.checkpoint is not None
     assert found.checkpoint.step == max(steps)
-    assert found.passed_over == ()
+    assert found.skipped == ()
     return steps
 
 
@@ -57,15 +58,15 @@ def _calls() -> list[str]:
 
 
 @pytest.mark.parametrize("fault", DEADLY)
-def test_dying_at_any_call(fault: Fault) -> None:
+def test_dying_at_any_call(fault: StorageFault) -> None:
     outcomes = set()
     for at, call in enumerate(_calls()):
         root = _prepared()
-        with pytest.raises(Died):
+        with pytest.raises(SimulatedCrash):
             _save_both(FaultyStorage(root, at=at, fault=fault))
         outcomes.add(2 in _assert_all_listed_are_whole(root))
         # The successor finishes or clears what is left, and then saves as if nothing had been.
-        checkpoints.sweep(root, generation=1, nonce="bb")
+        checkpoints.collect_garbage(root, generation=1, nonce="bb")
         assert _leftovers(root) == [], call
         _assert_all_listed_are_whole(root)
         save_all(root, small_state(3), step=3, generation=1, nonce="bb")
@@ -76,12 +77,12 @@ def test_dying_at_any_call(fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (Fault.NO_SPACE, checkpoints.DiskFull),
-        (Fault.IO_ERROR, checkpoints.WriteFailed),
-        (Fault.REFUSED, checkpoints.NotWritable),
+        (StorageFault.NO_SPACE, checkpoints.DiskFull),
+        (StorageFault.IO_ERROR, checkpoints.WriteFailed),
+        (StorageFault.REFUSED, checkpoints.NotWritable),
     ],
 )
-def test_a_refusal_at_any_call(fault: Fault, error: type[checkpoints.SaveError]) -> None:
+def test_a_refusal_at_any_call(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
     failed = 0
     for at, call in enumerate(_calls()):
         root = _prepared()
@@ -101,8 +102,8 @@ def test_a_refusal_at_any_call(fault: Fault, error: type[checkpoints.SaveError])
 
 
 def test_a_failed_save_gives_its_space_back(tmp_path: Path) -> None:
-    storage = FaultyStorage(LocalStorage(tmp_path), at=8, fault=Fault.NO_SPACE)
-    with pytest.raises(checkpoints.DiskFull, match="no room"):
+    storage = FaultyStorage(LocalStorage(tmp_path), at=8, fault=StorageFault.NO_SPACE)
+    with pytest.raises(checkpoints.DiskFull, match="no space"):
         checkpoints.save(storage, small_state(1), step=1, nonce="aa")
     assert list(tmp_path.iterdir()) == []
 
@@ -141,7 +142,7 @@ def test_trouble_while_tidying_up_does_not_fail_a_committed_save(tmp_path: Path)
     storage = _failing_at(tmp_path, lambda call: "LATEST" in call)
     saved = checkpoints.save(storage, small_state(2), step=2, nonce="aa")
     assert saved.committed
-    assert "tidying up failed" in saved.notes[0]
+    assert "removing older checkpoints failed" in saved.notes[0]
 
 
 def test_a_read_error_is_told_apart_from_damage(tmp_path: Path) -> None:
@@ -151,4 +152,4 @@ def test_a_read_error_is_told_apart_from_damage(tmp_path: Path) -> None:
         checkpoints.load(storage, name)
     found = checkpoints.latest(storage)
     assert found.checkpoint is None
-    assert "injected" in found.passed_over[0].reason
+    assert "injected" in found.skipped[0].reason

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
-from checkpoints.foreign import Format
+from checkpoints.tools.interop import Format
 
 
 @pytest.fixture

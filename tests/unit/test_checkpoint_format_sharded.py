@@ -39,7 +39,9 @@ def test_a_sharded_checkpoint_of_format_1_loads() -> None:
 
 
 def test_its_manifest_is_as_the_schema_says_and_has_boxes() -> None:
-    schema = json.loads((resources.files("checkpoints") / "manifest.schema.json").read_text())
+    schema = json.loads(
+        (resources.files("checkpoints.format") / "manifest.schema.json").read_text()
+    )
     manifest = json.loads((FORMAT_1 / NAME / "manifest.json").read_bytes())
     Draft202012Validator(schema).validate(manifest)
     kinds = {

@@ -15,8 +15,9 @@ import torch
 from checkpoint_states import flip, odd_state, same, save_all, small_state
 
 import checkpoints
-from checkpoints import reader, storage
-from checkpoints.mapped import in_memory
+from checkpoints.loading import reader
+from checkpoints.storage import local
+from checkpoints.storage.mapped_files import is_memory_file_system
 
 SHM = Path("/dev/shm")
 
@@ -24,7 +25,7 @@ SHM = Path("/dev/shm")
 @pytest.fixture(autouse=True)
 def memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the folder of the tests is on."""
-    monkeypatch.setattr(storage, "in_memory", lambda device: True)
+    monkeypatch.setattr(local, "is_memory_file_system", lambda device: True)
 
 
 def zeros(state: Any) -> Any:
@@ -42,7 +43,7 @@ def zeros(state: Any) -> Any:
 def test_every_kind_of_tensor_is_filled(
     tmp_path: Path, world_size: int, threads_from_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_SIDE_BY_SIDE_BYTES", threads_from_bytes)
+    monkeypatch.setattr(reader, "_PARALLEL_BYTES", threads_from_bytes)
     name = save_all(tmp_path, odd_state(), step=1, world_size=world_size)
     live = zeros(odd_state())
     loaded = checkpoints.load(tmp_path, name, into=live)
@@ -85,7 +86,7 @@ def test_damage_is_found_before_anything_is_touched(tmp_path: Path, file: str, a
     name = save_all(tmp_path, small_state(9), step=9, world_size=2)
     flip(tmp_path / name / file, at)
     live = small_state(0)
-    with pytest.raises(checkpoints.Corrupt, match=file):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match=file):
         checkpoints.load(tmp_path, name, into=live)
     assert same(live, small_state(0))
 
@@ -119,7 +120,7 @@ def test_a_file_that_changes_meanwhile_is_told(
         if len(seen) == count:  # everything is verified; nothing is copied yet
             change(file)
 
-    with pytest.raises(checkpoints.TornLoad, match=name) as caught:
+    with pytest.raises(checkpoints.TornRead, match=name) as caught:
         checkpoints.load(tmp_path, name, into=small_state(0), progress=progress)
     assert "Load another checkpoint" in caught.value.hint
 
@@ -142,7 +143,7 @@ def test_files_that_may_not_be_mapped_are_read(
         raise OSError(errno.EMFILE, "too many open files")
 
     name = save_all(tmp_path, small_state(9), step=9)
-    monkeypatch.setattr("checkpoints.mapped.mmap.mmap", refused)
+    monkeypatch.setattr("checkpoints.storage.mapped_files.mmap.mmap", refused)
     before = len(os.listdir("/proc/self/fd"))
     loaded = checkpoints.load(tmp_path, name, into=small_state(0))
     assert same(loaded.state, small_state(9))
@@ -153,7 +154,7 @@ def test_a_file_that_has_just_changed_its_size_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = save_all(tmp_path, small_state(9), step=9, world_size=2)
-    monkeypatch.setattr("checkpoints.mapped.MappedFile.__len__", lambda file: 1)
+    monkeypatch.setattr("checkpoints.storage.mapped_files.MappedFile.__len__", lambda file: 1)
     before = len(os.listdir("/proc/self/fd"))
     loaded = checkpoints.load(tmp_path, name, into=small_state(0))
     assert same(loaded.state, small_state(9))
@@ -165,7 +166,7 @@ def test_nothing_stays_mapped_or_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     checkpoints.load(tmp_path, name, into=small_state(0))
     flip(tmp_path / name / "00001-of-00003.safetensors", -1)
-    with pytest.raises(checkpoints.Corrupt) as caught:
+    with pytest.raises(checkpoints.CorruptCheckpoint) as caught:
         checkpoints.load(tmp_path, name, into=small_state(0))
     assert caught.value.tensor
     assert len(os.listdir("/proc/self/fd")) == before
@@ -183,7 +184,7 @@ def test_a_kernel_that_finds_no_pages(
             raise OSError(number, os.strerror(number))
 
     name = save_all(tmp_path, small_state(9), step=9)
-    monkeypatch.setattr("checkpoints.mapped.mmap.mmap", Refusing)
+    monkeypatch.setattr("checkpoints.storage.mapped_files.mmap.mmap", Refusing)
     live = small_state(0)
     if number == errno.EINVAL:
         loaded = checkpoints.load(tmp_path, name, into=live)
@@ -195,7 +196,7 @@ def test_a_kernel_that_finds_no_pages(
 
 
 def test_what_is_a_memory_file_system(tmp_path: Path) -> None:
-    assert not in_memory(os.stat("/proc").st_dev)
-    assert not in_memory(os.makedev(4095, 1 << 19))  # none
+    assert not is_memory_file_system(os.stat("/proc").st_dev)
+    assert not is_memory_file_system(os.makedev(4095, 1 << 19))  # none
     if os.path.ismount(SHM):
-        assert in_memory(SHM.stat().st_dev)
+        assert is_memory_file_system(SHM.stat().st_dev)

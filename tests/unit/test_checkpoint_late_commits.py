@@ -16,13 +16,14 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.commit import Incomplete, commit, is_committed
-from checkpoints.faulty import Died, Fault, FaultyObjects
-from checkpoints.fsspec_objects import FsspecObjects
-from checkpoints.naming import CheckpointName
-from checkpoints.objects import ObjectStorage
-from checkpoints.retention import remove_committed
-from checkpoints.storage import LocalStorage, Storage
+from checkpoints.catalog.commit import IncompleteAttempt, commit, is_committed
+from checkpoints.catalog.retention import remove_committed
+from checkpoints.format.names import CheckpointName
+from checkpoints.storage.fsspec_store import FsspecObjects
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.storage.protocol import Storage
+from checkpoints.testing.faults import FaultyObjects, SimulatedCrash, StorageFault
 
 NAME = CheckpointName(5, 1, "aa")
 MANIFEST_PUT = f"write {NAME}/manifest.json"
@@ -74,7 +75,7 @@ class Stopped:
     def _commit(self) -> None:
         try:
             commit(self._storage, NAME, 2)
-        except (Incomplete, OSError) as error:
+        except (IncompleteAttempt, OSError) as error:
             self.failed = error
 
     def goes_on(self) -> None:
@@ -90,13 +91,13 @@ def assert_what_is_listed_is_whole(storage: Storage) -> list[int]:
     for info in infos:
         assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
     found = checkpoints.latest(storage)
-    assert found.passed_over == ()
+    assert found.skipped == ()
     assert is_committed(storage, NAME) == (str(NAME) in listed)
     return sorted(info.step for info in infos)
 
 
 def assert_nothing_lingers(storage: Storage) -> None:
-    checkpoints.sweep(storage, generation=9, nonce="zz")
+    checkpoints.collect_garbage(storage, generation=9, nonce="zz")
     left = [name for name in storage.list("") if name.startswith(".tmp-")]
     assert left == []
     assert_what_is_listed_is_whole(storage)
@@ -176,7 +177,7 @@ def test_a_removal_at_any_request_of_a_committer() -> None:
         is_said = True
         try:
             commit(ObjectStorage(committing), NAME, 2)
-        except (Incomplete, OSError):
+        except (IncompleteAttempt, OSError):
             is_said = False
         assert (5 in assert_what_is_listed_is_whole(storage)) == is_said, committing.calls[at]
         assert_nothing_lingers(storage)
@@ -206,8 +207,8 @@ def test_a_committer_that_dies_after_its_late_put_leaves_nothing_to_see() -> Non
     counted = FaultyObjects(prepared())
     commit(ObjectStorage(counted), NAME, 2)
     at = counted.calls.index(MANIFEST_PUT)
-    dying = FaultyObjects(objects, at=at, fault=Fault.DIE_AFTER, before=remove_late)
-    with pytest.raises(Died):
+    dying = FaultyObjects(objects, at=at, fault=StorageFault.DIE_AFTER, before=remove_late)
+    with pytest.raises(SimulatedCrash):
         commit(ObjectStorage(dying), NAME, 2)
     assert objects.stat(f"{NAME}/manifest.json").size > 0
     assert assert_what_is_listed_is_whole(storage) == [4]

@@ -26,7 +26,7 @@ def test_the_newest_is_by_generation_first(tmp_path: Path) -> None:
     newest = _save(tmp_path, 2, 250)
     found = checkpoints.latest(tmp_path)
     assert found.checkpoint is not None
-    assert (found.checkpoint.name, found.passed_over) == (newest, ())
+    assert (found.checkpoint.name, found.skipped) == (newest, ())
 
 
 def test_it_falls_back_to_the_newest_that_is_whole_and_says_so(tmp_path: Path) -> None:
@@ -38,10 +38,10 @@ def test_it_falls_back_to_the_newest_that_is_whole_and_says_so(tmp_path: Path) -
     found = checkpoints.latest(tmp_path)
     assert found.checkpoint is not None
     assert found.checkpoint.name == whole
-    assert [passed.name for passed in found.passed_over] == [gone, cut, flipped]
-    assert "missing" in found.passed_over[0].reason
-    assert "manifest.json" in found.passed_over[1].reason
-    assert "00000-of-00001.safetensors, tensor 'model/scale'" in found.passed_over[2].reason
+    assert [passed.name for passed in found.skipped] == [gone, cut, flipped]
+    assert "missing" in found.skipped[0].reason
+    assert "manifest.json" in found.skipped[1].reason
+    assert "00000-of-00001.safetensors, tensor 'model/scale'" in found.skipped[2].reason
 
 
 def test_nothing_whole_is_none_with_every_reason(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_nothing_whole_is_none_with_every_reason(tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     found = checkpoints.latest(tmp_path)
     assert found.checkpoint is None
-    assert [passed.name for passed in found.passed_over] == [name]
+    assert [passed.name for passed in found.skipped] == [name]
 
 
 def _branched(root: Path) -> dict[tuple[int, int], str]:
@@ -66,7 +66,7 @@ def test_an_abandoned_branch_is_skipped_when_falling_back(tmp_path: Path) -> Non
     found = checkpoints.latest(tmp_path)
     assert found.checkpoint is not None
     assert found.checkpoint.name == names[1, 200]
-    reasons = {passed.name: passed.reason for passed in found.passed_over}
+    reasons = {passed.name: passed.reason for passed in found.skipped}
     assert set(reasons) == {names[2, 250], names[1, 300]}
     assert "generation 2 began at step 200 of generation 1" in reasons[names[1, 300]]
 
@@ -80,7 +80,7 @@ def test_an_abandoned_branch_is_the_last_resort_only_without_a_lineage(tmp_path:
     assert found.checkpoint.name == names[1, 300]
     strict = checkpoints.latest(tmp_path, lineage=[(1, 0), (2, 200)])
     assert strict.checkpoint is None
-    assert {passed.name for passed in strict.passed_over} == set(names.values())
+    assert {passed.name for passed in strict.skipped} == set(names.values())
 
 
 def test_a_given_lineage_decides_whatever_is_newest(tmp_path: Path) -> None:
@@ -89,18 +89,18 @@ def test_a_given_lineage_decides_whatever_is_newest(tmp_path: Path) -> None:
     found = checkpoints.latest(tmp_path, lineage=[(1, 0), (2, 200)])
     assert found.checkpoint is not None
     assert found.checkpoint.name == names[2, 250]
-    assert found.passed_over == (
-        checkpoints.PassedOver(other, "abandoned: generation 3 is not in the lineage"),
+    assert found.skipped == (
+        checkpoints.SkippedCheckpoint(other, "abandoned: generation 3 is not in the lineage"),
     )
 
 
 def test_descend_carries_the_history_on(tmp_path: Path) -> None:
-    assert checkpoints.descend(None, 1) == (checkpoints.Ancestor(1, 0),)
+    assert checkpoints.derive_lineage(None, 1) == (checkpoints.Ancestor(1, 0),)
     _save(tmp_path, 1, 200, (1, 0))
     (origin,) = checkpoints.list_checkpoints(tmp_path)
-    lineage = checkpoints.descend(origin, 4)
+    lineage = checkpoints.derive_lineage(origin, 4)
     assert lineage == (checkpoints.Ancestor(1, 0), checkpoints.Ancestor(4, 200))
-    assert checkpoints.descend(origin, 1) == origin.lineage
+    assert checkpoints.derive_lineage(origin, 1) == origin.lineage
     newest = save_all(tmp_path, {}, step=201, generation=4, lineage=lineage)
     found = checkpoints.latest(tmp_path, lineage=lineage)
     assert found.checkpoint is not None

@@ -13,11 +13,11 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.copying import Copier, CopyOutcome
-from checkpoints.memory_host import MemoryHost, Neighbours, memory_roots, own_memory
-from checkpoints.node_memory import NodeMemory
-from checkpoints.peers import PeerAddress
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.memory.peer_storage import PeerAddress
+from checkpoints.memory.replication import ReplicationOutcome, Replicator
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.waiting import eventually
 
@@ -29,7 +29,7 @@ class Ring:
     """Nodes, each of which copies to the next."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.outcomes: list[CopyOutcome] = []
+        self.outcomes: list[ReplicationOutcome] = []
         self.errors: list[BaseException] = []
         self.neighbours = [Neighbours() for _ in range(size)]
         self.hosts = [
@@ -94,7 +94,7 @@ def test_any_one_node_can_be_lost(ring: Ring) -> None:
         rest = [host for host in ring.hosts if host is not ring.hosts[lost]]
         ring.form(rest)
         for host in rest:
-            tiers = Tiers(memory_roots(host.folder))
+            tiers = TieredStorage(memory_roots(host.folder))
             found = checkpoints.latest(tiers).checkpoint
             assert found is not None and found.step == 7
             assert same(checkpoints.load(tiers, found.name).state, small_state(7))
@@ -103,7 +103,7 @@ def test_any_one_node_can_be_lost(ring: Ring) -> None:
 def test_without_copies_the_loss_of_a_node_is_the_loss_of_its_parts(ring: Ring) -> None:
     ring.alone()
     ring.save(7)
-    assert checkpoints.list_checkpoints(Tiers(memory_roots(ring.hosts[0].folder))) == ()
+    assert checkpoints.list_checkpoints(TieredStorage(memory_roots(ring.hosts[0].folder))) == ()
 
 
 def test_only_the_owner_of_the_folder_reads_it_and_nothing_stays(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_host_that_cannot_begin_leaves_nothing(
         def __init__(self, *args: object, **options: object) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("checkpoints.memory_host.Copier", NoThread)
+    monkeypatch.setattr("checkpoints.memory.host.Replicator", NoThread)
     with pytest.raises(RuntimeError, match="new thread"):
         MemoryHost(tmp_path / "node", host="127.0.0.1")
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +161,7 @@ def test_a_new_successor_gets_all_that_is_new(ring: Ring) -> None:
 
 def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
     now_s = [0.0]
-    own, outcomes = NodeMemory(tmp_path), list[CopyOutcome]()
+    own, outcomes = NodeMemory(tmp_path), list[ReplicationOutcome]()
     checkpoints.save(own, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
     gone = PeerAddress("gone", "127.0.0.1", _unused_port(), "token")
     looked = threading.Semaphore(0)
@@ -170,7 +170,7 @@ def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
         looked.release()
         return gone
 
-    copier = Copier(
+    copier = Replicator(
         own, peer, key=lambda: KEY, on_outcome=outcomes.append, monotonic=lambda: now_s[0]
     )
     eventually(lambda: len(outcomes) == 1)
@@ -199,7 +199,7 @@ def test_an_owner_ends_at_once_while_a_peer_hangs(tmp_path: Path) -> None:
     checkpoints.save(own, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = PeerAddress("hangs", "127.0.0.1", listener.getsockname()[1], "token")
-        copier = Copier(own, lambda: address, key=lambda: KEY, timeout_s=3600.0)
+        copier = Replicator(own, lambda: address, key=lambda: KEY, timeout_s=3600.0)
         connection, _ = listener.accept()
         closer = threading.Thread(target=copier.close)
         closer.start()

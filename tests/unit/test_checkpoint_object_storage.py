@@ -15,12 +15,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from run_kit import job, process
 
 import checkpoints
-from checkpoints.commit import commit
-from checkpoints.faulty import Died, Fault, FaultyObjects, FaultyStorage
-from checkpoints.fsspec_objects import FsspecObjects, Upload
-from checkpoints.naming import CheckpointName
-from checkpoints.objects import ObjectStorage
-from checkpoints.storage import LocalStorage, Storage, storage_for
+from checkpoints.catalog.commit import commit
+from checkpoints.format.names import CheckpointName
+from checkpoints.storage.fsspec_store import FsspecObjects
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints.storage.object_store import Upload
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import storage_for
+from checkpoints.testing.faults import FaultyObjects, FaultyStorage, SimulatedCrash, StorageFault
 
 
 def in_memory() -> FsspecObjects:
@@ -35,7 +38,7 @@ def prepared() -> FsspecObjects:
     return objects
 
 
-def save_both(storage: Storage) -> checkpoints.Saved:
+def save_both(storage: Storage) -> checkpoints.SaveResult:
     """Step 2 by both writers of a world, with retention, so that something is removed, too."""
     keep = checkpoints.LatestN(2)
     for rank in (0, 1):
@@ -53,7 +56,7 @@ def assert_all_listed_are_whole(storage: Storage) -> list[int]:
     assert 1 in steps  # the one before is never harmed
     found = checkpoints.latest(storage)
     assert found.checkpoint is not None and found.checkpoint.step == max(steps)
-    assert found.passed_over == ()
+    assert found.skipped == ()
     return steps
 
 
@@ -75,9 +78,9 @@ def test_the_manifest_is_the_last_object_of_a_commit() -> None:
     assert sum(call.endswith("/manifest.json") for call in writes) == 1
 
 
-@pytest.mark.parametrize("fault", [Fault.DIE_BEFORE, Fault.DIE_AFTER])
+@pytest.mark.parametrize("fault", [StorageFault.DIE_BEFORE, StorageFault.DIE_AFTER])
 @pytest.mark.parametrize("level", [FaultyObjects, FaultyStorage])
-def test_dying_at_any_request(level: Any, fault: Fault) -> None:
+def test_dying_at_any_request(level: Any, fault: StorageFault) -> None:
     at, count, outcomes = 0, 1, builtins.set[bool]()
     while at < count:
         objects = prepared()
@@ -87,10 +90,10 @@ def test_dying_at_any_request(level: Any, fault: Fault) -> None:
             save_both(faulty[0])
             count = len(faulty[1].calls)
             assert at == count, "the fault never struck"
-        except Died:
+        except SimulatedCrash:
             count = at + 2
             outcomes.add(2 in assert_all_listed_are_whole(storage))
-            checkpoints.sweep(storage, generation=1, nonce="bb")
+            checkpoints.collect_garbage(storage, generation=1, nonce="bb")
             assert [e for e in storage.list("") if e.startswith(".tmp-")] == [], faulty[1].calls
             assert_all_listed_are_whole(storage)
             save_all(storage, small_state(3), step=3, generation=1, nonce="bb")
@@ -100,7 +103,9 @@ def test_dying_at_any_request(level: Any, fault: Fault) -> None:
     assert outcomes == {True, False}  # some died before the commit, some after
 
 
-def _wrapped(level: Any, objects: FsspecObjects, at: int, fault: Fault) -> tuple[Storage, Any]:
+def _wrapped(
+    level: Any, objects: FsspecObjects, at: int, fault: StorageFault
+) -> tuple[Storage, Any]:
     if level is FaultyObjects:
         faulty = FaultyObjects(objects, at=at, fault=fault)
         return ObjectStorage(faulty), faulty
@@ -111,12 +116,12 @@ def _wrapped(level: Any, objects: FsspecObjects, at: int, fault: Fault) -> tuple
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (Fault.NO_SPACE, checkpoints.DiskFull),
-        (Fault.IO_ERROR, checkpoints.WriteFailed),
-        (Fault.REFUSED, checkpoints.NotWritable),
+        (StorageFault.NO_SPACE, checkpoints.DiskFull),
+        (StorageFault.IO_ERROR, checkpoints.WriteFailed),
+        (StorageFault.REFUSED, checkpoints.NotWritable),
     ],
 )
-def test_a_refusal_at_any_request(fault: Fault, error: type[checkpoints.SaveError]) -> None:
+def test_a_refusal_at_any_request(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
     counted = FaultyObjects(prepared())
     save_both(ObjectStorage(counted))
     failed = 0
@@ -140,7 +145,7 @@ class Uploads(FaultyObjects):
     """Knows how its uploads ended."""
 
     def __init__(self, inner: FsspecObjects, *, at: int) -> None:
-        super().__init__(inner, at=at, fault=Fault.IO_ERROR)
+        super().__init__(inner, at=at, fault=StorageFault.IO_ERROR)
         self.begun: list[Part] = []
 
     def upload(self, key: str) -> Part:
@@ -193,8 +198,8 @@ def test_committers_that_race_at_any_request_both_succeed() -> None:
     assert at > 40
 
 
-def _saver(name: CheckpointName) -> Callable[[Storage, int], checkpoints.Saved]:
-    def save(storage: Storage, rank: int) -> checkpoints.Saved:
+def _saver(name: CheckpointName) -> Callable[[Storage, int], checkpoints.SaveResult]:
+    def save(storage: Storage, rank: int) -> checkpoints.SaveResult:
         return checkpoints.save(
             storage, small_state(5), step=5, nonce=name.nonce, rank=rank, world_size=2
         )
@@ -222,9 +227,9 @@ def test_a_sweep_leaves_what_has_an_owner() -> None:
         checkpoints.save(
             storage, {}, step=5, generation=generation, nonce=nonce, rank=0, world_size=2
         )
-    swept = checkpoints.sweep(storage, generation=2, nonce="mine")
-    assert swept.removed == (".tmp-step-000000005.g1.old",)
-    assert len(swept.left_alone) == 2
+    collected = checkpoints.collect_garbage(storage, generation=2, nonce="mine")
+    assert collected.removed == (".tmp-step-000000005.g1.old",)
+    assert len(collected.retained) == 2
 
 
 class Store(MemoryFileSystem):  # type: ignore[misc]
@@ -275,10 +280,10 @@ def test_an_engine_saves_to_a_url() -> None:
     with checkpoints.Engine(root, keep=checkpoints.LatestN(2)) as engine:
         for step in range(4):
             handle = engine.save_async(
-                small_state(step), step=step, world=checkpoints.World(nonce="aa")
+                small_state(step), step=step, world=checkpoints.WriterGroup(nonce="aa")
             )
             outcome = handle.wait(30)
-            assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [3, 2]
     newest = checkpoints.latest(root).checkpoint
     assert newest is not None

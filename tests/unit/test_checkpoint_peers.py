@@ -14,11 +14,12 @@ import pytest
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.node_memory import NodeMemory
-from checkpoints.peer_server import MAX_REQUEST, PeerServer
-from checkpoints.peers import PeerAddress, PeerStorage
-from checkpoints.storage import LocalStorage, Storage
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.memory.node_memory import NodeMemory
+from checkpoints.memory.peer_server import MAX_REQUEST, PeerServer
+from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.protocol import Storage
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import AuthenticationError, ProtocolError
 from elastic.secure_channel.frames import frame
@@ -119,11 +120,11 @@ def test_a_copy_there_replaces_a_node_that_is_gone(node: Node, tmp_path: Path) -
         )
     peer = node.client()
     put(peer, gone, f"{FOLDER}/00001-of-00002.safetensors")
-    assert checkpoints.list_checkpoints(Tiers([peer])) == ()  # no part vouches for it yet
+    assert checkpoints.list_checkpoints(TieredStorage([peer])) == ()  # no part vouches for it yet
     put(peer, gone, f"{FOLDER}/part-00001-of-00002.json")
-    found = checkpoints.latest(Tiers([peer])).checkpoint
+    found = checkpoints.latest(TieredStorage([peer])).checkpoint
     assert found is not None
-    assert same(checkpoints.load(Tiers([peer]), found.name).state, odd_state())
+    assert same(checkpoints.load(TieredStorage([peer]), found.name).state, odd_state())
     assert sorted(node.copies.list(FOLDER)) == [
         "00001-of-00002.safetensors",
         "part-00001-of-00002.json",
@@ -313,9 +314,9 @@ def test_a_peer_that_answers_too_slowly_counts_as_gone(tmp_path: Path) -> None:
         silent = PeerStorage(
             PeerAddress("b", "127.0.0.1", port, "b"), key=lambda: KEY, timeout_s=0.2
         )
-        tiers = Tiers([silent, NodeMemory(tmp_path)])
+        tiers = TieredStorage([silent, NodeMemory(tmp_path)])
         assert checkpoints.latest(tiers).checkpoint is not None
-        assert [t.place for t in tiers.passed_over] == [silent.place]
+        assert [t.place for t in tiers.failures] == [silent.place]
 
 
 def test_a_deadline_grows_with_the_bytes_and_ends_a_drip(node: Node) -> None:

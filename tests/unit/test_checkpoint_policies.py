@@ -20,14 +20,14 @@ from checkpoints import (
     EverySeconds,
     EverySteps,
     LatestN,
-    Moment,
     OnPreemption,
+    SaveContext,
 )
-from checkpoints.keep import Keep
-from checkpoints.memory import MemoryStorage
-from checkpoints.when import best_interval_s
+from checkpoints.policies.retention import RetentionFunction
+from checkpoints.policies.save import optimal_interval_s
+from checkpoints.testing.memory_storage import MemoryStorage
 
-NOW = Moment(step=10, now_s=1000.0, began_s=0.0, saved_step=5, saved_s=900.0)
+NOW = SaveContext(step=10, now_s=1000.0, began_s=0.0, saved_step=5, saved_s=900.0)
 
 
 def test_when_policies_look_at_the_moment() -> None:
@@ -38,7 +38,7 @@ def test_when_policies_look_at_the_moment() -> None:
 
 
 @pytest.mark.parametrize("when", [EverySteps(5), EverySeconds(1), Continuous(), OnPreemption()])
-def test_nothing_is_saved_twice(when: checkpoints.When) -> None:
+def test_nothing_is_saved_twice(when: checkpoints.SavePolicy) -> None:
     assert not when(replace(NOW, saved_step=10, preempted=True))
 
 
@@ -56,7 +56,7 @@ def test_the_interval_loses_less_than_any_other() -> None:
         return float(torch.tensor((interval_s + cost_s) / mtbf_s).expm1()) * mtbf_s / interval_s
 
     for cost_s, mtbf_s in ((1.0, 600.0), (20.0, 3600.0), (0.1, 60.0)):
-        best = best_interval_s(cost_s, mtbf_s)
+        best = optimal_interval_s(cost_s, mtbf_s)
         assert loss(best, cost_s, mtbf_s) <= 1.0005 * min(
             loss(best * factor, cost_s, mtbf_s) for factor in (0.5, 0.7, 0.9, 1.1, 1.5, 2.0)
         )
@@ -72,7 +72,7 @@ def test_automatic_saves_more_often_where_more_fails_and_saves_are_cheap() -> No
     assert when(due) and not when(calm) and not when(replace(due, in_flight=1))
 
 
-def kept_after(keep: Keep, *saves: tuple[int, Any, float]) -> list[int]:
+def kept_after(keep: RetentionFunction, *saves: tuple[int, Any, float]) -> list[int]:
     storage = MemoryStorage()
     for step, loss, time_s in saves:
         state = {**small_state(step), "run": {"loss": loss}}

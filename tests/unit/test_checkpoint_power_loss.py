@@ -9,8 +9,8 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.faulty import Died, Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
+from checkpoints.testing.memory_storage import MemoryStorage
 
 
 def _history(storage: FaultyStorage, committed: list[int]) -> None:
@@ -36,19 +36,19 @@ def test_a_power_cut_after_any_call_loses_nothing_that_was_committed(names_survi
     _history(counted, [])
     for at in range(len(counted.calls)):
         memory, committed = MemoryStorage(), list[int]()
-        with pytest.raises(Died):
-            _history(FaultyStorage(memory, at=at, fault=Fault.DIE_AFTER), committed)
+        with pytest.raises(SimulatedCrash):
+            _history(FaultyStorage(memory, at=at, fault=StorageFault.DIE_AFTER), committed)
         left = memory.after_power_cut(names_survive=names_survive)
         for _ in range(2):  # as found, and after the next start has swept
             listed = checkpoints.list_checkpoints(left)
             for info in listed:
                 assert same(checkpoints.load(left, info.name).state, small_state(info.step))
             found = checkpoints.latest(left)
-            assert found.passed_over == (), counted.calls[at]
+            assert found.skipped == (), counted.calls[at]
             if committed:
                 assert found.checkpoint is not None, counted.calls[at]
                 assert found.checkpoint.step >= committed[-1]
-            checkpoints.sweep(left, generation=1, nonce="bb")
+            checkpoints.collect_garbage(left, generation=1, nonce="bb")
     assert len(counted.calls) > 80
 
 

@@ -12,7 +12,7 @@ from checkpoint_states import bits, flip, odd_state, same, save_all, small_state
 from safetensors.torch import load_file
 
 import checkpoints
-import checkpoints.plan
+from checkpoints.tensors import partition
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -20,7 +20,7 @@ import checkpoints.plan
 def test_every_kind_of_leaf_comes_back_bit_for_bit(
     tmp_path: Path, world_size: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints.plan, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(partition, "CHUNK_BYTES", chunk_bytes)
     state = odd_state()
     name = save_all(tmp_path, state, step=3, world_size=world_size)
     loaded = checkpoints.load(tmp_path, name).state
@@ -118,12 +118,12 @@ def _other_model() -> dict[str, Any]:
 def test_a_checkpoint_of_another_model_is_refused_with_a_list(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9)
     live = _other_model()
-    with pytest.raises(checkpoints.Mismatch) as caught:
+    with pytest.raises(checkpoints.StateMismatch) as caught:
         checkpoints.load(tmp_path, name, into=live)
     error = caught.value
     assert error.missing == ("model/gamma",)
     assert error.extra == ("model/scale", "optimizer/state/0/step")
-    assert len(error.mis_shaped) == 1
+    assert len(error.mismatched) == 1
     assert "saved float32[7, 3], here float32[7, 4]" in str(error)
     assert same(live, _other_model())
 
@@ -135,7 +135,7 @@ def test_not_strict_copies_what_fits_and_says_what_it_left_out(tmp_path: Path) -
     assert torch.equal(live["model"]["bias"], torch.full((5,), 9))
     assert torch.equal(live["model"]["weight"], torch.zeros(7, 4))
     assert torch.equal(loaded.state["model"]["weight"], torch.full((7, 3), 9.0))
-    assert [line.split(" ")[0].rstrip(":") for line in loaded.left_out] == [
+    assert [line.split(" ")[0].rstrip(":") for line in loaded.unmatched] == [
         "model/gamma",
         "model/scale",
         "optimizer/state/0/step",
@@ -148,7 +148,7 @@ def test_a_damaged_tensor_leaves_live_ones_untouched(tmp_path: Path) -> None:
     last = tmp_path / name / "00001-of-00002.safetensors"
     flip(last, last.stat().st_size - 1)
     live = small_state(0)
-    with pytest.raises(checkpoints.Corrupt) as caught:
+    with pytest.raises(checkpoints.CorruptCheckpoint) as caught:
         checkpoints.load(tmp_path, name, into=live)
     assert caught.value.file == f"{name}/00001-of-00002.safetensors"
     assert caught.value.tensor == "model/scale"
@@ -224,7 +224,7 @@ def test_data_position_lineage_and_time_are_kept(tmp_path: Path) -> None:
 
 def test_loading_what_is_not_there_says_so(tmp_path: Path) -> None:
     for name in ("step-000000001.g0.aa", "../etc", "LATEST"):
-        with pytest.raises(checkpoints.NoCheckpoint):
+        with pytest.raises(checkpoints.CheckpointNotFound):
             checkpoints.load(tmp_path, name)
     assert checkpoints.latest(tmp_path / "nowhere").checkpoint is None
     assert checkpoints.list_checkpoints(tmp_path / "nowhere") == ()

@@ -14,10 +14,10 @@ from checkpoint_states import same, save_all, small_state
 from torch import nn
 
 import checkpoints
-from checkpoints.faulty import Fault, FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import FaultyStorage, StorageFault
+from checkpoints.testing.memory_storage import MemoryStorage
 
-ALONE = checkpoints.World(nonce="aa")
+ALONE = checkpoints.WriterGroup(nonce="aa")
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def test_an_optimizer_whose_state_is_created_later(tmp_path: Path) -> None:
     assert before is not None and after is not None
     assert checkpoints.load(tmp_path, before.name).state["optimizer"]["state"] == {}
     assert same(checkpoints.load(tmp_path, after.name).state, state())
-    with pytest.raises(checkpoints.Mismatch, match="optimizer/state/0/exp_avg"):
+    with pytest.raises(checkpoints.StateMismatch, match="optimizer/state/0/exp_avg"):
         checkpoints.load(tmp_path, after.name, into={"optimizer": made(1)[1].state_dict()})
 
 
@@ -97,19 +97,19 @@ def test_a_clock_that_jumps_changes_nothing_but_dates(tmp_path: Path, seed: int)
     with checkpoints.Engine(tmp_path, keep=keep, clock=lambda: next(jumps)) as engine:
         for step in range(8):
             outcome = engine.save_async(small_state(step), step=step, world=ALONE).wait(60)
-            assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
             newest = checkpoints.latest(tmp_path)
             assert newest.checkpoint is not None and newest.checkpoint.step == step
     for info in checkpoints.list_checkpoints(tmp_path):
         assert same(checkpoints.load(tmp_path, info.name).state, small_state(info.step))
     # A sweeper whose clock is wrong either way removes leftovers at most, nothing committed.
     for now in (0.0, 1e12):
-        checkpoints.sweep(tmp_path, clock=lambda now=now: now)  # type: ignore[misc]
+        checkpoints.collect_garbage(tmp_path, clock=lambda now=now: now)  # type: ignore[misc]
     assert checkpoints.list_checkpoints(tmp_path)[0].step == 7
 
 
-@pytest.mark.parametrize("fault", list(Fault))
-def test_an_engine_at_every_storage_call(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", list(StorageFault))
+def test_an_engine_at_every_storage_call(fault: StorageFault) -> None:
     """Whatever the call, what is listed afterwards is whole, and a successor goes on."""
 
     def run(at: int | None) -> tuple[MemoryStorage, int]:
@@ -134,7 +134,7 @@ def test_an_engine_at_every_storage_call(fault: Fault) -> None:
         assert listed
         for info in listed:
             assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
-        checkpoints.sweep(storage, generation=1, nonce="bb")
+        checkpoints.collect_garbage(storage, generation=1, nonce="bb")
         assert [entry for entry in storage.list("") if entry.startswith(".tmp-step")] == []
         save_all(storage, small_state(4), step=4, generation=1, nonce="bb")
 

@@ -17,9 +17,9 @@ import torch
 from checkpoint_states import flip, same, small_state
 
 import checkpoints
-from checkpoints.plan import share
-from checkpoints.staging import Buffer
-from checkpoints.tree import pack, spec_of
+from checkpoints.format.state_tree import flatten, spec_of
+from checkpoints.saving.staging import StagingBuffer
+from checkpoints.tensors.partition import share_of
 
 NAME = "step-000000001.g0.aa"
 
@@ -100,7 +100,7 @@ def test_every_flipped_bit_of_a_tensor_is_noticed(root: Path) -> None:
     for at in range(0, len(data), 7):
         flip(file, at)
         live = small_state(0)
-        with pytest.raises(checkpoints.Corrupt):
+        with pytest.raises(checkpoints.CorruptCheckpoint):
             checkpoints.load(root, NAME, into=live)
         assert same(live, small_state(0))
         file.write_bytes(data)
@@ -121,13 +121,13 @@ def test_a_full_disk_in_the_background_is_told_and_publishes_nothing(
 ) -> None:
     """There: the thread dies, save returns, and the marker is published."""
     with checkpoints.Engine(root) as engine:
-        world = checkpoints.World(nonce="aa")
+        world = checkpoints.WriterGroup(nonce="aa")
         state = {"large": torch.ones(100_000), "small": torch.ones(3)}
         outcome = engine.save_async(state, step=2, world=world).wait(60)
-        assert outcome is not None and outcome.ending is checkpoints.Ending.FAILED
+        assert outcome is not None and outcome.status is checkpoints.SaveStatus.FAILED
         assert isinstance(outcome.error, checkpoints.DiskFull)
         again = engine.save_async(small_state(3), step=3, world=world).wait(60)
-    assert again is not None and again.ending is checkpoints.Ending.COMMITTED
+    assert again is not None and again.status is checkpoints.SaveStatus.COMMITTED
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [3, 1]
 
 
@@ -143,7 +143,7 @@ class Harm:
 def test_a_pickle_in_place_of_any_file_is_not_run(root: Path, tmp_path: Path, file: str) -> None:
     """There: the marker is one."""
     (root / NAME / file).write_bytes(pickle.dumps(Harm(tmp_path / "ran")))
-    with pytest.raises(checkpoints.Corrupt, match=file):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match=file):
         checkpoints.load(root, NAME)
     assert checkpoints.latest(root).checkpoint is None
     assert not (tmp_path / "ran").exists()
@@ -154,10 +154,10 @@ def test_a_pickle_in_place_of_any_file_is_not_run(root: Path, tmp_path: Path, fi
 def test_each_of_w_ranks_stages_its_part_only() -> None:
     """There: each stages the whole state, then drops what others write."""
     state = {f"tensor{i}": torch.full((10_000,), i) for i in range(8)}
-    _, tensors = pack(state)
+    _, tensors = flatten(state)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     total = sum(spec.size_bytes for spec in specs)
     for rank in range(4):
-        buffer = Buffer()
-        buffer.fill(share(specs, 4, rank), tensors)
+        buffer = StagingBuffer()
+        buffer.fill(share_of(specs, 4, rank), tensors)
         assert buffer._bytes.numel() <= total / 4 + 16

@@ -10,21 +10,21 @@ from checkpoint_states import same, small_state
 
 import checkpoints
 from checkpoints import (
-    Ending,
     EverySeconds,
     EverySteps,
     LatestN,
     NodeMemory,
     OnPreemption,
+    SaveStatus,
     Tier,
     TieredEngine,
-    Tiers,
+    TieredStorage,
 )
-from checkpoints.faulty import FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints.testing.faults import FaultyStorage
+from checkpoints.testing.memory_storage import MemoryStorage
 
 LONG_S = 90.0
-ALONE = checkpoints.World(nonce="aa")
+ALONE = checkpoints.WriterGroup(nonce="aa")
 
 
 def train(engine: TieredEngine, steps: range) -> None:
@@ -47,11 +47,11 @@ def test_memory_often_and_disk_seldom(tmp_path: Path) -> None:
         train(engine, range(1, 22))
         assert engine.due(21, preempted=True) == (1,)
         ended = engine.outcomes()
-    assert steps_of(Tiers([memory])) == [20, 18, 16]
+    assert steps_of(TieredStorage([memory])) == [20, 18, 16]
     assert steps_of(disk) == [18, 12]
     assert {t.place for t in ended} == {str(tmp_path / "memory"), str(disk)}
-    assert all(t.outcome.ending is Ending.COMMITTED for t in ended)
-    both = Tiers([memory, disk])
+    assert all(t.outcome.status is SaveStatus.COMMITTED for t in ended)
+    both = TieredStorage([memory, disk])
     newest = checkpoints.latest(both).checkpoint
     assert newest is not None and newest.step == 20
     assert same(checkpoints.load(both, newest.name).state, small_state(20))
@@ -95,5 +95,5 @@ def test_policies_that_look_at_the_clock_are_asked_by_one_rank() -> None:
         assert engine.due(10) == (0,)
     with TieredEngine(tiers[:1]) as engine:
         assert not engine.needs_agreement
-    with pytest.raises(checkpoints.ArgumentError, match="nowhere"):
+    with pytest.raises(checkpoints.ArgumentError, match="at least one"):
         TieredEngine([])

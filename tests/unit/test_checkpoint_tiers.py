@@ -12,10 +12,10 @@ from checkpoint_states import flip, odd_state, same, save_all, small_state
 
 import checkpoints
 from checkpoints.errors import DiskFull
-from checkpoints.faulty import FaultyStorage
-from checkpoints.node_memory import NodeMemory, room_for, used_bytes
-from checkpoints.storage import LocalStorage
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.memory.node_memory import NodeMemory, available_bytes_in, used_bytes
+from checkpoints.storage.local import LocalStorage
+from checkpoints.testing.faults import FaultyStorage
 
 PER_NODE = 2
 Nodes = list[NodeMemory]
@@ -32,7 +32,7 @@ def save(
     step: int,
     *,
     but: tuple[int, ...] = (),
-    keep: checkpoints.Keep | None = None,
+    keep: checkpoints.RetentionFunction | None = None,
     generation: int = 0,
     nonce: str = "aa",
 ) -> None:
@@ -53,19 +53,19 @@ def save(
         assert saved.committed and saved.notes == ()
 
 
-def steps(tiers: Tiers) -> list[int]:
+def steps(tiers: TieredStorage) -> list[int]:
     return [info.step for info in checkpoints.list_checkpoints(tiers)]
 
 
 def test_parts_of_all_nodes_are_a_checkpoint_and_fewer_are_none(nodes: Nodes) -> None:
     save(nodes, odd_state(), 5)
     save(nodes, odd_state(), 6, but=(1,))
-    tiers = Tiers(nodes)
+    tiers = TieredStorage(nodes)
     found = checkpoints.latest(tiers)
     assert found.checkpoint is not None and found.checkpoint.step == 5
     assert same(checkpoints.load(tiers, found.checkpoint.name).state, odd_state())
-    assert steps(Tiers(nodes[:2])) == []
-    assert tiers.passed_over == ()
+    assert steps(TieredStorage(nodes[:2])) == []
+    assert tiers.failures == ()
 
 
 def test_what_is_merged_is_what_a_committer_would_have_made(nodes: Nodes, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_is_merged_is_what_a_committer_would_have_made(nodes: Nodes, tmp_pa
                 root, odd_state(), step=5, nonce="aa", rank=rank, world_size=6, clock=lambda: 7.0
             )
     name = "step-000000005.g0.aa"
-    source = Tiers(nodes).open(f"{name}/manifest.json")
+    source = TieredStorage(nodes).open(f"{name}/manifest.json")
     data = bytearray(source.size())
     source.read_at(0, memoryview(data))
     assert bytes(data) == (together / name / "manifest.json").read_bytes()
@@ -86,14 +86,14 @@ def test_the_newest_of_all_tiers_is_taken(nodes: Nodes, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     save_all(disk, small_state(10), step=10)
     save(nodes, small_state(12), 12)
-    tiers = Tiers([*nodes, disk])
+    tiers = TieredStorage([*nodes, disk])
     assert steps(tiers) == [12, 10]
     found = checkpoints.latest(tiers).checkpoint
     assert found is not None
     assert same(checkpoints.load(tiers, found.name).state, small_state(12))
     for node in nodes[1:]:
         node.remove_folder(".tmp-step-000000012.g0.aa")
-    assert steps(Tiers([*nodes, disk])) == [10]
+    assert steps(TieredStorage([*nodes, disk])) == [10]
 
 
 def test_a_half_committed_disk_and_memory_complete_each_other(nodes: Nodes, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_half_committed_disk_and_memory_complete_each_other(nodes: Nodes, tmp_
     save(nodes, small_state(3), 3, but=(2,))
     for rank in (4, 5):
         checkpoints.save(disk, small_state(3), step=3, nonce="aa", rank=rank, world_size=6)
-    tiers = Tiers([*nodes, disk])
+    tiers = TieredStorage([*nodes, disk])
     name = checkpoints.list_checkpoints(tiers)[0].name
     assert same(checkpoints.load(tiers, name).state, small_state(3))
 
@@ -115,13 +115,13 @@ def test_each_chunk_comes_from_a_place_where_it_is_whole(nodes: Nodes, tmp_path:
     folder = tmp_path / "node-0" / ".tmp-step-000000003.g0.aa"
     flip(folder / "00000-of-00006.safetensors", -1)
     flip(disk / "step-000000003.g0.aa" / "00003-of-00006.safetensors", -1)
-    tiers = Tiers([*nodes, disk])
+    tiers = TieredStorage([*nodes, disk])
     name = checkpoints.list_checkpoints(tiers)[0].name
     assert same(checkpoints.load(tiers, name).state, small_state(3))
-    assert [t.place for t in tiers.passed_over] == [str(tmp_path / "node-0")]
-    assert "are damaged" in tiers.passed_over[0].reason
+    assert [t.place for t in tiers.failures] == [str(tmp_path / "node-0")]
+    assert "are damaged" in tiers.failures[0].reason
     (folder / "00001-of-00006.safetensors").write_bytes(b"cut")
-    assert same(checkpoints.load(Tiers([*nodes, disk]), name).state, small_state(3))
+    assert same(checkpoints.load(TieredStorage([*nodes, disk]), name).state, small_state(3))
 
 
 def test_damage_that_nothing_makes_good_is_refused_and_passed_over(
@@ -130,11 +130,11 @@ def test_damage_that_nothing_makes_good_is_refused_and_passed_over(
     save(nodes, small_state(2), 2)
     save(nodes, small_state(3), 3)
     flip(tmp_path / "node-1" / ".tmp-step-000000003.g0.aa" / "00002-of-00006.safetensors", -1)
-    found = checkpoints.latest(Tiers(nodes))
+    found = checkpoints.latest(TieredStorage(nodes))
     assert found.checkpoint is not None and found.checkpoint.step == 2
-    assert "00002-of-00006.safetensors" in found.passed_over[0].reason
-    with pytest.raises(checkpoints.Corrupt, match="00002-of-00006"):
-        checkpoints.load(Tiers(nodes), "step-000000003.g0.aa")
+    assert "00002-of-00006.safetensors" in found.skipped[0].reason
+    with pytest.raises(checkpoints.CorruptCheckpoint, match="00002-of-00006"):
+        checkpoints.load(TieredStorage(nodes), "step-000000003.g0.aa")
 
 
 def test_a_damaged_part_is_taken_from_elsewhere_or_the_checkpoint_is_passed_over(
@@ -145,16 +145,16 @@ def test_a_damaged_part_is_taken_from_elsewhere_or_the_checkpoint_is_passed_over
     copies = NodeMemory(tmp_path / "copies")
     checkpoints.save(copies, small_state(3), step=3, nonce="aa", rank=2, world_size=6)
     flip(tmp_path / "node-1" / ".tmp-step-000000003.g0.aa" / "part-00002-of-00006.json", 60)
-    assert checkpoints.latest(Tiers([*nodes, copies])).passed_over == ()
-    found = checkpoints.latest(Tiers(nodes))
+    assert checkpoints.latest(TieredStorage([*nodes, copies])).skipped == ()
+    found = checkpoints.latest(TieredStorage(nodes))
     assert found.checkpoint is not None and found.checkpoint.step == 2
-    assert "make no whole" in found.passed_over[0].reason
+    assert "do not make a complete checkpoint" in found.skipped[0].reason
 
 
 def test_parts_of_two_worlds_never_make_one_checkpoint(nodes: Nodes) -> None:
     save(nodes, small_state(3), 3, but=(0,), nonce="dead")
     save(nodes, small_state(3), 3, but=(1, 2), nonce="beef")
-    assert steps(Tiers(nodes)) == []
+    assert steps(TieredStorage(nodes)) == []
 
 
 @pytest.mark.parametrize("call", ["list ", "open ", "read "])
@@ -171,11 +171,11 @@ def test_a_place_that_fails_is_passed_over_and_told(
             asked.append(label)
             raise OSError(errno.EIO, "the memory module smokes", label)
 
-    tiers = Tiers([FaultyStorage(nodes[0], before=fail), *nodes[1:], disk])
+    tiers = TieredStorage([FaultyStorage(nodes[0], before=fail), *nodes[1:], disk])
     found = checkpoints.latest(tiers).checkpoint
     assert found is not None
     assert same(checkpoints.load(tiers, found.name).state, small_state(3))
-    assert [(t.place, t.reason) for t in tiers.passed_over] == [
+    assert [(t.place, t.reason) for t in tiers.failures] == [
         (str(tmp_path / "node-0"), "the memory module smokes")
     ]
     assert len(asked) == 1  # it is not asked again and again
@@ -183,44 +183,44 @@ def test_a_place_that_fails_is_passed_over_and_told(
 
 def test_tiers_take_no_writes(nodes: Nodes) -> None:
     with pytest.raises(checkpoints.NotWritable):
-        checkpoints.save(Tiers(nodes), small_state(1), step=1, nonce="aa")
+        checkpoints.save(TieredStorage(nodes), small_state(1), step=1, nonce="aa")
 
 
 def test_memory_keeps_the_newest_parts(nodes: Nodes) -> None:
     for step in range(6):
         save(nodes, small_state(step), step, keep=checkpoints.LatestN(3))
-    assert steps(Tiers(nodes)) == [5, 4, 3]
+    assert steps(TieredStorage(nodes)) == [5, 4, 3]
 
 
 def test_an_engine_writes_parts_and_says_that_they_are_kept(nodes: Nodes) -> None:
     engines = [checkpoints.Engine(nodes[rank // PER_NODE]) for rank in range(6)]
     for rank, engine in enumerate(engines):
-        world = checkpoints.World(nonce="aa", rank=rank, size=6)
+        world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=6)
         outcome = engine.save_async(small_state(1), step=1, world=world).wait(30)
-        assert outcome is not None and outcome.ending is checkpoints.Ending.COMMITTED
+        assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
         engine.close()
-    assert steps(Tiers(nodes)) == [1]
+    assert steps(TieredStorage(nodes)) == [1]
 
 
 def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path / "own", limit_bytes=3000)
     with checkpoints.Engine(memory) as engine:
-        for step, ending in ((1, "committed"), (2, "failed")):
+        for step, status in ((1, "committed"), (2, "failed")):
             outcome = engine.save_async(
-                small_state(step), step=step, world=checkpoints.World(nonce="aa")
+                small_state(step), step=step, world=checkpoints.WriterGroup(nonce="aa")
             ).wait(30)
-            assert outcome is not None and outcome.ending.value == ending
+            assert outcome is not None and outcome.status.value == status
     assert outcome is not None and isinstance(outcome.error, DiskFull)
     assert "the limit of 3000 bytes leaves" in outcome.reason
-    assert steps(Tiers([memory])) == [1]  # and nothing of the other one is left
+    assert steps(TieredStorage([memory])) == [1]  # and nothing of the other one is left
     assert memory.list("") == [".tmp-step-000000001.g0.aa"]
 
 
 def test_room_is_what_the_tightest_bound_leaves(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     assert used_bytes(tmp_path) == 100
-    assert room_for(tmp_path, 1000) == (900, "the limit of 1000 bytes")
-    left, bound = room_for(tmp_path, None)
+    assert available_bytes_in(tmp_path, 1000) == (900, "the limit of 1000 bytes")
+    left, bound = available_bytes_in(tmp_path, None)
     assert left > 0 and "limit" not in bound
 
 

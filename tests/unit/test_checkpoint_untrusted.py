@@ -14,7 +14,7 @@ import torch
 from checkpoint_states import flip, save_all
 
 import checkpoints
-from checkpoints.sealed import digest
+from checkpoints.format.checksummed_json import digest
 
 Fields = dict[str, Any]
 
@@ -137,14 +137,14 @@ def test_a_harmful_manifest_is_refused(
 ) -> None:
     _rewrite(tmp_path / name, change)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises((checkpoints.Corrupt, checkpoints.UnsupportedFormat)) as caught:
+    with pytest.raises((checkpoints.CorruptCheckpoint, checkpoints.UnsupportedFormat)) as caught:
         checkpoints.load(tmp_path, name)
     assert name in str(caught.value)
     assert "the hash it says" not in str(caught.value)  # else this tests nothing but the hash
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
     found = checkpoints.latest(tmp_path)
     assert found.checkpoint is None
-    assert found.passed_over[0].name == name
+    assert found.skipped[0].name == name
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_harmful_manifest_is_refused(
 )
 def test_harmful_json_is_refused(tmp_path: Path, name: str, body: bytes) -> None:
     (tmp_path / name / "manifest.json").write_bytes(_sealed(body))
-    with pytest.raises(checkpoints.Corrupt, match=r"manifest\.json"):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match=r"manifest\.json"):
         checkpoints.load(tmp_path, name)
 
 
@@ -171,14 +171,14 @@ def test_a_deep_tree_is_refused(tmp_path: Path, name: str) -> None:
     for _ in range(150):
         tree = {"list": [tree]}
     _rewrite(tmp_path / name, _set("tree", to=tree))
-    with pytest.raises(checkpoints.Corrupt, match="nested more than 100 deep"):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match="nested more than 100 deep"):
         checkpoints.load(tmp_path, name)
 
 
 def test_a_manifest_of_absurd_size_is_not_read(tmp_path: Path, name: str) -> None:
     with open(tmp_path / name / "manifest.json", "r+b") as file:
         file.truncate(1 << 40)  # sparse: it takes no room
-    with pytest.raises(checkpoints.Corrupt, match="more than any manifest"):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match="more than any manifest"):
         checkpoints.load(tmp_path, name)
 
 
@@ -186,7 +186,7 @@ def test_a_newer_format_says_upgrade(tmp_path: Path, name: str) -> None:
     _rewrite(tmp_path / name, _set("format", to=2))
     with pytest.raises(checkpoints.UnsupportedFormat, match="Upgrade"):
         checkpoints.load(tmp_path, name)
-    assert "format 2" in checkpoints.latest(tmp_path).passed_over[0].reason
+    assert "format 2" in checkpoints.latest(tmp_path).skipped[0].reason
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "00000-of-00002.safetensors"])
@@ -215,7 +215,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
 
 
 def test_boxes_of_sharded_tensors_are_read_and_checked(tmp_path: Path, name: str) -> None:
-    """This version writes spans; boxes are in the format for what later ones shard."""
+    """This version writes spans for this tensor; sharded tensors are stored as regions."""
     halves = [torch.tensor([[0.0, 1.0], [4.0, 5.0]]), torch.tensor([[2.0, 3.0], [6.0, 7.0]])]
     name = save_all(tmp_path, {"w": torch.cat([half.reshape(-1) for half in halves])}, step=9)
 
@@ -239,7 +239,7 @@ def test_boxes_of_sharded_tensors_are_read_and_checked(tmp_path: Path, name: str
     assert torch.equal(loaded, torch.arange(8.0).reshape(2, 4))
     for box in ([[0, 1], [2, 2]], [[0, 0], [2, 2]], [[0, 3], [2, 2]], [[0], [4]], [[0, 2], [4, 1]]):
         _rewrite(tmp_path / name, _set("tensors", "w", "chunks", 1, "box", to=box))
-        with pytest.raises(checkpoints.Corrupt, match="box"):
+        with pytest.raises(checkpoints.CorruptCheckpoint, match="region"):
             checkpoints.load(tmp_path, name)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, When
+from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
 from elastic.clock import ManualClock
 from elastic.training.due import Due, Word
 
 
-def due(when: When, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
+def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
     made = Due(when, clock)
     made.enter(rank=rank, size=size)
     return made
@@ -58,7 +58,7 @@ def test_a_node_that_leaves_is_heard_by_all() -> None:
 
 
 @pytest.mark.parametrize("when", [EverySteps(1), EverySteps(1) | Continuous()])
-def test_nobody_saves_while_one_cannot(when: When) -> None:
+def test_nobody_saves_while_one_cannot(when: SavePolicy) -> None:
     assert not due(when, ManualClock()).is_due(4, 0, Word(save=True, stuck=True))
 
 

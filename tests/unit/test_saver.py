@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
-from checkpoints import Ending, EverySeconds, EverySteps, LatestN, LocalStorage, Outcome
-from checkpoints.faulty import Died, FaultyStorage
-from checkpoints.memory import MemoryStorage
+from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage, SaveOutcome, SaveStatus
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
+from checkpoints.testing.memory_storage import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger
@@ -192,7 +192,7 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
 
     def before(label: str) -> None:
         if deadly.is_set() and threading.current_thread().name == "checkpoint-writer":
-            raise Died(label)
+            raise SimulatedCrash(label)
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
     with run_of(Checkpoints(storage, every_steps=1, keep=100)) as (run, heard):
@@ -449,10 +449,18 @@ def test_a_second_save_in_a_row_that_fails_is_a_warning(
 ) -> None:
     saver = Saver(Checkpoints(tmp_path / "ckpt"), Heard())
     monkeypatch.setattr(get_logger(), "propagate", True)
-    ends = [Ending.FAILED, Ending.COMMITTED, Ending.FAILED, Ending.FAILED, Ending.FAILED]
+    ends = [
+        SaveStatus.FAILED,
+        SaveStatus.COMMITTED,
+        SaveStatus.FAILED,
+        SaveStatus.FAILED,
+        SaveStatus.FAILED,
+    ]
     with caplog.at_level(logging.WARNING, "elastic"):
-        for step, ending in enumerate(ends, start=1):
-            outcome = Outcome(step=step, name=f"step {step}", ending=ending, reason="disk is full")
+        for step, status in enumerate(ends, start=1):
+            outcome = SaveOutcome(
+                step=step, name=f"step {step}", status=status, reason="disk is full"
+            )
             saver._report(outcome)
     said = {id(r): r.getMessage() for r in caplog.records if "were not saved" in r.getMessage()}
     assert list(said.values()) == [

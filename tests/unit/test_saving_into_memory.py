@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.memory_host import MemoryHost, memory_roots
-from checkpoints.tiers import Tiers
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.memory.host import MemoryHost, memory_roots
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
 from elastic.training.checkpoint_folder import CheckpointFolder
@@ -53,7 +53,7 @@ def tier(told: list[str], every_steps: int = 5) -> MemoryTier:
 
 def save(memory: MemoryTier, steps: range) -> None:
     for step in steps:
-        memory.at_boundary(Job(step), checkpoints.World(nonce="aa"))  # type: ignore[arg-type]
+        memory.at_boundary(Job(step), checkpoints.WriterGroup(nonce="aa"))  # type: ignore[arg-type]
         if memory._writer is not None:
             assert memory._writer.wait(30.0)
 
@@ -63,7 +63,7 @@ def test_it_saves_at_its_own_steps_and_keeps_the_newest(host: MemoryHost) -> Non
     memory = tier(told)
     save(memory, range(1, 24))
     memory.close()
-    listed = checkpoints.list_checkpoints(Tiers(memory_roots(host.folder)))
+    listed = checkpoints.list_checkpoints(TieredStorage(memory_roots(host.folder)))
     assert [info.step for info in listed] == [20, 15, 10]
     assert listed[0].data_position == 20
     assert told == []
@@ -120,7 +120,7 @@ def test_memory_that_fails_is_told_once_and_stops_nothing(host: MemoryHost) -> N
     save(memory, range(30, 31))
     memory.close()
     assert len(told) == 1
-    listed = checkpoints.list_checkpoints(Tiers(memory_roots(host.folder)))
+    listed = checkpoints.list_checkpoints(TieredStorage(memory_roots(host.folder)))
     assert [info.step for info in listed] == [30]
 
 

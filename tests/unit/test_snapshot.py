@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoints.tree import pack, unpack
+from checkpoints.format.state_tree import flatten, unflatten
 from elastic.training.snapshot import SmallState
 from elastic.training.state import JobState
 from elastic.training.wrap import ElasticDDP
@@ -97,12 +97,12 @@ def test_the_learning_rate_tensor_stays_the_same_object(job: Job) -> None:
 
 def test_a_snapshot_travels_as_json_and_tensors(job: Job) -> None:
     before, taken = job.facts(), job.small.take()
-    node, tensors = pack(taken)
+    node, tensors = flatten(taken)
     job.train()
     other = Job()
     other.train()
     other.train()
-    other.small.put_back(unpack(node, lambda path, name: tensors[name]))
+    other.small.put_back(unflatten(node, lambda path, name: tensors[name]))
     assert other.facts() == before
 
 

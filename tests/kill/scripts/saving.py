@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from checkpoints import EverySeconds, EverySteps, LocalStorage, OnPreemption
-from checkpoints.faulty import FaultyStorage
+from checkpoints.testing.faults import FaultyStorage
 from elastic.testing.pacing import pause_after_step
 
 _REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from checkpoints import LocalStorage
-from checkpoints.faulty import FaultyStorage
+from checkpoints.testing.faults import FaultyStorage
 from elastic.testing.pacing import pause_after_step
 
 

@@ -1,0 +1,155 @@
+"""Commits a complete attempt: merges its W parts into the manifest. Any writer may do so.
+
+Durability order: every file, every part, the merged manifest, the names in the attempt folder, the
+rename of the folder, the names in the root. The rename is the commit. Committers may race: they
+produce identical bytes under private names, and "already exists" counts as success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+from collections.abc import Sequence
+
+from checkpoints.catalog.manifests import read_document
+from checkpoints.errors import LoadError
+from checkpoints.format.manifest import Chunk, Manifest, Part, SharedMetadata, TensorEntry
+from checkpoints.format.manifest_parser import parse_manifest, parse_part
+from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.small_files import write_durably
+
+
+class IncompleteAttempt(Exception):
+    """An attempt cannot be committed yet; the message says why."""
+
+
+def is_committed(storage: Storage, name: CheckpointName) -> bool:
+    try:
+        storage.size(f"{name}/{MANIFEST}")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
+    """Commit an attempt of ``world_size`` writers. Returns once the commit is durable.
+
+    Raises :class:`IncompleteAttempt` if parts are missing or inconsistent, ``OSError`` if the
+    storage fails.
+    """
+    try:
+        manifest = merge_parts(read_parts(storage, name, world_size))
+        data = manifest.to_bytes()
+        try:
+            parse_manifest(data, MANIFEST)  # never commit what a loader would reject
+        except LoadError as error:
+            raise IncompleteAttempt(
+                f"the parts do not make a valid checkpoint: {error.message}"
+            ) from error
+        _check_sizes(storage, manifest)
+        _put_manifest(storage, name, data)
+        _publish(storage, name)
+    except FileNotFoundError:
+        # Another committer renamed the folder meanwhile.
+        if not is_committed(storage, name):
+            raise
+    storage.sync_folder("")
+    _remove_leftovers(storage, name)
+
+
+def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
+    """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt`."""
+    present = set(storage.list(name.attempt))
+    missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
+    if missing:
+        ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        raise IncompleteAttempt(f"waiting for {len(missing)} of {world_size} writers: {ranks}")
+    return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
+
+
+def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> Part:
+    """One part, checked to belong to this attempt. Raises :class:`IncompleteAttempt` if it is
+    not."""
+    path = f"{name.attempt}/{part_file(rank, world_size)}"
+    source = storage.open(path)
+    try:
+        part = parse_part(read_document(source, path), path)
+    except LoadError as error:
+        raise IncompleteAttempt(error.message) from error
+    finally:
+        source.close()
+    if part.name != name:
+        raise IncompleteAttempt(f"part {rank} belongs to another world: {part.name}")
+    if (part.writer.rank, part.world_size) != (rank, world_size):
+        raise IncompleteAttempt(f"part {rank} belongs to another writer")
+    return part
+
+
+def merge_parts(parts: Sequence[Part]) -> Manifest:
+    """Merge all parts into one manifest. Deterministic.
+
+    Raises :class:`IncompleteAttempt` where the writers did not save the same tensors.
+    """
+    first = parts[0]
+    shared = first.shared
+    if shared is None:
+        raise IncompleteAttempt("part 0 lacks the shared metadata")
+    differing = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
+    if differing:
+        raise IncompleteAttempt(f"writer {differing[0]} saved other tensors than writer 0")
+    return Manifest(
+        name=first.name,
+        lineage=shared.lineage,
+        world_size=first.world_size,
+        data_position=shared.data_position,
+        wall_time_s=max(part.writer.wall_time_s for part in parts),
+        versions=shared.versions,
+        writers=tuple(part.writer for part in parts),
+        tensors=_tensors(shared, parts),
+        tree=shared.tree,
+    )
+
+
+def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorEntry]:
+    chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in shared.specs}
+    for part in parts:
+        for name, more in part.chunks.items():
+            if name not in chunks:
+                raise IncompleteAttempt(
+                    f"writer {part.writer.rank} saved an unknown tensor {name!r}"
+                )
+            chunks[name].extend(more)
+    return {spec.name: TensorEntry(spec, tuple(chunks[spec.name])) for spec in shared.specs}
+
+
+def _check_sizes(storage: Storage, manifest: Manifest) -> None:
+    for writer in manifest.writers:
+        size = storage.size(f"{manifest.name.attempt}/{writer.file}")
+        if size != writer.size_bytes:
+            raise IncompleteAttempt(f"{writer.file} has {size} bytes, not {writer.size_bytes}")
+
+
+def _put_manifest(storage: Storage, name: CheckpointName, data: bytes) -> None:
+    private = f"{name.attempt}/.manifest-{secrets.token_hex(4)}.json"
+    write_durably(storage, private, data)
+    storage.rename(private, f"{name.attempt}/{MANIFEST}")
+    storage.sync_folder(name.attempt)
+
+
+def _publish(storage: Storage, name: CheckpointName) -> None:
+    try:
+        storage.rename(name.attempt, str(name))
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not is_committed(storage, name):
+            raise
+        storage.remove_folder(name.attempt)
+
+
+def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
+    """Remove parts, which are not needed any more, and manifests of committers that lost."""
+    with contextlib.suppress(OSError):  # harmless: no reader looks at them
+        for file in storage.list(str(name)):
+            if parse_part_file(file) is not None or file.startswith(".manifest-"):
+                storage.remove(f"{name}/{file}")

@@ -1,0 +1,156 @@
+"""What a load needs of each tensor, and where it goes: saved and live tensors matched by path."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoints.catalog.manifests import read_manifest
+from checkpoints.errors import StateMismatch
+from checkpoints.format.checksummed_json import digest
+from checkpoints.format.manifest import Manifest
+from checkpoints.format.state_tree import live_tensors, tensor_leaves
+from checkpoints.loading.buffers import TensorBuffer
+from checkpoints.loading.mapped_checkpoint import MappedCheckpoint
+from checkpoints.storage.protocol import Storage
+from checkpoints.tensors.dtensors import is_dtensor, local_regions
+from checkpoints.tensors.dtypes import BY_NAME
+from checkpoints.tensors.regions import Region, full_region
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which saved and live tensors match, by path."""
+
+    fitting: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+    def unmatched(self) -> tuple[str, ...]:
+        return (
+            *(f"{path}: missing in the checkpoint" for path in self.missing),
+            *(f"{path}: only in the checkpoint" for path in self.extra),
+            *self.mismatched,
+        )
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A validated load: which part of each tensor is needed, and where it goes."""
+
+    storage: Storage
+    manifest: Manifest
+    live: Mapping[str, torch.Tensor]
+    leaves: Mapping[str, str]  # path to name
+    match: Match
+    is_partial: bool
+    into_live: bool  # copy into live tensors; else all is returned
+
+    def mapped_files(self) -> MappedCheckpoint | None:
+        """The mapped files, if the load copies from them directly into live tensors; else None."""
+        return MappedCheckpoint.of(self.storage, self.manifest) if self.into_live else None
+
+    def fingerprint(self) -> str:
+        """Equal on all ranks of a collective load."""
+        return digest(
+            json.dumps([digest(self.manifest.to_bytes()), sorted(self.complete)]).encode()
+        )
+
+    @functools.cached_property
+    def complete(self) -> frozenset[str]:
+        """Names of the tensors that this rank needs completely: not only for sharded live
+        tensors."""
+        fitting = set(self.match.fitting)
+        return frozenset(
+            name
+            for path, name in self.leaves.items()
+            if path not in fitting or not is_dtensor(self.live[path])
+        )
+
+    def buffers(self) -> dict[str, TensorBuffer]:
+        """Fresh memory for the needed part of each tensor."""
+        live = self._live_regions()
+        # A tensor without a leaf is not needed; only crafted manifests have one.
+        return {
+            name: TensorBuffer(
+                tensor.spec, None if name in self.complete else _regions(live.get(name, ()))
+            )
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+    def live_memory(self) -> dict[str, TensorBuffer]:
+        """The live tensors' own memory; fresh memory only for tensors that are returned in
+        addition."""
+        fitting, live = set(self.match.fitting), self._live_regions()
+        returned = {name for path, name in self.leaves.items() if path not in fitting}
+        return {
+            name: TensorBuffer(tensor.spec)
+            if name in returned
+            else TensorBuffer.over(tensor.spec, live.get(name, ()))
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+    def _live_regions(self) -> dict[str, list[tuple[Region, torch.Tensor]]]:
+        blocks: dict[str, list[tuple[Region, torch.Tensor]]] = defaultdict(list)
+        for path in self.match.fitting:
+            blocks[self.leaves[path]] += live_regions(self.live[path], path)
+        return blocks
+
+
+def prepare(storage: Storage, name: str, into: object, strict: bool) -> LoadPlan:
+    manifest = read_manifest(storage, name)
+    leaves = tensor_leaves(manifest.tree)
+    live = {} if into is None else live_tensors(into)
+    match = _match(manifest, leaves, live)
+    differs = into is not None and bool(match.missing or match.extra or match.mismatched)
+    if differs and strict:
+        raise StateMismatch(
+            name, missing=match.missing, extra=match.extra, mismatched=match.mismatched
+        )
+    return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None)
+
+
+def live_regions(live: torch.Tensor, path: str) -> Sequence[tuple[Region, torch.Tensor]]:
+    """The regions of a live tensor that this rank holds, each with its memory."""
+    return (
+        local_regions(live, path)
+        if is_dtensor(live)
+        else ((full_region(tuple(live.shape)), live.detach()),)
+    )
+
+
+def _regions(blocks: Iterable[tuple[Region, torch.Tensor]]) -> list[Region]:
+    return list(dict.fromkeys(region for region, _ in blocks))
+
+
+def _match(
+    manifest: Manifest, leaves: Mapping[str, str], live: Mapping[str, torch.Tensor]
+) -> Match:
+    fitting, mismatched = [], []
+    for path, tensor in live.items():
+        if path not in leaves:
+            continue
+        spec = manifest.tensors[leaves[path]].spec
+        saved = (spec.shape, BY_NAME[spec.dtype].torch)
+        if (tuple(tensor.shape), tensor.dtype) == saved:
+            fitting.append(path)
+        else:
+            mismatched.append(
+                f"{path} (saved {_shape(*saved)}, here {_shape(tuple(tensor.shape), tensor.dtype)})"
+            )
+    return Match(
+        fitting=tuple(fitting),
+        missing=tuple(path for path in live if path not in leaves),
+        extra=tuple(path for path in leaves if path not in live),
+        mismatched=tuple(mismatched),
+    )
+
+
+def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

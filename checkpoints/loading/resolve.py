@@ -1,0 +1,108 @@
+"""Find the checkpoint to resume from: the newest valid one of this training history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from checkpoints.catalog.manifests import committed_names, read_manifest
+from checkpoints.errors import LoadError
+from checkpoints.format.lineage import as_lineage, why_abandoned
+from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage, info_of
+from checkpoints.format.names import CheckpointName
+from checkpoints.loading.load import verify
+from checkpoints.storage.failures import reading
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """A committed checkpoint that :func:`latest` did not choose, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The result of :func:`latest`: the chosen checkpoint, if any, and the newer ones it
+    skipped."""
+
+    checkpoint: CheckpointInfo | None
+    skipped: tuple[SkippedCheckpoint, ...]
+
+
+def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
+    """The committed checkpoints, newest first by (generation, step).
+
+    Lists those whose manifest can be read and whose files exist with the right sizes; their
+    content is verified by :func:`verify`, :func:`latest` and :func:`load`.
+    """
+    storage = storage_for(root)
+    found = []
+    for name in _names(storage):
+        try:
+            found.append(info_of(read_manifest(storage, str(name))))
+        except LoadError:  # latest() reports the reason
+            continue
+    return tuple(found)
+
+
+def latest(
+    root: Root, *, lineage: Iterable[Ancestor | tuple[int, int]] | None = None
+) -> Resolution:
+    """The newest valid checkpoint by (generation, step), with every byte verified.
+
+    With ``lineage`` (:mod:`checkpoints.format.lineage`), checkpoints that it abandoned are never
+    chosen. Without one, the lineage of the newest checkpoint with a readable manifest applies; a
+    checkpoint that it abandoned is chosen only if no other is valid, which loses less than a start
+    from scratch.
+
+    Raises :class:`ReadFailed` if the folder cannot be listed; a missing folder has no checkpoints.
+    """
+    storage = storage_for(root)
+    names = _names(storage)
+    follow = _newest_lineage(storage, names) if lineage is None else as_lineage(lineage)
+    off_lineage = {name: why for name in names if (why := why_abandoned(name, follow)) is not None}
+    candidates = [name for name in names if name not in off_lineage]
+    if lineage is None:
+        candidates += off_lineage
+    chosen, failures = _first_valid(storage, candidates)
+    skipped = (
+        SkippedCheckpoint(str(name), failures.get(name) or off_lineage[name])
+        for name in names
+        if name in failures or (name in off_lineage and (chosen is None or _newer(name, chosen)))
+    )
+    return Resolution(chosen, tuple(skipped))
+
+
+def _first_valid(
+    storage: Storage, candidates: Iterable[CheckpointName]
+) -> tuple[CheckpointInfo | None, dict[CheckpointName, str]]:
+    """The first candidate that verifies, and why the ones before it do not."""
+    failures: dict[CheckpointName, str] = {}
+    for name in candidates:
+        try:
+            return verify(storage, str(name)), failures
+        except LoadError as error:
+            failures[name] = error.message
+    return None, failures
+
+
+def _newer(name: CheckpointName, chosen: CheckpointInfo) -> bool:
+    return (name.generation, name.step) > (chosen.generation, chosen.step)
+
+
+def _newest_lineage(storage: Storage, names: list[CheckpointName]) -> Lineage:
+    for name in names:
+        try:
+            return read_manifest(storage, str(name)).lineage
+        except LoadError:
+            continue
+    return ()
+
+
+def _names(storage: Storage) -> list[CheckpointName]:
+    with reading(storage.place):
+        return committed_names(storage)

@@ -1,0 +1,314 @@
+"""A read-only storage that merges several tiers: this node's memory, peers' memory, disk.
+
+A checkpoint exists if the reachable tiers together hold every byte of every tensor: committed in
+one of them, or as parts of all its writers, in any of the tiers. The memory of a node holds the
+parts of its own ranks and replicas of another node's parts, never all of them, so the reader merges
+the parts into the manifest that a committer would have written.
+
+:class:`TieredStorage` is a storage for reading, so :func:`~checkpoints.latest`,
+:func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
+take one as their root. Each chunk is read from the first tier whose bytes match its hash. A place
+that fails is passed over for good, one whose bytes are damaged for these;
+:attr:`TieredStorage.failures` tells. Make a new view for a new look.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from checkpoints.catalog.commit import IncompleteAttempt, merge_parts, read_part
+from checkpoints.catalog.manifests import read_document
+from checkpoints.errors import CorruptCheckpoint, LoadError
+from checkpoints.format.manifest import Manifest, Part
+from checkpoints.format.manifest_parser import parse_manifest
+from checkpoints.format.names import (
+    MANIFEST,
+    CheckpointName,
+    parse_attempt,
+    parse_committed,
+    parse_part_file,
+    parse_writer_file,
+    part_file,
+)
+from checkpoints.loading.replicas import Replica, ReplicatedFile, hashes_of
+from checkpoints.storage.protocol import ClosableStorage, ReadableFile, Storage, WritableFile
+from checkpoints.storage.roots import Root, storage_for
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TierFailure:
+    """A tier that could not be read, or that holds a damaged file."""
+
+    place: str
+    reason: str
+
+
+class TieredStorage:
+    """A read-only view of several roots, fastest first."""
+
+    def __init__(self, roots: Sequence[Root]) -> None:
+        self._all = [storage_for(root) for root in roots]
+        self._failed: dict[int, TierFailure] = {}
+        self._damaged: builtins.list[TierFailure] = []
+        self._known: dict[CheckpointName, builtins.list[_TierFolder]] = {}
+        self._manifests: dict[CheckpointName, tuple[bytes, Manifest]] = {}
+
+    @property
+    def failures(self) -> tuple[TierFailure, ...]:
+        """The tiers that failed, then damaged files that another tier replaced."""
+        return (*self._failed.values(), *self._damaged)
+
+    @property
+    def place(self) -> str:
+        return " + ".join(storage.place for storage in self._all)
+
+    def list(self, path: str) -> builtins.list[str]:
+        """Of the root: the committed names of all complete checkpoints."""
+        if path:
+            return self._files(path)
+        found: builtins.set[str] = set()
+        attempts: builtins.set[CheckpointName] = set()
+        for storage in self._reachable():
+            for entry in self._ask(storage, lambda s: s.list("")) or []:
+                if parse_committed(entry) is not None:
+                    found.add(entry)
+                elif (attempt := parse_attempt(entry)) is not None:
+                    attempts.add(attempt)
+        found.update(str(name) for name in attempts if self._world_size(name) is not None)
+        return sorted(found)
+
+    def open(self, path: str) -> ReadableFile:
+        name, file = _split(path)
+        if file == MANIFEST:
+            return _Bytes(self._manifest(name)[0])
+        if parse_writer_file(file) is None:
+            raise _missing(path)
+        return self._copies(name, file)
+
+    def size(self, path: str) -> int:
+        with contextlib.closing(self.open(path)) as source:
+            return source.size()
+
+    def modified_s(self, path: str) -> float:
+        """Of the replica that changed last."""
+        name, file = _split(path)
+        times: builtins.list[float] = []
+        for folder in self._folders(name):
+            if file in folder.files:
+                path = f"{folder.path}/{file}"
+                changed = self._ask(folder.storage, lambda s, p=path: s.modified_s(p))  # type: ignore[misc]
+                times += [] if changed is None else [changed]
+        if not times:
+            raise _missing(path)
+        return max(times)
+
+    def close(self) -> None:
+        """Close the connections to peers."""
+        for storage in self._all:
+            if isinstance(storage, ClosableStorage):
+                storage.close()
+
+    # --- which tiers hold what
+
+    def _reachable(self) -> Iterator[Storage]:
+        for index, storage in enumerate(self._all):
+            if index not in self._failed:
+                yield storage
+
+    def _ask(self, storage: Storage, question: Callable[[Storage], T]) -> T | None:
+        """The answer; None if the file is missing or the tier failed."""
+        try:
+            return question(storage)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self._fail(storage, error)
+            return None
+
+    def _fail(self, storage: Storage, error: OSError) -> None:
+        reason = error.strerror or str(error) or type(error).__name__
+        self._failed[self._all.index(storage)] = TierFailure(storage.place, reason)
+
+    def _note_damage(self, storage: Storage, path: str, what: str) -> None:
+        self._damaged.append(TierFailure(storage.place, f"{path}: {what}"))
+
+    def _files(self, path: str) -> builtins.list[str]:
+        name, _ = _split(f"{path}/")
+        _, manifest = self._manifest(name)
+        return [MANIFEST, *(writer.file for writer in manifest.writers)]
+
+    def _folders(self, name: CheckpointName) -> builtins.list[_TierFolder]:
+        """All folders of a checkpoint, fastest tier first. Each tier is listed once."""
+        if name not in self._known:
+            self._known[name] = [
+                _TierFolder(storage, folder, frozenset(files))
+                for storage in self._reachable()
+                for folder in (str(name), name.attempt)
+                if (files := self._ask(storage, lambda s, f=folder: s.list(f)))  # type: ignore[misc]
+            ]
+        return [f for f in self._known[name] if self._all.index(f.storage) not in self._failed]
+
+    def _world_size(self, name: CheckpointName) -> int | None:
+        """The number of writers, if the parts of all exist (judged by their names); else None."""
+        found: dict[int, builtins.set[int]] = {}
+        for folder in self._folders(name):
+            for ranks in map(parse_part_file, folder.files):
+                if ranks is not None:
+                    found.setdefault(ranks[1], set()).add(ranks[0])
+        complete = [size for size, ranks in found.items() if len(ranks) == size]
+        return complete[0] if len(complete) == 1 else None
+
+    # --- the manifest: a committed one, else merged from parts
+
+    def _manifest(self, name: CheckpointName) -> tuple[bytes, Manifest]:
+        if name not in self._manifests:
+            self._manifests[name] = self._committed(name) or self._merged(name)
+        return self._manifests[name]
+
+    def _committed(self, name: CheckpointName) -> tuple[bytes, Manifest] | None:
+        """The first valid committed manifest; raises if all of them are damaged."""
+        damaged = None
+        file = f"{name}/{MANIFEST}"
+        for folder in self._folders(name):
+            if folder.path != str(name) or MANIFEST not in folder.files:
+                continue
+            try:
+                data = self._ask(folder.storage, lambda s: _read(s, file))
+                if data is not None:
+                    return data, parse_manifest(data, file)
+            except LoadError as error:
+                damaged = error
+        if damaged is not None and self._world_size(name) is None:
+            raise damaged
+        return None
+
+    def _merged(self, name: CheckpointName) -> tuple[bytes, Manifest]:
+        world_size = self._world_size(name)
+        if world_size is None:
+            raise _missing(f"{name}/{MANIFEST}")
+        file = f"{name}/{MANIFEST}"
+        try:
+            parts = [self._part(name, rank, world_size) for rank in range(world_size)]
+            data = merge_parts(parts).to_bytes()
+        except IncompleteAttempt as why:
+            raise CorruptCheckpoint(
+                f"its parts do not make a complete checkpoint: {why}", file=file
+            ) from why
+        return data, parse_manifest(data, file)
+
+    def _part(self, name: CheckpointName, rank: int, world_size: int) -> Part:
+        why: Exception | None = None
+        for folder in self._folders(name):
+            if folder.path != name.attempt or part_file(rank, world_size) not in folder.files:
+                continue
+            try:
+                part = self._ask(folder.storage, lambda s: read_part(s, name, rank, world_size))
+            except IncompleteAttempt as problem:
+                why = problem
+                continue
+            if part is not None:
+                return part
+        raise IncompleteAttempt(str(why or f"{part_file(rank, world_size)} was removed")) from why
+
+    # --- tensors
+
+    def _copies(self, name: CheckpointName, file: str) -> ReadableFile:
+        """A writer's file, from all tiers that hold it."""
+        _, manifest = self._manifest(name)
+        sizes = {writer.file: writer.size_bytes for writer in manifest.writers}
+        copies = ReplicatedFile(
+            self._opened(name, file), sizes.get(file), hashes_of(manifest, file)
+        )
+        if copies.is_empty:
+            raise _missing(f"{name}/{file}")
+        return copies
+
+    def _opened(self, name: CheckpointName, file: str) -> Iterator[Replica]:
+        for folder in self._folders(name):
+            if file not in folder.files:
+                continue
+            path = f"{folder.path}/{file}"
+            source = self._ask(folder.storage, lambda s, p=path: s.open(p))  # type: ignore[misc]
+            if source is not None:
+                yield Replica(
+                    source,
+                    fail=partial(self._fail, folder.storage),
+                    damaged=partial(self._note_damage, folder.storage, path),
+                )
+
+    # --- read-only: the other operations of a storage
+
+    def make_folder(self, path: str) -> None:
+        raise _read_only(path)
+
+    def create(self, path: str) -> WritableFile:
+        raise _read_only(path)
+
+    def rename(self, old: str, new: str) -> None:
+        raise _read_only(old)
+
+    def sync_folder(self, path: str) -> None:
+        raise _read_only(path)
+
+    def remove(self, path: str) -> None:
+        raise _read_only(path)
+
+    def remove_folder(self, path: str) -> None:
+        raise _read_only(path)
+
+
+@dataclass(frozen=True)
+class _TierFolder:
+    """The files of one checkpoint in one tier."""
+
+    storage: Storage
+    path: str
+    files: frozenset[str]
+
+
+class _Bytes:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def size(self) -> int:
+        return len(self._data)
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        piece = self._data[offset : offset + len(into)]
+        into[: len(piece)] = piece
+        return len(piece)
+
+    def mapped(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def _read(storage: Storage, path: str) -> bytes:
+    with contextlib.closing(storage.open(path)) as source:
+        return read_document(source, path)
+
+
+def _split(path: str) -> tuple[CheckpointName, str]:
+    folder, _, file = path.partition("/")
+    name = parse_committed(folder)
+    if name is None:
+        raise _missing(path)
+    return name, file
+
+
+def _missing(path: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "no such file in any tier", path)
+
+
+def _read_only(path: str) -> OSError:
+    return OSError(errno.EROFS, "a tiered storage is read-only", path)

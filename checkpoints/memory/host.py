@@ -1,0 +1,188 @@
+"""Hosts the memory tier of a node: the folder, the server for peers, and the replication.
+
+For a process that outlives the workers, such as an agent. Workers receive only the path of the
+folder. A file in it, readable by this user only and updated with the world, holds the addresses of
+the other nodes and the key to their memory (:func:`memory_roots`)::
+
+    host = MemoryHost(
+        folder, host="10.0.0.7", key=job_key, identity="node-7",
+        neighbours=lambda: Neighbours(others, next_one),
+    )
+    …
+    host.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from checkpoints.memory.node_memory import COPIES, OWN, NodeMemory
+from checkpoints.memory.peer_server import PeerServer
+from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
+from checkpoints.memory.replication import ReplicationOutcome, Replicator
+from checkpoints.policies.retention import LatestN, RetentionFunction
+from checkpoints.storage.roots import Root
+from elastic.secure_channel import private_files
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.reports import Report
+from elastic.secure_channel.tls import Tls, TlsFiles
+
+NODE_FILE = "node.json"
+KEEP: RetentionFunction = LatestN(3)  # the ranks may be two saves apart
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The other nodes of the current world, and which of them receives this node's replicas."""
+
+    peers: tuple[PeerAddress, ...] = ()
+    successor: PeerAddress | None = None
+
+
+class MemoryHost:
+    """Creates ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
+
+    ``limit_bytes`` limits own parts and replicas, each. ``neighbours`` and ``key`` are called
+    periodically and by :meth:`look`. All hosts of a job share one key, and each has its own
+    ``identity``. Without a key no peer can connect. With ``tls`` all
+    connections to and from other hosts use it, those of this node's workers included.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        host: str = "",
+        key: Callable[[], SecretKey] | None = None,
+        identity: str = "",
+        tls: Tls | None = None,
+        limit_bytes: int | None = None,
+        neighbours: Callable[[], Neighbours] = Neighbours,
+        report: Report = lambda line: None,
+        on_outcome: Callable[[ReplicationOutcome], object] = lambda outcome: None,
+        on_error: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        self._folder = Path(folder)
+        self._limit_bytes = limit_bytes
+        self._neighbours = neighbours
+        alone = SecretKey.generate()
+        self._key = key if key is not None else lambda: alone
+        self._tls = tls
+        self._known = Neighbours()
+        self._known_key = self._key()
+        self._lock = threading.Lock()
+        self._folder.mkdir(mode=0o700)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            own, copies = (
+                NodeMemory(self._folder / name, limit_bytes=limit_bytes) for name in (OWN, COPIES)
+            )
+            for memory in (own, copies):
+                memory.make_folder("")
+            self._write()
+            self._server = PeerServer(
+                own,
+                copies,
+                key=self._key,
+                identity=identity,
+                host=host,
+                keep=KEEP,
+                tls=tls,
+                report=report,
+                on_error=on_error,
+            )
+            undo.callback(self._server.close)
+            self._copier = Replicator(
+                own, self.look, key=self._key, tls=tls, on_outcome=on_outcome, on_error=on_error
+            )
+            undo.pop_all()
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def look(self) -> PeerAddress | None:
+        """Refresh the neighbours and publish them to the workers; returns the replication
+        target."""
+        with self._lock:
+            found, key = self._neighbours(), self._key()
+            if (found, key) != (self._known, self._known_key):
+                self._known, self._known_key = found, key
+                self._write()
+            return found.successor
+
+    def close(self) -> None:
+        """Stop the server and the replication, join their threads, free the memory."""
+        self._copier.close()
+        self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self) -> None:
+        peers = [asdict(peer) for peer in self._known.peers]
+        content = {
+            "limit_bytes": self._limit_bytes,
+            "key": self._known_key.text,
+            "tls": asdict(self._tls.files) if self._tls is not None else None,
+            "peers": peers,
+        }
+        text = json.dumps(content)
+        descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds the key
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(name, self._folder / NODE_FILE)
+
+
+def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
+    """The storage that this node's ranks write to. Raises ``OSError`` if the folder has no host."""
+    return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder).limit_bytes)
+
+
+def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
+    """For :class:`~checkpoints.TieredStorage`: this node's parts, the replicas it holds, then
+    the memory of all other nodes.
+
+    Raises ``OSError`` if the folder has no host.
+    """
+    content = _read(folder)
+    tls = Tls(content.tls) if content.tls is not None else None
+    return [
+        NodeMemory(Path(folder) / OWN),
+        NodeMemory(Path(folder) / COPIES),
+        *(
+            PeerStorage(peer, key=lambda: content.key, tls=tls, timeout_s=timeout_s)
+            for peer in content.peers
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class _HostState:
+    """The content of the host's file."""
+
+    limit_bytes: int | None
+    key: SecretKey
+    tls: TlsFiles | None
+    peers: tuple[PeerAddress, ...]
+
+
+def _read(folder: str | os.PathLike[str]) -> _HostState:
+    text = private_files.read(Path(folder) / NODE_FILE).decode()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        data = json.loads(text)
+        names = [field.name for field in fields(PeerAddress)]
+        peers = (PeerAddress(**{name: peer[name] for name in names}) for peer in data["peers"])
+        tls = TlsFiles(**data["tls"]) if data["tls"] is not None else None
+        return _HostState(data["limit_bytes"], SecretKey.parse(data["key"]), tls, tuple(peers))
+    raise OSError(f"{folder}/{NODE_FILE} is not a valid memory host file")

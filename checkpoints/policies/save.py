@@ -1,0 +1,188 @@
+"""Save policies: when to save a checkpoint. Policies compose with ``|``.
+
+A policy is a pure function of a :class:`SaveContext`. All writers of a checkpoint must reach the
+same decision. A policy that depends only on the step decides alike on every rank; one that depends
+on time or on saves in flight (``needs_agreement``) is evaluated by one rank, which shares the
+result with the others in a message that they exchange anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from checkpoints.errors import ArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveContext:
+    """The inputs of a save policy at a step boundary. Times are readings of one monotonic clock."""
+
+    step: int  # completed steps
+    now_s: float
+    began_s: float  # when observation of failures began
+    saved_step: int  # the step of the last save, or the initial step
+    saved_s: float  # time of the last save
+    in_flight: int = 0  # saves in flight
+    preempted: bool = False  # this node or job received a preemption notice
+    save_cost_s: float = 0.0  # measured stall per save; 0 if not measured yet
+    failures: int = 0  # failures since ``began_s``
+    previous_step: int | None = None  # at the previous boundary; None: step - 1
+
+    def crosses_multiple_of(self, count: int) -> bool:
+        """Whether a multiple of ``count`` lies after the previous boundary and up to this one.
+
+        >>> at = SaveContext(step=12, previous_step=8, now_s=0, began_s=0, saved_step=0, saved_s=0)
+        >>> at.has_passed(10), at.has_passed(7)
+        (True, False)
+        """
+        previous = self.step - 1 if self.previous_step is None else self.previous_step
+        return self.step // count > previous // count
+
+
+class SavePolicy:
+    """Base class of save policies: a callable that returns True to save now."""
+
+    needs_agreement = True
+
+    def __call__(self, context: SaveContext) -> bool:
+        raise NotImplementedError
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return _AnyOf((*_parts(self), *_parts(other)))
+
+
+def split_by_agreement(when: SavePolicy) -> tuple[SavePolicy | None, SavePolicy | None]:
+    """Split a policy into (evaluated on every rank, evaluated by one rank for all).
+
+    >>> split_by_agreement(EverySteps(5) | EverySeconds(60))
+    (EverySteps(count=5), EverySeconds(seconds=60))
+    >>> split_by_agreement(EverySteps(5))
+    (EverySteps(count=5), None)
+    """
+    alone = [part for part in _parts(when) if not part.needs_agreement]
+    agreed = [part for part in _parts(when) if part.needs_agreement]
+    return _joined(alone), _joined(agreed)
+
+
+def _parts(when: SavePolicy) -> tuple[SavePolicy, ...]:
+    return when.policies if isinstance(when, _AnyOf) else (when,)
+
+
+def _joined(parts: list[SavePolicy]) -> SavePolicy | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return _AnyOf(tuple(parts))
+
+
+@dataclass(frozen=True)
+class _AnyOf(SavePolicy):
+    policies: tuple[SavePolicy, ...]
+
+    @property
+    def needs_agreement(self) -> bool:  # type: ignore[override]
+        return any(policy.needs_agreement for policy in self.policies)
+
+    def __call__(self, context: SaveContext) -> bool:
+        return any(policy(context) for policy in self.policies)
+
+
+@dataclass(frozen=True)
+class EverySteps(SavePolicy):
+    """Save at every multiple of ``count`` steps, or at the first boundary after it."""
+
+    count: int
+    needs_agreement = False
+
+    def __post_init__(self) -> None:
+        _positive("EverySteps", self.count)
+
+    def __call__(self, context: SaveContext) -> bool:
+        return context.step > context.saved_step and context.crosses_multiple_of(self.count)
+
+
+@dataclass(frozen=True)
+class EverySeconds(SavePolicy):
+    """Save once ``seconds`` have passed since the last save."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _positive("EverySeconds", self.seconds)
+
+    def __call__(self, context: SaveContext) -> bool:
+        elapsed_s = context.now_s - context.saved_s
+        return context.step > context.saved_step and elapsed_s >= self.seconds
+
+
+@dataclass(frozen=True)
+class Continuous(SavePolicy):
+    """Save whenever no save is in flight."""
+
+    def __call__(self, context: SaveContext) -> bool:
+        return context.step > context.saved_step and context.in_flight == 0
+
+
+@dataclass(frozen=True)
+class OnPreemption(SavePolicy):
+    """Save on a preemption notice to this job or one of its nodes. All writers receive the notice
+    at the same step: the decision needs no agreement."""
+
+    needs_agreement = False
+
+    def __call__(self, context: SaveContext) -> bool:
+        return context.step > context.saved_step and context.preempted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Automatic(SavePolicy):
+    """Save at the Young/Daly interval, computed from measured save cost and failure rate.
+
+    ``expected_between_failures_s`` is the prior mean time between failures; it weighs as much as
+    one observed failure. The interval is clamped to the two bounds; until a save has been measured
+    it is the lower bound. J. T. Daly, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps", 2006, equation 20.
+    """
+
+    expected_between_failures_s: float = 4 * 3600.0
+    min_interval_s: float = 30.0
+    max_interval_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        _positive("Automatic: expected_between_failures_s", self.expected_between_failures_s)
+        _positive("Automatic: min_interval_s", self.min_interval_s)
+        if self.max_interval_s < self.min_interval_s:
+            raise ArgumentError(
+                f"Automatic: max_interval_s {self.max_interval_s} is below min_interval_s "
+                f"{self.min_interval_s}"
+            )
+
+    def interval_s(self, context: SaveContext) -> float:
+        """The interval to use in this context, in seconds."""
+        watched_s = self.expected_between_failures_s + max(context.now_s - context.began_s, 0.0)
+        best = optimal_interval_s(context.save_cost_s, watched_s / (1 + context.failures))
+        return min(max(best, self.min_interval_s), self.max_interval_s)
+
+    def __call__(self, context: SaveContext) -> bool:
+        due = context.now_s - context.saved_s >= self.interval_s(context)
+        return due and context.step > context.saved_step and context.in_flight == 0
+
+
+def optimal_interval_s(cost_s: float, between_failures_s: float) -> float:
+    """The training time between two saves that minimises lost time (Daly 2006, equation 20).
+
+    >>> round(optimal_interval_s(cost_s=2.0, between_failures_s=3600.0))
+    119
+    """
+    if cost_s <= 0:
+        return 0.0
+    if cost_s >= 2 * between_failures_s:
+        return between_failures_s
+    ratio = cost_s / (2 * between_failures_s)
+    young = math.sqrt(2 * cost_s * between_failures_s)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def _positive(what: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ArgumentError(f"{what}({value}): must be positive and finite")

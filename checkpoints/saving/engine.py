@@ -1,0 +1,398 @@
+"""Asynchronous saves: stage on the caller's thread, write and commit on a background thread.
+
+The caller is blocked only while its share is copied. The background thread accesses the storage
+only: no collectives, no live tensors. Every failure becomes a :class:`SaveOutcome`; training
+continues.
+
+A thread that hangs in a system call cannot be stopped. The caller's thread therefore checks the
+deadline, too (in :meth:`Engine.outcomes`), and abandons a hung save for good: if the disk recovers,
+that save does not commit. Until then saves are skipped, since the hung save owns its buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from checkpoints.catalog.commit import is_committed
+from checkpoints.errors import CheckpointError, WriteFailed
+from checkpoints.format.names import CheckpointName
+from checkpoints.format.state_tree import flatten, spec_of
+from checkpoints.policies.retention import LatestN, RetentionFunction
+from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, write_and_commit
+from checkpoints.saving.outcome import (
+    SaveHandle,
+    SaveOutcome,
+    SaveStatus,
+    WriterGroup,
+    WriterThreadDied,
+)
+from checkpoints.saving.save import check_json, check_world, lineage_of
+from checkpoints.saving.staging import StagingBuffer, StagingPool
+from checkpoints.storage.failures import writing
+from checkpoints.storage.protocol import Storage
+from checkpoints.storage.roots import Root, storage_for
+from checkpoints.tensors.partition import share_of
+
+THREAD_NAME = "checkpoint-writer"
+_NICENESS = 10
+_POLL_S = 0.1  # poll interval for the other writers' parts
+
+
+@dataclass(eq=False)
+class _SaveJob:
+    attempt: WriteAttempt
+    handle: SaveHandle
+    buffer: StagingBuffer
+    fence: Callable[[], bool] | None
+    began_s: float
+    stall_s: float
+    deadline_s: float  # on the monotonic clock
+    write_s: float = 0.0
+    bytes_written: int | None = None  # None: not written yet
+
+
+class Engine:
+    """Saves asynchronously for the life of a process. Its one owner closes it.
+
+    ``keep`` is applied after a commit. ``fence`` is called before one, on the writer thread: False
+    means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
+    ``deadline_s`` limits the time until any writer commits a save. While both buffers are in use, a
+    save is skipped and counted with ``busy="skip"``; with ``"wait"`` it waits for a buffer, at most
+    until the deadline.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        *,
+        keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
+        fence: Callable[[], bool] | None = None,
+        deadline_s: float = 600.0,
+        busy: Literal["skip", "wait"] = "skip",
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._storage: Storage = storage_for(root)
+        self._keep = keep
+        self._fence = fence
+        self._deadline_s = deadline_s
+        self._busy = busy
+        self._clock = clock
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._buffers = StagingPool(2)
+        self._jobs: queue.Queue[_SaveJob | Callable[[], object] | None] = queue.Queue()
+        self._open: list[_SaveJob] = []  # neither committed nor abandoned
+        self._ended: deque[SaveOutcome] = deque()
+        self._died: BaseException | None = None
+        self._closed = False
+        self.skipped = 0
+        # A daemon: a hung disk must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ------------------------------------------------------------------
+
+    def reserve(
+        self, state: object, *, rank: int = 0, world_size: int = 1, background: bool = False
+    ) -> None:
+        """Allocate both buffers for ``state``, so that the first save only copies.
+
+        With ``background`` the writer thread allocates them, between saves.
+        """
+        _, tensors = flatten(state)
+        pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
+        size = sum(span.count * spec.element_bytes for spec, span in pieces)
+        pinned = any(t.is_cuda for t in tensors.values())
+        grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
+        self.submit(grow) if background else grow()
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Run ``task`` on the writer thread, in order with the saves. An exception ends the
+        thread."""
+        self._check_alive()
+        self._jobs.put(task)
+
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        world: WriterGroup,
+        data_position: Any = None,
+        wait_s: float | None = None,
+    ) -> SaveHandle:
+        """Copy this rank's share of ``state`` and return; the background thread writes it.
+
+        Every rank of ``world`` calls it for the same steps. Once it returns, the tensors may
+        change. ``wait_s`` limits the wait for a free buffer and overrides ``busy``. Raises
+        :class:`ArgumentError` or :class:`StateError` for caller mistakes; every other failure is
+        in the outcome of the handle.
+        """
+        self._check_alive()
+        check_world(world.rank, world.size)
+        check_json(data_position)
+        name = CheckpointName(step, world.generation, world.nonce)
+        lineage = lineage_of(name, world.lineage)
+        handle = SaveHandle(str(name), step)
+        began_s = self._monotonic()
+        buffer = self._buffer(wait_s)
+        if buffer is None:
+            self.skipped += 1
+            stall_s, reason = self._monotonic() - began_s, "earlier saves occupy all buffers"
+            self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
+            return handle
+        try:
+            tree, tensors = flatten(state)
+            specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
+            pieces = share_of(specs, world.size, world.rank)
+            data = buffer.fill(pieces, tensors)
+        except CheckpointError:
+            self._buffers.release(buffer)
+            raise
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when out of memory
+            self._buffers.release(buffer)
+            self._end(handle, SaveStatus.FAILED, reason=f"staging: {error}", error=error)
+            return handle
+        attempt = WriteAttempt(
+            name=name,
+            rank=world.rank,
+            world_size=world.size,
+            lineage=lineage,
+            data_position=json.loads(json.dumps(data_position)),  # a private copy
+            specs=specs,
+            tree=tree,
+            pieces=pieces,
+            data=data,
+        )
+        now_s = self._monotonic()
+        deadline_s = now_s + self._deadline_s
+        job = _SaveJob(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
+        with self._lock:
+            self._open.append(job)
+        self._jobs.put(job)
+        return handle
+
+    @property
+    def has_free_buffer(self) -> bool:
+        """Whether a staging buffer is free."""
+        return self._buffers.has_free
+
+    @property
+    def in_flight(self) -> int:
+        """The number of saves that are neither committed nor abandoned."""
+        with self._lock:
+            return len(self._open)
+
+    def outcomes(self) -> tuple[SaveOutcome, ...]:
+        """The saves that ended since the last call. Call it every step: it detects hung saves."""
+        self._abandon_overdue()
+        self._report_death()
+        with self._lock:
+            ended = tuple(self._ended)
+            self._ended.clear()
+        return ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is in flight; False after ``timeout_s``."""
+        until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while True:
+            self._abandon_overdue()
+            self._report_death()
+            with self._lock:
+                handles = [(job.handle, job.deadline_s) for job in self._open]
+            if not handles:
+                return True
+            left_s = min(until_s, *(deadline for _, deadline in handles)) - self._monotonic()
+            if self._monotonic() >= until_s:
+                return False
+            handles[0][0].wait(min(max(left_s, 0.0), _POLL_S))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish the saves in flight and join the thread; False if it did not end in time.
+
+        A hung writer thread is left behind: it is a daemon and never commits.
+        """
+        if self._closed:
+            return not self._thread.is_alive()
+        self._closed = True
+        finished = self._died is not None or self.wait(timeout_s)
+        self._abandon(lambda job: True, "the engine was closed")
+        self._jobs.put(None)
+        self._thread.join(timeout=_POLL_S * 10 if finished else 0.0)
+        self._report_death()
+        return finished and not self._thread.is_alive()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _buffer(self, wait_s: float | None) -> StagingBuffer | None:
+        self._abandon_overdue()
+        if wait_s is None:
+            wait_s = self._deadline_s if self._busy == "wait" else 0.0
+        return self._buffers.acquire(wait_s)
+
+    def _check_alive(self) -> None:
+        self._report_death()
+        if self._closed:
+            raise RuntimeError("the checkpoint engine is closed")
+
+    def _report_death(self) -> None:
+        if self._died is not None:
+            raise WriterThreadDied("the checkpoint writer thread died") from self._died
+
+    def _abandon_overdue(self) -> None:
+        now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
+        self._abandon(lambda job: now_s > job.deadline_s, reason)
+
+    def _abandon(self, which: Callable[[_SaveJob], bool], reason: str) -> None:
+        with self._lock:
+            jobs = [job for job in self._open if which(job)]
+        for job in jobs:
+            self._finish(job, SaveStatus.ABANDONED, reason=reason)
+
+    # -- either thread ------------------------------------------------------------------------
+
+    def _finish(self, job: _SaveJob, status: SaveStatus, **more: Any) -> None:
+        """End a job exactly once: the second of two threads finds it ended."""
+        with self._lock:
+            if job not in self._open:
+                return
+            self._open.remove(job)
+        self._end(
+            job.handle,
+            status,
+            stall_s=job.stall_s,
+            write_s=job.write_s,
+            took_s=self._monotonic() - job.began_s,
+            bytes_written=job.bytes_written or 0,
+            **more,
+        )
+
+    def _end(self, handle: SaveHandle, status: SaveStatus, **more: Any) -> None:
+        handle.is_written = True
+        handle.outcome = SaveOutcome(step=handle.step, name=handle.name, status=status, **more)
+        with self._lock:
+            self._ended.append(handle.outcome)
+        handle.ended.set()
+
+    # -- the writer's thread ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        # Linux priorities are per thread. A refusal only costs training some CPU time.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            while self._work_once():
+                pass
+        except BaseException as error:  # noqa: BLE001  raised by the owner's next call
+            self._died = error
+            self._abandon(lambda job: True, f"the writer thread died: {error!r}")
+
+    def _work_once(self) -> bool:
+        """Process one job, or poll those that wait for other writers; False at the end."""
+        waiting = self.in_flight > 0
+        try:
+            job = self._jobs.get(timeout=_POLL_S if waiting else None)
+        except queue.Empty:
+            self._poll_waiting()
+            return True
+        if job is None:
+            return False
+        if not isinstance(job, _SaveJob):
+            job()
+            return True
+        try:
+            self._write(job)
+        finally:
+            self._buffers.release(job.buffer)
+        self._poll_waiting()
+        return True
+
+    def _write(self, job: _SaveJob) -> None:
+        if not self._is_open(job) or not self._may_commit(job):
+            self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
+            return
+        began_s = self._monotonic()
+
+        def note_time() -> None:
+            job.write_s = self._monotonic() - began_s
+
+        try:
+            saved = write_and_commit(
+                self._storage,
+                job.attempt,
+                keep=self._keep,
+                fence=lambda: self._is_open(job) and self._may_commit(job),
+                clock=self._clock,
+                on_committed=note_time,
+            )
+        except Exception as error:  # noqa: BLE001  reported as the outcome
+            note_time()
+            self._fail(job, error)
+            return
+        job.bytes_written = saved.bytes_written
+        job.handle.is_written = True
+        if saved.committed:
+            self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
+        elif not self._may_commit(job):
+            self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
+
+    def _poll_waiting(self) -> None:
+        """Check whether saves that wait for other writers are committed, or can be."""
+        with self._lock:
+            jobs = list(self._open)
+        for job in jobs:
+            if job.bytes_written is None:
+                continue  # still queued
+            try:
+                self._poll(job)
+            except Exception as error:  # noqa: BLE001  reported as the outcome
+                self._fail(job, error)
+        self._abandon_overdue()
+
+    def _poll(self, job: _SaveJob) -> None:
+        name, storage = job.attempt.name, self._storage
+        with writing(storage.place):
+            if is_committed(storage, name):
+                self._finish(job, SaveStatus.COMMITTED)
+                return
+            folders = storage.list("")
+        if name.attempt not in folders:
+            if str(name) not in folders:
+                self._finish(job, SaveStatus.ABANDONED, reason="another process removed its folder")
+            return
+        written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
+        saved = commit_if_complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
+        if saved.committed:
+            self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
+        elif not self._may_commit(job):
+            self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
+
+    def _fail(self, job: _SaveJob, error: Exception) -> None:
+        if not isinstance(error, CheckpointError):
+            cause = error
+            error = WriteFailed(f"saving {job.handle.name} failed: {cause!r}")
+            error.__cause__ = cause
+        self._finish(job, SaveStatus.FAILED, reason=str(error), error=error)
+
+    def _is_open(self, job: _SaveJob) -> bool:
+        with self._lock:
+            return job in self._open
+
+    def _may_commit(self, job: _SaveJob) -> bool:
+        return all(fence is None or fence() for fence in (self._fence, job.fence))

@@ -1,0 +1,118 @@
+"""Synchronous save: write this rank's share, commit if all shares exist. No collectives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from checkpoints.catalog.commit import is_committed
+from checkpoints.errors import ArgumentError, StateError
+from checkpoints.format.lineage import as_lineage
+from checkpoints.format.manifest import Ancestor, Lineage
+from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName
+from checkpoints.format.state_tree import flatten, spec_of
+from checkpoints.policies.retention import LatestN, RetentionFunction
+from checkpoints.saving.attempt import SaveResult, WriteAttempt, write_and_commit
+from checkpoints.storage.failures import writing
+from checkpoints.storage.roots import Root, storage_for
+from checkpoints.tensors.elements import bytes_of
+from checkpoints.tensors.partition import TensorSpec, share_of
+from checkpoints.tensors.regions import Extent
+
+Clock = Callable[[], float]
+"""Returns seconds since 1970; recorded and displayed, never used for decisions."""
+
+
+def save(
+    root: Root,
+    state: object,
+    *,
+    step: int,
+    nonce: str,
+    generation: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    lineage: Iterable[Ancestor | tuple[int, int]] = (),
+    data_position: Any = None,
+    keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
+    fence: Callable[[], bool] | None = None,
+    clock: Clock = time.time,
+    progress: Callable[[int], object] | None = None,
+) -> SaveResult:
+    """Write this rank's share of ``state``, and commit if all ``world_size`` shares exist.
+
+    Every rank of a world calls it with the same tensors, step, generation and nonce; no rank waits
+    for another. ``state`` is a tree of dicts, lists and tuples of JSON values and tensors; values
+    that are not tensors are saved as on rank 0. Of a DTensor (FSDP2, tensor parallelism) each rank
+    writes its shard, or an equal slice of a replicated one; ``rank`` and ``world_size`` are then
+    those of torch.distributed. ``nonce`` identifies the world: shared by its writers and by no
+    others (:func:`checkpoints.new_nonce`). ``data_position`` is any JSON value, returned on load.
+    ``keep`` is applied after the commit. ``fence`` is called before it: False means that this world
+    is stale, and the attempt stays uncommitted. ``progress`` is called with the number of bytes of
+    each chunk before it is written.
+
+    Saving a committed step again writes nothing and returns ``committed=True``.
+
+    Raises :class:`ArgumentError` and :class:`StateError` before anything is written, and
+    :class:`SaveError` if the storage fails; older checkpoints are unchanged in every case.
+    """
+    check_world(rank, world_size)
+    name = CheckpointName(step, generation, nonce)
+    check_json(data_position)
+    ancestors = lineage_of(name, lineage)
+    storage = storage_for(root)
+    with writing(storage.place):
+        if is_committed(storage, name):
+            return SaveResult(name=str(name), step=step, bytes_written=0, committed=True)
+    tree, tensors = flatten(state)
+    specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
+
+    def data(spec: TensorSpec, place: Extent) -> memoryview:
+        if progress is not None:
+            progress(place.count * spec.element_bytes)
+        return bytes_of(tensors[spec.name], place)
+
+    attempt = WriteAttempt(
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        lineage=ancestors,
+        data_position=data_position,
+        specs=specs,
+        tree=tree,
+        pieces=share_of(specs, world_size, rank),
+        data=data,
+    )
+    return write_and_commit(storage, attempt, keep=keep, fence=fence, clock=clock)
+
+
+def check_world(rank: int, world_size: int) -> None:
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
+    if not 0 <= rank < world_size:
+        raise ArgumentError(f"rank {rank} is not between 0 and {world_size - 1}")
+
+
+def check_json(data_position: Any) -> None:
+    try:
+        json.dumps(data_position, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateError(f"data_position is not strict JSON: {error}") from error
+
+
+def lineage_of(name: CheckpointName, pairs: Iterable[Ancestor | tuple[int, int]]) -> Lineage:
+    lineage = as_lineage(pairs)
+    if lineage and lineage[-1].generation != name.generation:
+        raise ArgumentError(
+            f"the lineage ends with generation {lineage[-1].generation}, "
+            f"the checkpoint is of generation {name.generation}",
+            hint="checkpoints.derive_lineage(origin, generation) returns it.",
+        )
+    if lineage and lineage[-1].began_at_step > name.step:
+        raise ArgumentError(
+            f"generation {name.generation} began at step {lineage[-1].began_at_step}, "
+            f"after step {name.step}"
+        )
+    return lineage

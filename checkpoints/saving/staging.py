@@ -1,0 +1,109 @@
+"""Staging: copies this rank's share of the live tensors into reusable host buffers.
+
+The copy is the only stall of an asynchronous save. A buffer holds exactly the body of the writer's
+file, is pinned if tensors are on CUDA devices, and never shrinks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from checkpoints.saving.tensor_file import Data, Pieces
+from checkpoints.tensors.allocation import empty
+from checkpoints.tensors.elements import copy_to
+from checkpoints.tensors.partition import TensorSpec, chunks_of
+from checkpoints.tensors.regions import Extent
+
+
+class StagingBuffer:
+    """Host memory for one staged share; has one owner at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> None:
+        """Allocate the memory and fault its pages in, so that the first save is not slower."""
+        if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
+            self._bytes = torch.empty(
+                0, dtype=torch.uint8
+            )  # free the old buffer before allocating the new one
+            self._bytes = (
+                torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else empty((size_bytes,), torch.uint8)
+            )
+            self._bytes.fill_(1)  # writing zeros might not fault the pages in
+
+    def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
+        """Copy ``pieces``; the tensors may change once this returns. Returns a reader of the
+        bytes."""
+        sizes = [place.count * spec.element_bytes for spec, place in pieces]
+        begins = [0, *accumulate(sizes)]
+        on_gpu = {t.device for t in tensors.values() if t.is_cuda}
+        self.reserve(begins[-1], pinned=bool(on_gpu))
+        for (spec, place), begin, size in zip(pieces, begins, sizes, strict=False):
+            if size:
+                copy_to(self._bytes[begin : begin + size], tensors[spec.name], place)
+        for device in on_gpu:
+            torch.cuda.current_stream(device).synchronize()
+        return _reader(self._bytes.numpy().data, pieces, begins)
+
+
+class StagingPool:
+    """A fixed number of staging buffers, shared by the training thread and the writer thread."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free: queue.Queue[StagingBuffer] = queue.Queue()
+        for _ in range(count):
+            self._free.put(StagingBuffer())
+
+    @property
+    def has_free(self) -> bool:
+        return not self._free.empty()
+
+    def acquire(self, wait_s: float) -> StagingBuffer | None:
+        """A free buffer; None if there is none within ``wait_s``."""
+        with contextlib.suppress(queue.Empty):
+            return self._free.get(block=wait_s > 0, timeout=wait_s)
+        return None
+
+    def release(self, buffer: StagingBuffer) -> None:
+        self._free.put(buffer)
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> None:
+        """Grow the free buffers one at a time, so that a concurrent save finds the other one."""
+        for _ in range(self._count):
+            with contextlib.suppress(queue.Empty):
+                buffer = self._free.get_nowait()
+                # A lack of memory is reported by the save that needs it.
+                with contextlib.suppress(MemoryError, RuntimeError):
+                    buffer.reserve(size_bytes, pinned=pinned)
+                self._free.put(buffer)
+
+
+def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
+    starts: dict[tuple[str, Extent], int] = {}
+
+    def data(spec: TensorSpec, place: Extent) -> memoryview:
+        if not starts:  # computed by the writer thread, so that training does not wait for it
+            starts.update(_starts(pieces, begins))
+        begin = starts[spec.name, place]
+        return memory[begin : begin + place.count * spec.element_bytes]
+
+    return data
+
+
+def _starts(pieces: Pieces, begins: Sequence[int]) -> dict[tuple[str, Extent], int]:
+    """Where each chunk begins in the buffer."""
+    starts = {}
+    for (spec, place), begin in zip(pieces, begins, strict=False):
+        for chunk in chunks_of(place, spec.element_bytes):
+            starts[spec.name, chunk] = begin
+            begin += chunk.count * spec.element_bytes
+    return starts

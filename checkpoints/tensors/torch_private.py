@@ -1,0 +1,40 @@
+"""The private names of torch that this package uses, each looked up where it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints.errors import CheckpointError
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """An identifier of the tensor's storage; unlike an address, an empty storage has one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def load_dcp(path: Path) -> dict[str, Any]:
+    """Everything that ``torch.distributed.checkpoint`` saved in a folder.
+
+    There is no public API to load without a template state; torch's own ``format_utils`` do the
+    same as this. Raises CheckpointError if the installed torch has renamed these.
+    """
+    try:
+        from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    except ImportError as error:
+        raise CheckpointError(
+            f"torch {torch.__version__} cannot load {path}: {error}",
+            hint="Convert it with the version of torch that wrote it.",
+        ) from error
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(path),
+        planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]
+        no_dist=True,
+    )
+    return state

@@ -1,0 +1,262 @@
+"""Fault injection: a storage that crashes, tears a write, fails or delays at a chosen call.
+
+Run once without a fault to count the calls, then once for every call and every fault.
+:class:`FaultyObjects` does the same for the requests to an object store, of which one call of a
+storage makes several.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from checkpoints.storage.mapped_files import MappedFile
+from checkpoints.storage.object_store import ObjectInfo, Objects, Upload
+from checkpoints.storage.protocol import ReadableFile, Storage, WritableFile
+
+
+class _Placed(Protocol):
+    @property
+    def place(self) -> str: ...
+
+
+_Inner = TypeVar("_Inner", bound=_Placed)
+
+
+class SimulatedCrash(BaseException):
+    """Simulates the death of the process. A BaseException, so that no handler continues after
+    it."""
+
+
+class StorageFault(Enum):
+    DIE_BEFORE = "die-before"  # the call never happens
+    DIE_AFTER = "die-after"  # it happens, and nothing more does
+    TEAR = "tear"  # half of a write happens; another call does not
+    NO_SPACE = "no-space"  # ENOSPC from this call on, for writes
+    IO_ERROR = "io-error"  # EIO, once
+    REFUSED = "refused"  # EACCES, once
+
+
+_ERRNO = {
+    StorageFault.NO_SPACE: errno.ENOSPC,
+    StorageFault.IO_ERROR: errno.EIO,
+    StorageFault.REFUSED: errno.EACCES,
+}
+
+
+@dataclass
+class _FaultSchedule:
+    """The fault to inject; shared by a storage and its files, which count calls together."""
+
+    at: int | None
+    fault: StorageFault
+    before: Callable[[str], None] | None
+    calls: list[str]
+    dead: bool = False
+    full: bool = False
+
+    def run(
+        self, label: str, call: Callable[[], None], half: Callable[[], None] | None = None
+    ) -> None:
+        if self.dead:
+            raise SimulatedCrash(label)
+        if self.before is not None:
+            self.before(label)
+        self.calls.append(label)
+        chosen = len(self.calls) - 1 == self.at
+        if self.full and label.startswith("write "):
+            raise OSError(errno.ENOSPC, "no space (injected)", label)
+        if not chosen:
+            call()
+            return
+        self._inject(label, call, half)
+
+    def _inject(
+        self, label: str, call: Callable[[], None], half: Callable[[], None] | None
+    ) -> None:
+        if self.fault in _ERRNO:
+            self.full = self.fault is StorageFault.NO_SPACE
+            raise OSError(_ERRNO[self.fault], f"{self.fault.value} (injected)", label)
+        self.dead = True
+        if self.fault is StorageFault.DIE_AFTER:
+            call()
+        elif self.fault is StorageFault.TEAR and half is not None:
+            half()
+        raise SimulatedCrash(label)
+
+
+class _Faulty(Generic[_Inner]):
+    """The wrapped object and the fault schedule for its calls."""
+
+    def __init__(
+        self,
+        inner: _Inner,
+        *,
+        at: int | None = None,
+        fault: StorageFault = StorageFault.DIE_BEFORE,
+        before: Callable[[str], None] | None = None,
+    ) -> None:
+        self._inner = inner
+        self._plan = _FaultSchedule(at, fault, before, [])
+
+    @property
+    def calls(self) -> list[str]:
+        return self._plan.calls
+
+    @property
+    def place(self) -> str:
+        return self._inner.place
+
+
+class FaultyStorage(_Faulty[Storage]):
+    """Wraps a storage. ``at`` is the number of the call that fails, from 0; None fails none.
+
+    ``before`` is called with the label of every call, to delay it or to run another writer in
+    between. ``calls`` are the labels so far.
+    """
+
+    def make_folder(self, path: str) -> None:
+        self._plan.run(f"make_folder {path}", lambda: self._inner.make_folder(path))
+
+    def list(self, path: str) -> list[str]:
+        found: list[str] = []
+        self._plan.run(f"list {path}", lambda: found.extend(self._inner.list(path)))
+        return found
+
+    def size(self, path: str) -> int:
+        found: list[int] = []
+        self._plan.run(f"size {path}", lambda: found.append(self._inner.size(path)))
+        return found[0]
+
+    def modified_s(self, path: str) -> float:
+        found: list[float] = []
+        self._plan.run(f"modified_s {path}", lambda: found.append(self._inner.modified_s(path)))
+        return found[0]
+
+    def create(self, path: str) -> WritableFile:
+        made: list[WritableFile] = []
+        self._plan.run(f"create {path}", lambda: made.append(self._inner.create(path)))
+        return _FaultySink(made[0], self._plan, path)
+
+    def open(self, path: str) -> ReadableFile:
+        made: list[ReadableFile] = []
+        self._plan.run(f"open {path}", lambda: made.append(self._inner.open(path)))
+        return _FaultySource(made[0], self._plan, path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._plan.run(f"rename {old} {new}", lambda: self._inner.rename(old, new))
+
+    def sync_folder(self, path: str) -> None:
+        self._plan.run(f"sync_folder {path}", lambda: self._inner.sync_folder(path))
+
+    def remove(self, path: str) -> None:
+        self._plan.run(f"remove {path}", lambda: self._inner.remove(path))
+
+    def remove_folder(self, path: str) -> None:
+        self._plan.run(
+            f"remove_folder {path}",
+            lambda: self._inner.remove_folder(path),
+            lambda: self._remove_some(path),
+        )
+
+    def _remove_some(self, path: str) -> None:
+        for file in self._inner.list(path)[::2]:
+            self._inner.remove(f"{path}/{file}")
+
+
+class _FaultySink:
+    def __init__(self, inner: WritableFile, plan: _FaultSchedule, path: str) -> None:
+        self._inner, self._plan, self._path = inner, plan, path
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._plan.run(
+            f"write {self._path}",
+            lambda: self._inner.write(data),
+            lambda: self._inner.write(data[: len(data) // 2]),
+        )
+
+    def sync(self) -> None:
+        self._plan.run(f"sync {self._path}", self._inner.sync)
+
+    def close(self) -> None:
+        try:
+            self._plan.run(f"close {self._path}", lambda: None)
+        finally:
+            self._inner.close()  # always release the descriptor
+
+
+class _FaultySource:
+    def __init__(self, inner: ReadableFile, plan: _FaultSchedule, path: str) -> None:
+        self._inner, self._plan, self._path = inner, plan, path
+
+    def size(self) -> int:
+        found: list[int] = []
+        self._plan.run(f"fstat {self._path}", lambda: found.append(self._inner.size()))
+        return found[0]
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        found: list[int] = []
+        self._plan.run(
+            f"read {self._path}", lambda: found.append(self._inner.read_at(offset, into))
+        )
+        return found[0]
+
+    def mapped(self) -> MappedFile | None:
+        found: list[MappedFile | None] = []
+        self._plan.run(f"map {self._path}", lambda: found.append(self._inner.mapped()))
+        return found[0]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyObjects(_Faulty[Objects]):
+    """Wraps an object store, as :class:`FaultyStorage` does a storage.
+
+    No torn writes: a put is atomic.
+    """
+
+    def list(self, prefix: str) -> Mapping[str, ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
+        self._plan.run(f"list {prefix}", lambda: found.update(self._inner.list(prefix)))
+        return found
+
+    def stat(self, key: str) -> ObjectInfo:
+        found: builtins.list[ObjectInfo] = []
+        self._plan.run(f"stat {key}", lambda: found.append(self._inner.stat(key)))
+        return found[0]
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        found: builtins.list[bytes] = []
+        self._plan.run(f"get {key}", lambda: found.append(self._inner.get(key, begin, end)))
+        return found[0]
+
+    def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
+        self._plan.run(f"write {key}", lambda: self._inner.put(key, data, only_new=only_new))
+
+    def upload(self, key: str) -> Upload:
+        return _FaultyUpload(self._inner.upload(key), self._plan, key)
+
+    def delete(self, key: str) -> None:
+        self._plan.run(f"delete {key}", lambda: self._inner.delete(key))
+
+    def delete_prefix(self, prefix: str) -> None:
+        self._inner.delete_prefix(prefix)
+
+
+class _FaultyUpload:
+    def __init__(self, inner: Upload, plan: _FaultSchedule, key: str) -> None:
+        self._inner, self._plan, self._key = inner, plan, key
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._plan.run(f"write {self._key}", lambda: self._inner.write(data))
+
+    def finish(self) -> None:
+        self._plan.run(f"write {self._key}", self._inner.finish)
+
+    def abandon(self) -> None:
+        self._inner.abandon()

@@ -1,0 +1,207 @@
+"""Interoperability: torch.save, torch.distributed.checkpoint (DCP), a single safetensors file.
+
+An export appears under its final name only once it is complete and durable. An import reads tensors
+and JSON values; torch.save files are read with ``weights_only=True``. DCP stores its metadata as a
+pickle, which can execute arbitrary code: reading one requires ``trust=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from checkpoints.errors import (
+    ArgumentError,
+    CheckpointError,
+    CorruptCheckpoint,
+    LoadError,
+    NotWritable,
+    ReadFailed,
+    StateError,
+    WriteFailed,
+)
+from checkpoints.format.state_tree import check_tree, flatten, live_tensors, unflatten
+from checkpoints.loading.load import load
+from checkpoints.storage.failures import reading, writing
+from checkpoints.storage.roots import Root
+from checkpoints.tensors.torch_private import load_dcp
+
+Format = Literal["torch", "dcp", "safetensors"]
+FORMATS: tuple[Format, ...] = ("torch", "dcp", "safetensors")
+_TREE = "checkpoints.tree"  # our key in the header of a safetensors file
+
+
+def export_to(
+    root: Root,
+    name: str,
+    target: str | os.PathLike[str],
+    form: Format,
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Write a verified checkpoint as another format: a file, or DCP's folder.
+
+    ``progress`` is called with the number of bytes of each chunk that was read.
+    Raises what :func:`checkpoints.load` and :func:`checkpoints.save` raise, and
+    :class:`ArgumentError` if the target exists.
+    """
+    write = _of(_WRITERS, form)
+    final = Path(target)
+    if os.path.lexists(final):
+        raise ArgumentError(f"{final} exists", hint="Remove it, or choose another target.")
+    state = load(root, name, progress=progress).state
+    if not final.parent.is_dir():
+        raise NotWritable(
+            f"there is no folder {final.parent}", hint="Create it, or choose another target."
+        )
+    private = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    with writing(str(final)):
+        try:
+            write(state, private)
+            _make_durable(private)
+            os.rename(private, final)
+            _sync(final.parent)
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # any failure of the other library
+            raise WriteFailed(f"{name} cannot be written as {form}: {error}") from error
+        finally:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                shutil.rmtree(private) if private.is_dir() else private.unlink()
+
+
+def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = False) -> Any:
+    """Read the state from a file or folder of another format, for :func:`checkpoints.save`.
+
+    ``trust`` is required for DCP, whose metadata is a pickle. Raises :class:`LoadError`.
+    """
+    read = _of(_READERS, form)
+    if form == "dcp" and not trust:
+        raise ArgumentError(
+            f"{source}: the metadata of torch.distributed.checkpoint is a pickle",
+            hint="Reading it can execute arbitrary code; pass trust=True (--trust) if you trust "
+            "its source.",
+        )
+    with reading(str(source)):
+        try:
+            return read(Path(source))
+        except (LoadError, OSError):
+            raise
+        except Exception as error:  # any failure of the other library
+            raise ReadFailed(
+                f"{source} cannot be read as {form}: {error}",
+                hint="Is it of this format? A file of torch.save may hold tensors and plain "
+                "values only.",
+            ) from error
+
+
+def _of(table: dict[Format, Any], form: Format) -> Callable[..., Any]:
+    if form not in table:
+        raise ArgumentError(f"unknown format {form!r}", hint=f"Known: {', '.join(FORMATS)}.")
+    found: Callable[..., Any] = table[form]
+    return found
+
+
+def _write_torch(state: Any, path: Path) -> None:
+    torch.save(state, path)
+
+
+def _read_torch(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _write_dcp(state: Any, path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    if not isinstance(state, dict):
+        raise StateError("torch.distributed.checkpoint can only hold a dict as state")
+    # DCP turns dicts with int keys into lists and drops empty ones: the tree restores them.
+    tree, _ = flatten(state)
+    dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
+
+
+def _read_dcp(path: Path) -> Any:
+    state = load_dcp(path)
+    text = state.pop(_TREE, None)
+    return state if text is None else _in_tree(text, path, live_tensors(state), by_path=True)
+
+
+def _write_safetensors(state: Any, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tree, tensors = flatten(state)
+    refused = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    if refused:
+        raise StateError(f"safetensors has no complex128: {refused[0]}")
+    # Separate memory for each: safetensors rejects tensors that share memory.
+    plain = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    save_file(plain, path, metadata={"format": "pt", _TREE: json.dumps(tree)})
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if _TREE not in metadata:
+        return tensors
+    return _in_tree(metadata[_TREE], path, tensors, by_path=False)
+
+
+def _in_tree(text: str, path: Path, tensors: dict[str, torch.Tensor], *, by_path: bool) -> Any:
+    """Rebuild the state from an untrusted tree and its tensors."""
+    try:
+        tree = json.loads(text)
+        # Tied tensors share a name, but each has its own path.
+        problem = check_tree(tree, _AnyName() if by_path else tensors)
+        if problem is None:
+            return unflatten(tree, lambda p, name: tensors[p if by_path else name])
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        problem = repr(error)
+    raise CorruptCheckpoint(problem, file=str(path))
+
+
+class _AnyName(dict[str, object]):
+    """Contains every name: tensors are looked up by path later."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+_WRITERS: dict[Format, Any] = {
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+    "safetensors": _write_safetensors,
+}
+_READERS: dict[Format, Any] = {
+    "torch": _read_torch,
+    "dcp": _read_dcp,
+    "safetensors": _read_safetensors,
+}
+
+
+def _make_durable(path: Path) -> None:
+    for folder, _, files in os.walk(path):
+        for file in files:
+            _sync(Path(folder, file))
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
