@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test beside check unit cluster compat soak bench gpu gpu-tests gpu-bench format clean
+.PHONY: demo test beside check docs unit cluster compat soak bench gpu gpu-tests gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -30,7 +30,11 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
 
 beside: $(STAMP)
-	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST=$(BIN)/pytest
+	nice -n 5 $(MAKE) --no-print-directory check docs unit PYTEST=$(BIN)/pytest
+
+# In build/site. A broken link, or a public name without a docstring and an entry, fails; no network is needed.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster and not gpu"

@@ -28,6 +28,7 @@ class KeepPolicy:
     """A policy: :meth:`select` says which of the committed checkpoints stay."""
 
     def select(self, newest_first: Names, look: Look) -> Collection[CheckpointName]:
+        """The checkpoints to keep; ``look`` returns what is known of one."""
         raise NotImplementedError
 
     def __call__(self, newest_first: Names) -> Collection[CheckpointName]:

@@ -75,7 +75,9 @@ class Storage(Protocol):
         """Names in a folder."""
         ...
 
-    def size(self, path: str) -> int: ...
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        ...
 
     def modified_s(self, path: str) -> float:
         """When it last changed, in seconds since 1970."""
@@ -85,7 +87,9 @@ class Storage(Protocol):
         """A new file; an old one of that name is emptied."""
         ...
 
-    def open(self, path: str) -> Source: ...
+    def open(self, path: str) -> Source:
+        """Open a file for reading."""
+        ...
 
     def rename(self, old: str, new: str) -> None:
         """Atomic. A folder onto a folder that is not empty fails (EEXIST or ENOTEMPTY)."""
@@ -95,7 +99,9 @@ class Storage(Protocol):
         """Make the names in a folder durable."""
         ...
 
-    def remove(self, path: str) -> None: ...
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        ...
 
     def remove_folder(self, path: str) -> None:
         """With all that is in it; one that is gone is fine."""
