@@ -34,7 +34,7 @@ beside: $(STAMP)
 
 # In build/site. A broken link, or a public name without a docstring and an entry, fails; no network is needed.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster and not gpu"
