@@ -22,11 +22,11 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGES = {"elastic": elastic, "checkpoints": checkpoints}
 PUBLIC = {name: getattr(p, name) for p in (checkpoints, elastic) for name in p.__all__}
 # What texts and examples call an object of ours.
-OBJECTS: dict[str, type] = {
-    "run": elastic.Run,
-    "step": elastic.Step,
-    "loader": elastic.ElasticLoader,
-    "engine": checkpoints.Engine,
+OBJECTS: dict[str, tuple[type, ...]] = {
+    "run": (elastic.Run,),
+    "step": (elastic.Step,),
+    "loader": (elastic.ElasticLoader,),
+    "engine": (checkpoints.Engine, checkpoints.TieredEngine),
 }
 # Of other programs that texts name: kubectl, and the script in an example.
 FOREIGN_FLAGS = {"--from-env-file", "--replicas", "--lr"}
@@ -129,7 +129,7 @@ def unknown_names(text: str) -> Iterator[str]:
         if path[-1] in ("py", "md", "json", "log", "whl"):
             continue
         if root in OBJECTS:
-            if not _is_attribute(OBJECTS[root], path[0]):
+            if not any(_is_attribute(cls, path[0]) for cls in OBJECTS[root]):
                 yield f"{root}.{path[0]}"
             elif path[0] == "world" and not all(_is_attribute(elastic.World, p) for p in path[1:]):
                 yield f"{root}{dotted}"
@@ -166,25 +166,21 @@ def _is_attribute(cls: type, name: str) -> bool:
 def unknown_keywords(text: str) -> Iterator[str]:
     """Arguments of public functions and classes that these do not take."""
     for name, arguments in _CALL.findall(text):
-        if (function := _callable(name)) is None:
-            continue
-        parameters = inspect.signature(function).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        taken = [inspect.signature(function).parameters for function in _callables(name)]
+        if not taken or any(p.kind is p.VAR_KEYWORD for ps in taken for p in ps.values()):
             continue
         for keyword in _KEYWORD.findall(arguments):
-            if keyword not in parameters:
+            if not any(keyword in parameters for parameters in taken):
                 yield f"{name}({keyword}=)"
 
 
-def _callable(name: str) -> Callable[..., Any] | None:
+def _callables(name: str) -> list[Callable[..., Any]]:
     root, _, last = name.rpartition(".")
     if root in OBJECTS:
-        found = getattr(OBJECTS[root], last, None)
-    elif root:
-        found = getattr(PACKAGES[root], last, None)
+        found = [getattr(cls, last, None) for cls in OBJECTS[root]]
     else:
-        found = PUBLIC.get(name)
-    return found if callable(found) else None
+        found = [getattr(PACKAGES[root], last, None) if root else PUBLIC.get(name)]
+    return [function for function in found if callable(function)]
 
 
 def unknown_flags(text: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -74,8 +75,10 @@ def test_without_shtab_the_extra_is_named(
 
 
 def test_every_command_with_a_table_prints_json_as_well() -> None:
-    (commands,) = (a.choices for a in whole_parser()._actions if a.dest == "command")
-    assert commands is not None
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for action in whole_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            commands = dict(action.choices)
     demo = commands["demo"].parse_args(["-o", "json"])
     listed = commands["checkpoints"].parse_args(["ls", "folder", "-o", "json"])
     assert (demo.output, listed.output) == ("json", "json")

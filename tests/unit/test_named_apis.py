@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 
 import pytest
 from named_apis import (
@@ -21,6 +22,8 @@ from named_apis import (
     unknown_names,
     unknown_variables,
 )
+
+from elastic.config import AgentOptions
 
 Finder = Callable[[str], Iterator[str]]
 
@@ -96,3 +99,8 @@ def test_every_decision_is_in_the_index() -> None:
     index = (folder / "README.md").read_text()
     decisions = sorted(path.name for path in folder.glob("[0-9]*.md"))
     assert decisions and [name for name in decisions if f"({name})" not in index] == []
+
+
+def test_every_option_is_in_the_reference() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "options.md").read_text()
+    assert [f.name for f in fields(AgentOptions) if f"`{f.name}`" not in page] == []
