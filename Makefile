@@ -8,7 +8,7 @@ SLOWEST := --durations=25 --durations-min=1
 # Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST)
 
-.PHONY: demo test beside check unit cluster compat soak streams bench gpu gpu-tests gpu-bench format clean
+.PHONY: demo test beside check docs unit cluster compat soak streams bench gpu gpu-tests gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -32,7 +32,11 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
 
 beside: $(STAMP)
-	nice -n 5 $(MAKE) --no-print-directory check unit PYTEST="$(BIN)/pytest $(SLOWEST)"
+	nice -n 5 $(MAKE) --no-print-directory check docs unit PYTEST="$(BIN)/pytest $(SLOWEST)"
+
+# In build/site. A broken link, or a public name without a docstring and an entry, fails; no network is needed.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster and not gpu"

@@ -261,7 +261,7 @@ def run_check(check: Check, python: Path, logs: Path) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
         if not check.paths:
-            command = [str(python.parent / "elastic"), "demo", "--json"]
+            command = [str(python.parent / "elastic"), "demo", "-o", "json"]
         try:
             code = subprocess.run(
                 command,

@@ -58,7 +58,9 @@ class Storage(Protocol):
         """The names in a folder."""
         ...
 
-    def size(self, path: str) -> int: ...
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        ...
 
     def modified_s(self, path: str) -> float:
         """Time of the last change, in seconds since 1970."""
@@ -68,7 +70,9 @@ class Storage(Protocol):
         """Create a file, truncating an existing one."""
         ...
 
-    def open(self, path: str) -> ReadableFile: ...
+    def open(self, path: str) -> ReadableFile:
+        """Open a file for reading."""
+        ...
 
     def rename(self, old: str, new: str) -> None:
         """Atomic. Renaming a folder onto a non-empty folder fails (EEXIST or ENOTEMPTY)."""
@@ -78,7 +82,9 @@ class Storage(Protocol):
         """Make the names in a folder durable."""
         ...
 
-    def remove(self, path: str) -> None: ...
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        ...
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder and its content; a missing folder is no error."""

@@ -34,7 +34,7 @@ class CheckpointTrouble(ElasticError):
 
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic checkpoints ARGV``; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return int(args.run(args))
     except checkpoints.ArgumentError as error:
@@ -48,7 +48,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint=f"`{self.prog} -h` tells more")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic checkpoints``."""
     parser = _Parser(prog="elastic checkpoints", description="Look after saved checkpoints.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 

@@ -48,18 +48,19 @@ _RESULT = re.compile(r'\{"accuracy": ([0-9.]+)')
 
 def main(argv: Sequence[str]) -> int:
     """Run the demo; returns 0 if every promise was kept."""
-    args = _parse(argv)
+    args = parser().parse_args(list(argv))
+    json_wanted = args.output == "json"
     _require_dependencies()
     folder = Path(tempfile.mkdtemp(prefix="elastic-demo-"))
     keep = True
     try:
-        view = open_view(json_wanted=args.json)
+        view = open_view(json_wanted=json_wanted)
         with stop_on_signals() as stop, contextlib.closing(view):
             summary = Demo(folder, view, mode=args.mode, timeout_s=args.timeout_s).run(stop)
         keep = args.keep or not (summary.ok or stop.signum)
         if stop.signum is not None:
             return exit_codes.INTERRUPTED
-        _tell(summary, json_wanted=args.json)
+        _tell(summary, json_wanted=json_wanted)
         if not summary.ok:
             _show_logs(folder)
         return exit_codes.DONE if summary.ok else exit_codes.FAILED
@@ -70,15 +71,22 @@ def main(argv: Sequence[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic demo``."""
     parser = _Parser(prog="elastic demo", description=__doc__, add_help=True)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("table", "json"),
+        default="table",
+        help="json: print the result as one object, and progress on stderr",
+    )
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help="how to recover")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument(
         "--timeout-s", type=float, default=300.0, help="give up after this long (default: 300)"
     )
-    return parser.parse_args(list(argv))
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):

@@ -57,7 +57,7 @@ class Summary:
         return not self.failures
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``: one object."""
+        """For ``-o json``: one object."""
         return {"ok": self.ok, **asdict(self)}
 
 

@@ -110,7 +110,7 @@ class TableView:
 
 
 def open_view(*, json_wanted: bool) -> View:
-    """A table where a person looks, lines elsewhere; with --json stdout is kept for the data."""
+    """A table where a person looks, lines elsewhere; with -o json stdout is kept for the data."""
     if json_wanted:
         return LineView(sys.stderr)
     console = Console()

@@ -40,7 +40,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic finish ARGV``; returns the job's exit code."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     options = read_options(_conf(args.conf), os.environ)
     keys = Keys.of(options.prefix, _required(args.run_id, "--run-id", "PET_RDZV_ID"))
     endpoint = _required(args.endpoint, "--endpoint", "PET_RDZV_ENDPOINT")
@@ -138,7 +138,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint="`elastic finish -h` lists the flags")
 
 
-def _parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic finish``."""
     parser = _Parser(
         prog="elastic finish",
         description="Wait for the end of a job, then scale its StatefulSet to 0. For a pod whose "

@@ -1,7 +1,7 @@
 """The ``elastic`` command: finds the subcommand and hands over.
 
-Each subcommand is a module with ``main(argv) -> exit code``, imported only when it is asked
-for: ``elastic -h`` must not wait seconds for torch.
+Each subcommand is a module with ``main(argv) -> exit code`` and ``parser()``, imported only when
+it is asked for: ``elastic -h`` must not wait seconds for torch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ COMMANDS = {
     ),
     "kube": Command("elastic.cli.kube", "manifests for Kubernetes from a few flags"),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
+    "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }
 
 

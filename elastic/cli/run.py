@@ -30,6 +30,11 @@ def main(argv: Sequence[str]) -> int:
         return run_local(args) if args.nodes_local else run_agent(args)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic run``."""
+    return flags.build_parser()
+
+
 @contextlib.contextmanager
 def endpoint(args: argparse.Namespace) -> Iterator[None]:
     """Put the embedded etcd's endpoint into ``args``, if one is asked for."""

@@ -93,7 +93,9 @@ class Everyone:
 class Fault(Protocol):
     """What happens."""
 
-    def inject(self, cluster: LocalCluster) -> None: ...
+    def inject(self, cluster: LocalCluster) -> None:
+        """Let it happen to the cluster now. Raises LookupError if there is no such target."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ class Join:
 class Moment(Protocol):
     """When."""
 
-    def wait(self, cluster: LocalCluster) -> None: ...
+    def wait(self, cluster: LocalCluster) -> None:
+        """Return when the moment has come. Raises TimeoutError if it does not come."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Step:
 
     @property
     def epoch(self) -> int:
+        """The epoch that the step belongs to, counted from 0."""
         return self._info.epoch
 
     @property

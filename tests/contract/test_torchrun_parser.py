@@ -52,7 +52,7 @@ def test_it_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--help"), 0, "--nproc-per-node"),
         (("run", "--nnodez=3", "x.py"), 2, "unknown flag --nnodez"),
         (("run", "--embedded-etcd", "--nodes-local=2", "no.py"), 2, "does not exist"),
-        (("demo", "--help"), 0, "--keep"),
+        (("demo", "--help"), 0, "--output"),
     ],
 )
 def test_help_and_usage_errors_come_without_torch(

@@ -48,7 +48,7 @@ def test_with_a_slow_newcomer_the_demo_keeps_every_promise_and_cleans_up(tmp_pat
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(SLOW_START)
     path = os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")])
-    demo = start(tmp_path, "--json", PYTHONPATH=path)
+    demo = start(tmp_path, "-o", "json", PYTHONPATH=path)
     out, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, err
     said = json.loads(out)

@@ -17,11 +17,14 @@ FOLDERS = (*PACKAGES, "benchmarks", "deploy", "docs", "examples", "scripts", "te
 FILES = (
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "MANIFEST.in",
     "README.md",
+    "SECURITY.md",
     "constraints.txt",
+    "mkdocs.yml",
     "pyproject.toml",
 )
 NO_SOURCES = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis", "*.egg-info")

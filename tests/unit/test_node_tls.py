@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots
-from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from etcd_certificates import Authority
 
+from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots
+from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from elastic.agent.node_tls import node_tls
 from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError

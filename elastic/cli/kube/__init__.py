@@ -8,5 +8,6 @@ deploy/overlays. kubectl renders it.
 from __future__ import annotations
 
 from elastic.cli.kube.command import main, render, write
+from elastic.cli.kube.options import parser
 
-__all__ = ["main", "render", "write"]
+__all__ = ["main", "parser", "render", "write"]

@@ -1,0 +1,55 @@
+"""``elastic completion``: completion for bash and zsh, made from the commands' own parsers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from elastic.cli.main import COMMANDS
+from elastic.errors import ConfigError
+
+SHELLS = ("bash", "zsh")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic completion ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    try:
+        import shtab
+    except ImportError as error:
+        raise ConfigError(
+            "completion scripts are made by the package shtab, which is not installed",
+            hint="pip install 'torch-elastic-harness[completion]'",
+        ) from error
+    print(shtab.complete(whole_parser(), shell=args.shell))
+    return 0
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """The whole command line as one parser. Imports every command, and with some of them torch."""
+    whole = argparse.ArgumentParser(prog="elastic")
+    whole.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = whole.add_subparsers(dest="command")
+    for name, command in COMMANDS.items():
+        own = importlib.import_module(command.module).parser()
+        commands.add_parser(name, parents=[own], add_help=False, help=command.summary)
+    return whole
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic completion``."""
+    own = _Parser(
+        prog="elastic completion",
+        description="Print a completion script: `elastic completion bash > "
+        "~/.local/share/bash-completion/completions/elastic`, or `elastic completion zsh > "
+        "_elastic` in a folder of zsh's $fpath.",
+    )
+    own.add_argument("shell", choices=SHELLS)
+    return own
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="`elastic completion -h` tells more")
