@@ -19,8 +19,8 @@ from measurement import Report, Row
 from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.training.due import Word
-from elastic.training.words import Words, ask
+from elastic.training.control_flags import ControlFlags, ask
+from elastic.training.due import StepFlags
 from elastic.training.wrap import ElasticDDP
 from elastic.worker.pending import pending
 
@@ -83,21 +83,21 @@ class _Training:
         self._way = way
         self._model = ElasticDDP(nn.Linear(64, kib * 4, bias=False))
         self._model.enter_world()
-        self._words = Words()
-        self._model.reduction.words = self._words if way == "words" else None
+        self._words = ControlFlags()
+        self._model.reduction.flags = self._words if way == "words" else None
         self._x = torch.randn(1, 64)
 
     def time_ms(self, count: int) -> float:
         took = []
         for _ in range(count):
             began = time.perf_counter()
-            self._words.say(Word())
+            self._words.say(StepFlags())
             self._model.reduction.begin(0.5)
             self._model(self._x).sum().backward()
             if self._way == "words":
-                assert self._words.heard() == Word()
+                assert self._words.heard() == StepFlags()
             elif self._way == "all-reduce":
-                ask(Word())
+                ask(StepFlags())
             took.append(1000 * (time.perf_counter() - began))
         return statistics.median(took)
 

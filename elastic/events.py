@@ -111,7 +111,7 @@ class Waiting(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreTrouble(Event):
+class StoreProblem(Event):
     """The store failed a call, cut a watch, or was wiped; what is done about it."""
 
     error: str

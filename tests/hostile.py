@@ -37,7 +37,15 @@ _FIELDS = {
     "memory": ["do", "path", "begin", "count", "size"],
 }  # fmt: skip
 _VALUES = {
-    "link": ['"Hello"', '"Beat"', '"Ready"', '"Trouble"', '"Bye"', '"WorldMessage"', '"Permit"'],
+    "link": [
+        '"Hello"',
+        '"Heartbeat"',
+        '"Ready"',
+        '"CollectiveFailure"',
+        '"Bye"',
+        '"WorldMessage"',
+        '"Permit"',
+    ],
     "liveness": ['"leader"'],
     "store": ['"set"', '"get"', '"add"', '"wait"', '"check"', '"compare"', '"delete"', '"count"'],
     "memory": ['"list"', '"stat"', '"read"', '"put"', '".tmp-step-000000003.g0.aa"', '""'],

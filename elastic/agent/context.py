@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.agent.board import Board
+from elastic.agent.node_status import NodeStatus
 from elastic.clock import Clock
 from elastic.config import AgentOptions
 from elastic.coordination.keyvalue import KeyValue
@@ -25,7 +25,7 @@ class NodeContext:
     secret: RunSecret
     options: AgentOptions
     policy: Policy
-    board: Board
+    status: NodeStatus
     clock: Clock
     journal: EventSink
     post: Callable[[object], None]

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.agent.board import JobSucceeded
+from elastic.agent.node_status import JobSucceeded
 from elastic.agent.torch_private import Launcher
 from elastic.errors import (
     BudgetSpent,

@@ -25,10 +25,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.agent import torch_private
-from elastic.agent.board import JobSucceeded
 from elastic.agent.endings import ending
 from elastic.agent.launch import Launch
 from elastic.agent.leaving import Phase, told_to_leave
+from elastic.agent.node_status import JobSucceeded
 from elastic.agent.node_tls import node_tls
 from elastic.agent.replacement import CALL_JOIN
 from elastic.agent.signals import ProgramSignals

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.agent.board import Board
+from elastic.agent.node_status import NodeStatus
 from elastic.coordination.records import Done, Node, NodeState, World, WorldState
 
 
@@ -34,13 +34,13 @@ class Verdict:
 Routes = Mapping[str, Callable[[], Verdict]]
 
 
-def routes_of(board: Board, hung_after_s: float) -> Routes:
+def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
     """The paths and their answers. They take no lock: one that a hung thread holds must not
     hang the answer that it is."""
     return {
-        "/livez": lambda: liveness(board.pulse.silences_s(), hung_after_s),
+        "/livez": lambda: liveness(status.watchdog.silences_s(), hung_after_s),
         "/readyz": lambda: readiness(
-            board.node, board.world.world, board.done, is_parked=board.parked
+            status.node, status.world.world, status.done, is_parked=status.parked
         ),
     }
 

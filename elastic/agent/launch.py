@@ -27,11 +27,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic.agent.address import own_address
 from elastic.agent.endings import why_left
-from elastic.agent.guard import MARK, Guard, end_strays, kill_marked
 from elastic.agent.health_server import HealthServer
 from elastic.agent.identity import current_process
 from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.node_memory import host_memory
+from elastic.agent.orphan_reaper import MARK, OrphanReaper, end_strays, kill_marked
 from elastic.agent.ports import PortReserve
 from elastic.agent.replacement import Replacement
 from elastic.agent.restart_notice import RestartNotice
@@ -118,15 +118,15 @@ class Launch:
             )
             services.append(self.service)
             made.callback(self.service.close)
-            self._guard = Guard(
+            self._reaper = OrphanReaper(
                 node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
             )
-            made.callback(self._guard.release)
-            self.service.tell_guard(self._guard.permit)
+            made.callback(self._reaper.release)
+            self.service.tell_guard(self._reaper.permit)
             self.leaving = Leaving(
                 self.service,
                 options.leave_grace_s,
-                lambda: kill_marked(self._node_id, self._guard.forked),
+                lambda: kill_marked(self._node_id, self._reaper.forked),
                 tell_workers=self.tell_workers_it_is_the_end,
                 end=end_told_to_leave,
             )
@@ -192,7 +192,7 @@ class Launch:
 
     def end_strays(self) -> None:
         """End what dead workers have left behind."""
-        ended = end_strays(self._node_id, self._guard.forked)
+        ended = end_strays(self._node_id, self._reaper.forked)
         if ended:
             self._log.info("ended %d processes that dead workers had left behind", ended)
 
@@ -208,7 +208,7 @@ class Launch:
         """In a child forked by this process: it is a worker if the thread that starts them made
         it."""
         is_worker = self._starting == threading.get_ident()
-        self._guard.after_fork(is_worker=is_worker)
+        self._reaper.after_fork(is_worker=is_worker)
         self._signals.after_fork(self.leaving, is_worker=is_worker)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────
@@ -257,8 +257,8 @@ class Launch:
             last_first.callback(self._park)
             last_first.callback(self.memory.close)
             last_first.callback(self._forget)
-            last_first.callback(self._guard.release)
-            last_first.callback(end_strays, self._node_id, self._guard.forked)
+            last_first.callback(self._reaper.release)
+            last_first.callback(end_strays, self._node_id, self._reaper.forked)
             last_first.callback(self._remove_ending)
             last_first.callback(self.ports.close)
             last_first.callback(self.service.close)

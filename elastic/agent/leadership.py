@@ -13,14 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from elastic.agent.accounts import Accounts, Broken
-from elastic.agent.board import WorldEntry
 from elastic.agent.connections import Connections
 from elastic.agent.context import NodeContext
+from elastic.agent.failure_accounting import Broken, FailureAccounting
 from elastic.agent.identity import proved_gone
+from elastic.agent.node_status import WorldEntry
 from elastic.agent.probe import Verdict, probe
 from elastic.agent.roster import RECHECK_S, Roster
 from elastic.coordination.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
+from elastic.coordination.member_status import classify_members
 from elastic.coordination.membership import (
     Decision,
     End,
@@ -31,7 +32,6 @@ from elastic.coordination.membership import (
     decide,
     world_of,
 )
-from elastic.coordination.pace import Pace, switch_step
 from elastic.coordination.records import (
     Cause,
     Done,
@@ -43,13 +43,13 @@ from elastic.coordination.records import (
     encode,
 )
 from elastic.coordination.run_secret import LIVENESS
-from elastic.coordination.standing import stand
+from elastic.coordination.step_rate import StepRate, switch_step
 from elastic.errors import RecordError
 from elastic.events import (
     NodeFound,
     NodeLost,
     NodeSuspected,
-    StoreTrouble,
+    StoreProblem,
     Waiting,
     WorldFormed,
 )
@@ -59,8 +59,8 @@ from elastic.events import (
 ADOPTION_WAIT_S = 1.5
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
 # that leaves has little time, a newcomer has all of it.
-PACE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
-PACE_AGAIN_S = 0.05
+STEP_RATE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
+STEP_RATE_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class NodesEvent:
-    """Something changed under ``nodes/`` or ``trouble/``."""
+    """Something changed under ``nodes/`` or ``failure_reports/``."""
 
     event: WatchEvent
 
@@ -91,14 +91,14 @@ class Leadership:
         self._listed = False
         self._asked: set[str] = set()
         self._next_recheck_s = 0.0
-        self._accounts = Accounts(context.options)
-        self._accounts.remember(context.board.world.world, self._since_s, context.clock.wall())
+        self._accounting = FailureAccounting(context.options)
+        self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
         self._doubted_for = 0  # the generation whose trouble made every member doubtful
         self._planned_since_s: float | None = None  # a plan waits for a pace
         self._waiting_reason = ""
         self._probes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="elastic-probe")
         self._watch: Watch = context.store.watch(
-            [context.keys.nodes, context.keys.troubles],
+            [context.keys.nodes, context.keys.failure_reports],
             lambda event: context.post(NodesEvent(event)),
             name="elastic-watch-nodes",
         )
@@ -111,7 +111,7 @@ class Leadership:
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
     def on_nodes(self, event: WatchEvent, world: World | None) -> None:
-        """An event of the watch on ``nodes/`` and ``trouble/``."""
+        """An event of the watch on ``nodes/`` and ``failure_reports/``."""
         now = self._at.clock.monotonic()
         match event:
             case Reset(snapshot, reason):
@@ -126,8 +126,8 @@ class Leadership:
                 if error_or_none is not None:
                     self._report_record(error_or_none)
                 self._doubt_after_failure(entry.key, world, now)
-            case Deleted(key) if key.startswith(self._at.keys.troubles):
-                self.roster.delete_trouble(key.removeprefix(self._at.keys.troubles))
+            case Deleted(key) if key.startswith(self._at.keys.failure_reports):
+                self.roster.delete_failure_report(key.removeprefix(self._at.keys.failure_reports))
             case Deleted(key):
                 self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
             case _:
@@ -162,10 +162,10 @@ class Leadership:
         name = self._name(probed.node_id)
         if was_dead:
             self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
-            self._accounts.found(name)
+            self._accounting.found(name)
         if changed is Liveness.DEAD:
             self._at.journal.emit(NodeLost(lost=name, reason=reason))
-            self._accounts.lost(name, now)
+            self._accounting.lost(name, now)
         elif changed is Liveness.SUSPECT:
             self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
@@ -181,21 +181,21 @@ class Leadership:
         One round for each generation: hundreds of nodes report the same trouble at once.
         """
         keys = self._at.keys
-        node_id = key.removeprefix(keys.troubles).removeprefix(keys.nodes)
-        known, trouble = self.roster.knows(node_id), self.roster.trouble_of(node_id)
+        node_id = key.removeprefix(keys.failure_reports).removeprefix(keys.nodes)
+        known, report = self.roster.knows(node_id), self.roster.failure_report_of(node_id)
         if known is None or world is None or node_id not in world.node_ids:
             return
         node = known.node
         failed = node.running is None and node.arrived_for >= world.generation
         running = node.running.generation if node.running is not None else world.generation
-        troubled = trouble is not None and trouble.generation >= running
-        if (failed or troubled) and self._doubted_for != world.generation:
+        has_failed = report is not None and report.generation >= running
+        if (failed or has_failed) and self._doubted_for != world.generation:
             self._doubted_for = world.generation
             self.roster.doubt_members(world, now)
 
     def _report_record(self, error: RecordError) -> None:
         self._at.journal.emit(
-            StoreTrouble(error=str(error), consequence="this node is left out"),
+            StoreProblem(error=str(error), consequence="this node is left out"),
             level=logging.ERROR,
         )
 
@@ -221,7 +221,7 @@ class Leadership:
         self._ask(world, now)
         if self.roster.unsettled() or self.roster.unregistered(world):
             return None, now + RECHECK_S
-        self._accounts.saw(self._at.board.pace)
+        self._accounting.saw(self._at.status.step_rate)
         view = self._view(entry, done, now)
         decision = decide(view, now, self._at.policy)
         if isinstance(decision, Proposal) and world is not None:
@@ -233,7 +233,7 @@ class Leadership:
         return self._act(decision, entry, now)
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
-        cooling = self._accounts.cooling(now)
+        cooling = self._accounting.cooling(now)
         return self.roster.view(entry.world, entry.since_s, done=done, cooling=cooling)
 
     def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
@@ -252,7 +252,7 @@ class Leadership:
         if revision is None:
             return now + RECHECK_S  # somebody else wrote one: the watch will tell
         self._at.journal.emit(
-            StoreTrouble(
+            StoreProblem(
                 error="the store had lost the world",
                 consequence=f"generation {highest.generation}, which is running, was put back",
             ),
@@ -278,7 +278,7 @@ class Leadership:
             )
 
     def _probe(self, node_id: str, host: str, port: int, process: ProcessIdentity) -> None:
-        if proved_gone(process, self._at.board.node.process):
+        if proved_gone(process, self._at.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
             timeout_s, clock = self._at.options.probe_s, self._at.clock
@@ -316,16 +316,16 @@ class Leadership:
     ) -> tuple[WorldEntry | Done | None, float]:
         step, wait = self._switch_step(proposal, entry.world, now)
         if wait:
-            return None, now + PACE_AGAIN_S
-        pace = self._at.board.pace
+            return None, now + STEP_RATE_AGAIN_S
+        step_rate = self._at.status.step_rate
         world = world_of(
             proposal,
             entry.world,
             nonce=secrets.token_hex(4),
             time_s=self._at.clock.wall(),
             switch_at_step=step,
-            committed_step=pace.step if pace is not None else None,
-            breakages=self._accounts.records(now, self._at.clock.wall()),
+            committed_step=step_rate.step if step_rate is not None else None,
+            breakages=self._accounting.records(now, self._at.clock.wall()),
         )
         revision = self._at.store.compare_and_swap(
             self._at.keys.world, encode(world), expected_revision=entry.mod_revision
@@ -333,7 +333,7 @@ class Leadership:
         if revision is None:
             return None, now + RECHECK_S  # somebody else was faster: the watch will tell
         self._announce(encode(world))
-        self._accounts.formed(entry.world, world, now)
+        self._accounting.formed(entry.world, world, now)
         self._waiting_reason, self._planned_since_s = "", None
         self._at.journal.emit(
             WorldFormed(
@@ -358,12 +358,12 @@ class Leadership:
             # One plan takes the place of another that nobody has carried out. Whoever learns of
             # it too late waits at the same step's boundary, in the building of the first.
             return before.switch_at_step, False
-        pace = self._pace()
-        if pace is not None:
-            return switch_step(pace, now), False
+        step_rate = self._step_rate()
+        if step_rate is not None:
+            return switch_step(step_rate, now), False
         if self._planned_since_s is None:
             self._planned_since_s = now
-        patience_s = PACE_PATIENCE_S.get(proposal.cause, 0.0)
+        patience_s = STEP_RATE_PATIENCE_S.get(proposal.cause, 0.0)
         return None, now < self._planned_since_s + patience_s
 
     def _switched(self, world: World) -> bool:
@@ -374,35 +374,35 @@ class Leadership:
             if (known := self.roster.knows(node_id)) is not None
         )
 
-    def _pace(self) -> Pace | None:
+    def _step_rate(self) -> StepRate | None:
         """This node's own workers', if it is of the group that they step in now."""
-        running, pace = self._at.board.node.running, self._at.board.pace
-        if running is None or pace is None or pace.generation != running.generation:
+        running, step_rate = self._at.status.node.running, self._at.status.step_rate
+        if running is None or step_rate is None or step_rate.generation != running.generation:
             return None
-        return pace
+        return step_rate
 
     def _charge(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
         """Hold what broke the world against the job and its nodes."""
         assert entry.world is not None
-        standing = stand(view, entry.world)
-        groups = [n.node.running.generation for n in standing.running if n.node.running]
+        members = classify_members(view, entry.world)
+        groups = [n.node.running.generation for n in members.running if n.node.running]
         broken = Broken(
-            standing=standing,
+            members=members,
             proposal=proposal,
             since_s=entry.since_s,
             failures=self.roster.failures_since(min([entry.world.generation, *groups])),
         )
-        stop = self._accounts.charge(broken, self._at.board.pace, now)
+        stop = self._accounting.charge(broken, self._at.status.step_rate, now)
         return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
 
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
-        pace = self._at.board.pace
+        step_rate = self._at.status.step_rate
         done = Done(
             outcome=outcome,
             reason=reason,
             exit_code=exit_code,
             generation=entry.world.generation if entry.world is not None else 0,
-            final_step=pace.step if pace is not None else None,
+            final_step=step_rate.step if step_rate is not None else None,
             time_s=self._at.clock.wall(),
         )
         revision = self._at.store.compare_and_swap(

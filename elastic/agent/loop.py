@@ -11,9 +11,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from elastic.agent.board import Board, WorldEntry
-from elastic.agent.contact import Contact
 from elastic.agent.context import NodeContext
+from elastic.agent.isolation import IsolationDetector
 from elastic.agent.leadership import NodesEvent, Probed
 from elastic.agent.liveness import LivenessServer
 from elastic.agent.messages import (
@@ -27,6 +26,7 @@ from elastic.agent.messages import (
     PushedWorld,
     WorkersStart,
 )
+from elastic.agent.node_status import NodeStatus, WorldEntry
 from elastic.agent.permission import Permission
 from elastic.agent.succession import LeaderProbed, Succession
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
@@ -54,7 +54,7 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import JobEnded, LeaseLost, StoreTrouble
+from elastic.events import JobEnded, LeaseLost, StoreProblem
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 
@@ -74,7 +74,7 @@ class NodeLoop:
         secret: RunSecret,
         options: AgentOptions,
         policy: Policy,
-        board: Board,
+        status: NodeStatus,
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
@@ -86,19 +86,19 @@ class NodeLoop:
             secret=secret,
             options=options,
             policy=policy,
-            board=board,
+            status=status,
             clock=clock,
             journal=journal,
             post=self.post,
             tls=tls,
         )
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        node = board.node
+        node = status.node
         self._liveness = LivenessServer(
             node.node_id,
             node.address,
             lambda node_id, was_leader: self.post(ConnectionClosed(node_id, was_leader)),
-            board.fail,
+            status.fail,
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
@@ -108,7 +108,7 @@ class NodeLoop:
         )
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at) if options.mode == "in-process" else None
-        self._contact = Contact(self._at, self._workers, last_contact_s)
+        self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
@@ -168,11 +168,11 @@ class NodeLoop:
             while not self._may_end():
                 self._turn()
         except BaseException as error:
-            self._at.board.fail(error)
+            self._at.status.fail(error)
             raise
         finally:
             self._end()
-            self._at.board.pulse.rest()
+            self._at.status.watchdog.rest()
 
     def _may_end(self) -> bool:
         """Closing, and if this node leaves: the world goes on without it, or time is up. So
@@ -180,15 +180,15 @@ class NodeLoop:
         that a later start would have to wait for."""
         if self._close_by_s is None:
             return False
-        board, node = self._at.board, self._at.board.node
-        world = board.world.world
+        status, node = self._at.status, self._at.status.node
+        world = status.world.world
         return (
             node.state not in (NodeState.LEAVING, NodeState.FAILED)
             or world is None
             or node.node_id not in world.node_ids
-            or board.done is not None
-            or self._contact.is_lost
-            or bool(board.store_trouble)
+            or status.done is not None
+            or self._isolation.is_lost
+            or bool(status.store_problem)
             or self._at.clock.monotonic() >= self._close_by_s
         )
 
@@ -197,14 +197,14 @@ class NodeLoop:
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
             self._tell_workers()
         if self._guarded(self._duties):
-            self._at.board.store_trouble = ""
+            self._at.status.store_problem = ""
         self._tell_workers()
         self.permission.renew(self._lease if self._registered else None)
-        self._contact.check()
+        self._isolation.check()
 
     def _tell_workers(self) -> None:
         if self._workers is not None:
-            self._workers.learn(self._at.board.world.world)
+            self._workers.learn(self._at.status.world.world)
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Run; trouble with the store is reported, and tried again."""
@@ -213,14 +213,14 @@ class NodeLoop:
         except RecordError as error:
             self._on_broken_record(error)
         except CoordinationError as error:
-            self._on_store_trouble(error)
+            self._on_store_problem(error)
         else:
             return True
         return False
 
     def _take(self) -> list[object]:
         """Everything in the inbox; blocks until there is something or a deadline has come."""
-        self._at.board.pulse.beat()
+        self._at.status.watchdog.beat()
         messages: list[object] = []
         timeout = max(0.0, self._next_wake_s - self._at.clock.monotonic())
         try:
@@ -237,7 +237,7 @@ class NodeLoop:
                 self._on_base(event)
             case NodesEvent(event):
                 if term is not None:
-                    term.on_nodes(event, self._at.board.world.world)
+                    term.on_nodes(event, self._at.status.world.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)
@@ -261,7 +261,7 @@ class NodeLoop:
             case PushedWorld(record):
                 self._on_pushed(record)
             case ChangeNode(change):
-                self._at.board.change_node(change)
+                self._at.status.change_node(change)
                 self._registered = False
             case LeaseEnded():
                 self._on_lease_lost()
@@ -271,10 +271,10 @@ class NodeLoop:
     def _duties(self) -> None:
         now = self._at.clock.monotonic()
         self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
-        if self._contact.is_lost:
+        if self._isolation.is_lost:
             return
-        self._contact.require()
-        if not self._registered and self._at.board.node.nproc > 0:
+        self._isolation.require()
+        if not self._registered and self._at.status.node.nproc > 0:
             self._register()
         if self._workers is not None and self._lease is not None and not self._lease.lost:
             self._workers.report(self._lease)
@@ -282,12 +282,12 @@ class NodeLoop:
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
             self._next_wake_s = min(self._next_wake_s, max(wake_s, now))
-        if term is None or self._at.board.done is not None:
+        if term is None or self._at.status.done is not None:
             return
-        written, again_s = term.lead(self._at.board.world, self._at.board.done)
+        written, again_s = term.lead(self._at.status.world, self._at.status.done)
         self._next_wake_s = min(self._next_wake_s, again_s)
         if isinstance(written, WorldEntry):
-            self._at.board.set_world(written)
+            self._at.status.set_world(written)
         elif written is not None:
             self._set_done(written)
 
@@ -301,7 +301,7 @@ class NodeLoop:
             self._knows_world = False
             # With a new lease the store may be a new one, too.
             self._at.secret.restore(self._at.store, self._at.keys)
-        node = self._at.board.node
+        node = self._at.status.node
         try:
             self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)
         except LeaseGone:  # the store knew before its renewal did
@@ -322,7 +322,7 @@ class NodeLoop:
     # ── what the store says ──────────────────────────────────────────────────────────────
 
     def _on_base(self, event: WatchEvent) -> None:
-        self._contact.watch_is_cut = isinstance(event, Disconnected)
+        self._isolation.watch_is_cut = isinstance(event, Disconnected)
         match event:
             case Reset(snapshot, reason):
                 self._on_reset({e.key: e for e in snapshot.entries}, reason)
@@ -335,17 +335,17 @@ class NodeLoop:
             case Deleted(key, revision) if key == self._at.keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == self._at.keys.world:
-                if revision > self._at.board.world.mod_revision:
-                    self._at.board.set_world_revision(0)
+                if revision > self._at.status.world.mod_revision:
+                    self._at.status.set_world_revision(0)
             case Disconnected(error):
-                self._say_trouble(StoreUnreachable(error), "training goes on; reconnecting")
+                self._report_problem(StoreUnreachable(error), "training goes on; reconnecting")
             case Reconnected():
-                self._at.journal.emit(StoreTrouble(error="", consequence="the store is back"))
+                self._at.journal.emit(StoreProblem(error="", consequence="the store is back"))
 
     def _on_reset(self, entries: dict[str, Entry], reason: str) -> None:
         if reason == "wiped":
             self._at.journal.emit(
-                StoreTrouble(
+                StoreProblem(
                     error="the store was wiped or replaced",
                     consequence="this node registers again",
                 ),
@@ -353,7 +353,7 @@ class NodeLoop:
             )
             self._registered = False
             self._succession.forget()
-            self._at.board.set_world_revision(0)
+            self._at.status.set_world_revision(0)
         leader = entries.get(self._at.keys.leader)
         if leader is not None:
             self._succession.learn(leader)
@@ -365,17 +365,17 @@ class NodeLoop:
         if world is not None:
             self._learn_world(world)
         else:
-            self._at.board.set_world_revision(0)
+            self._at.status.set_world_revision(0)
 
     def _learn_world(self, entry: Entry) -> None:
-        self._at.board.learn_world(entry, self._at.clock.monotonic())
+        self._at.status.learn_world(entry, self._at.clock.monotonic())
 
     def _on_pushed(self, record: bytes) -> None:
         """The leader's world, ahead of the watch."""
-        self._at.board.learn_pushed(record, self._at.clock.monotonic())
+        self._at.status.learn_pushed(record, self._at.clock.monotonic())
 
     def _set_done(self, done: Done) -> None:
-        if self._at.board.set_done(done):
+        if self._at.status.set_done(done):
             self._at.journal.emit(
                 JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
             )
@@ -392,41 +392,41 @@ class NodeLoop:
     # ── trouble ──────────────────────────────────────────────────────────────────────────
 
     def _on_broken_record(self, error: RecordError) -> None:
-        if self._at.board.node.running is None and self._at.board.world.world is None:
-            self._at.board.fail(error)  # a newcomer cannot do anything sensible with it
+        if self._at.status.node.running is None and self._at.status.world.world is None:
+            self._at.status.fail(error)  # a newcomer cannot do anything sensible with it
             return
-        self._say_trouble(error, "training goes on")
+        self._report_problem(error, "training goes on")
         self._next_wake_s = self._at.clock.monotonic() + RETRY_S
 
-    def _on_store_trouble(self, error: CoordinationError) -> None:
+    def _on_store_problem(self, error: CoordinationError) -> None:
         if isinstance(error, LeaseGone):
             self._registered = False
-        elif not isinstance(error, StoreUnreachable) and self._at.board.node.running is None:
-            self._at.board.fail(error)
+        elif not isinstance(error, StoreUnreachable) and self._at.status.node.running is None:
+            self._at.status.fail(error)
             return
-        self._say_trouble(error, "training goes on; trying again")
+        self._report_problem(error, "training goes on; trying again")
         self._next_wake_s = self._at.clock.monotonic() + RETRY_S
 
-    def _say_trouble(self, error: ElasticError, consequence: str) -> None:
-        if error.message != self._at.board.store_trouble:
-            self._at.board.store_trouble = error.message
+    def _report_problem(self, error: ElasticError, consequence: str) -> None:
+        if error.message != self._at.status.store_problem:
+            self._at.status.store_problem = error.message
             self._at.journal.emit(
-                StoreTrouble(error=error.message, consequence=consequence), level=logging.WARNING
+                StoreProblem(error=error.message, consequence=consequence), level=logging.WARNING
             )
 
     def _end(self) -> None:
         """Leave the store in order: best effort, the lease does the rest."""
         if self._watch is not None:
             self._watch.close()
-        reaches_store = not self._contact.is_lost
+        reaches_store = not self._isolation.is_lost
         try:
             if not reaches_store:
                 self._succession.end_term()
             else:
                 self._succession.resign()
                 if self._registered:
-                    self._at.store.delete(self._at.keys.node(self._at.board.node.node_id))
+                    self._at.store.delete(self._at.keys.node(self._at.status.node.node_id))
             if self._lease is not None:
                 self._lease.close(revoke=reaches_store)
         except CoordinationError as error:
-            self._say_trouble(error, "this node's lease will end by itself")
+            self._report_problem(error, "this node's lease will end by itself")

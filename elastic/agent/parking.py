@@ -8,8 +8,8 @@ back but its process, says what became of the job (log, ``/readyz``) and waits t
 
 from __future__ import annotations
 
-from elastic.agent.board import Board
 from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.node_status import NodeStatus
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.coordination.records import Done
 from elastic.events import NodeParked
@@ -19,14 +19,18 @@ SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
 
 
 def park(
-    board: Board, done: Done, leaving: Leaving, journal: EventSink, clock: Clock = SYSTEM_CLOCK
+    status: NodeStatus,
+    done: Done,
+    leaving: Leaving,
+    journal: EventSink,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Block until SIGTERM. On torchrun's main thread, with the node's service closed."""
     leaving.phase = Phase.PARKED
-    board.parked = True
+    status.parked = True
     journal.emit(
         NodeParked(outcome=done.outcome.value, exit_code=done.exit_code, reason=done.reason)
     )
     while not leaving.told:
-        board.pulse.beat()
+        status.watchdog.beat()
         clock.sleep(SLICE_S)

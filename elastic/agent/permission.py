@@ -61,8 +61,8 @@ class Permission:
 
     def _is_given_up(self) -> bool:
         """The job goes on without the world that this node's workers run, or is over."""
-        node, world = self._at.board.node, self._at.board.world.world
-        if self._at.board.done is not None:
+        node, world = self._at.status.node, self._at.status.world.world
+        if self._at.status.done is not None:
             return True
         return (
             world is not None

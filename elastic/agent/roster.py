@@ -15,11 +15,11 @@ from elastic.coordination.keyvalue import Entry
 from elastic.coordination.membership import Liveness, MissingMember, NodeView, View
 from elastic.coordination.records import (
     Done,
+    FailureReport,
     Keys,
     Member,
     Node,
     NodeState,
-    Trouble,
     World,
     decode,
 )
@@ -60,13 +60,14 @@ class Roster:
         self._unsettled: dict[str, float] = {}  # node_id -> when to ask; in question
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
-        self._troubles: dict[str, tuple[Trouble, float]] = {}  # node_id -> report, since when
+        # node_id -> report, since when
+        self._failure_reports: dict[str, tuple[FailureReport, float]] = {}
         self._failures: dict[int, dict[str, Failed]] = {}
 
     def reset(self, entries: Iterable[Entry], now: float) -> list[RecordError]:
-        """All of ``nodes/`` and ``trouble/`` anew. Returns the records that cannot be read."""
+        """Replace all of ``nodes/`` and ``failure_reports/``. Returns the unreadable records."""
         present = {e.key for e in entries}
-        self._troubles = {}
+        self._failure_reports = {}
         for node_id in list(self._known):
             if self._keys.node(node_id) not in present:
                 self.delete(node_id, now)
@@ -75,11 +76,11 @@ class Roster:
     def put(self, entry: Entry, now: float) -> RecordError | None:
         """A key was written. A record that cannot be read leaves the rest unharmed."""
         try:
-            if entry.key.startswith(self._keys.troubles):
-                trouble = decode(Trouble, entry.key, entry.value)
+            if entry.key.startswith(self._keys.failure_reports):
+                report = decode(FailureReport, entry.key, entry.value)
                 # By its key: a node speaks for itself only.
-                node_id = entry.key.removeprefix(self._keys.troubles)
-                self._troubles[node_id] = replace(trouble, node_id=node_id), now
+                node_id = entry.key.removeprefix(self._keys.failure_reports)
+                self._failure_reports[node_id] = replace(report, node_id=node_id), now
             else:
                 self._put_node(entry, now)
         except RecordError as error:
@@ -113,13 +114,13 @@ class Roster:
         self._missing_since[node_id] = now
         self.doubt(node_id, now)
 
-    def delete_trouble(self, node_id: str) -> None:
+    def delete_failure_report(self, node_id: str) -> None:
         """A report was withdrawn, or its node's lease is over."""
-        self._troubles.pop(node_id, None)
+        self._failure_reports.pop(node_id, None)
 
-    def trouble_of(self, node_id: str) -> Trouble | None:
+    def failure_report_of(self, node_id: str) -> FailureReport | None:
         """What this node reports at present."""
-        return self._troubles[node_id][0] if node_id in self._troubles else None
+        return self._failure_reports[node_id][0] if node_id in self._failure_reports else None
 
     def doubt(self, node_id: str, now: float) -> None:
         """Something speaks against this node's life: settle it before deciding."""
@@ -227,7 +228,7 @@ class Roster:
                 self._unsettled,
                 self._missing_since,
                 self._suspect_since,
-                self._troubles,
+                self._failure_reports,
             ):
                 memory.pop(node_id, None)
             self._connections.forget(node_id)
@@ -283,16 +284,16 @@ class Roster:
             missing=tuple(missing),
             done=done,
             cooling=cooling,
-            troubles=tuple(trouble for trouble, _ in self._troubles.values()),
-            troubled_since_s=self._troubled_since_s(world),
+            failure_reports=tuple(report for report, _ in self._failure_reports.values()),
+            failing_since_s=self._failing_since_s(world),
         )
 
-    def _troubled_since_s(self, world: World | None) -> float | None:
+    def _failing_since_s(self, world: World | None) -> float | None:
         """When trouble began that this world is not itself the answer to."""
         if world is None:
             return None
         floor = world.generation if world.switch_at_step is None else 0
-        since = (s for t, s in self._troubles.values() if t.generation >= floor)
+        since = (s for t, s in self._failure_reports.values() if t.generation >= floor)
         return min(since, default=None)
 
     def _missing(self, member: Member, world_since_s: float) -> MissingMember:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elastic.agent.board import Board
 from elastic.agent.health import Routes, routes_of
 from elastic.agent.leaving import Leaving
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
+from elastic.agent.node_status import NodeStatus
 from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
@@ -65,7 +65,7 @@ class NodeService:
         self._journal = journal
         self._clock = clock
         node = replace(node, tls=tls is not None)  # for all to see who can mix
-        self._board = Board(node, keys, clock.monotonic())
+        self._status = NodeStatus(node, keys, clock.monotonic())
         self._loop = NodeLoop(
             store=store,
             keys=keys,
@@ -79,7 +79,7 @@ class NodeService:
                 join_timeout_s=options.join_timeout_s,
                 takeover_s=options.takeover_s,
             ),
-            board=self._board,
+            status=self._status,
             clock=clock,
             journal=journal,
             last_contact_s=last_contact_s,
@@ -88,22 +88,22 @@ class NodeService:
 
     @property
     def node_id(self) -> str:
-        return self._board.node.node_id
+        return self._status.node.node_id
 
     @property
     def member(self) -> Member:
         """This node, as a world would name it."""
-        return self._board.node.as_member()
+        return self._status.node.as_member()
 
     @property
     def running(self) -> World | None:
         """The world that this node's workers run."""
-        return self._board.node.running
+        return self._status.node.running
 
     def start(self) -> None:
         """Listen and begin to learn; the node registers with its first arrival."""
         port = self._loop.liveness_port
-        self._board.change_node(lambda node: replace(node, liveness_port=port))
+        self._status.change_node(lambda node: replace(node, liveness_port=port))
         self._loop.start()
 
     def arrive(
@@ -121,10 +121,10 @@ class NodeService:
             NodeRefused: this node cannot mix with the job.
             CoordinationError: the store cannot be asked.
         """
-        node = self._board.node
+        node = self._status.node
         if node.running is None:
             self._refuse_if_it_cannot_mix(node)
-        self._board.stopping = True  # until new workers are started
+        self._status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
         self._journal.emit(
             NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code)
@@ -172,16 +172,16 @@ class NodeService:
             JobFailed, BudgetSpent: the job has ended without success.
             JobSucceeded: it has ended with success.
         """
-        board = self._board
+        status = self._status
         deadline = self._clock.monotonic() + self._options.join_timeout_s
         ask_at_s = 0.0
         while True:
-            board.pulse.beat()
-            with board.changed:
-                board.raise_if_over()
+            status.watchdog.beat()
+            with status.changed:
+                status.raise_if_over()
                 if not self._loop.alive:
                     raise CoordinationError("this node's service was closed while it waited")
-                world = board.world.world
+                world = status.world.world
                 if world is not None and self._is_for_us(world):
                     return world
                 now = self._clock.monotonic()
@@ -194,9 +194,9 @@ class NodeService:
                 if self._is_to_be_joined(world):
                     return None
                 ask_at_s = now + ASK_MEMBERS_S
-            with board.changed:
-                if board.world.world is world:
-                    board.changed.wait(min(SLICE_S, max(0.0, deadline - now)))
+            with status.changed:
+                if status.world.world is world:
+                    status.changed.wait(min(SLICE_S, max(0.0, deadline - now)))
 
     def _is_for_us(self, world: World) -> bool:
         # (A world whose members keep their workers is never entered by starting some: if it has
@@ -205,7 +205,7 @@ class NodeService:
             world.state is WorldState.ACTIVE
             and world.mode != IN_PROCESS
             and self.node_id in world.node_ids
-            and world.generation > self._board.node.arrived_for
+            and world.generation > self._status.node.arrived_for
         )
 
     def _is_to_be_joined(self, world: World) -> bool:
@@ -231,8 +231,8 @@ class NodeService:
 
     def _begin_start(self) -> None:
         """torchrun starts the workers next: before the node's state says so."""
-        self._board.starts += 1
-        self._board.stopping = False
+        self._status.starts += 1
+        self._status.stopping = False
 
     def _is_spare(self, world: World | None) -> bool:
         """A healthy world without room for us: a spare waits for as long as it takes."""
@@ -244,13 +244,13 @@ class NodeService:
         )
 
     def _join_timeout(self, world: World | None) -> JoinTimeout:
-        node = self._board.node
-        standing = f"the last world: {world.reason}" if world else "no world was ever formed"
-        trouble = f"; the store: {self._board.store_trouble}" if self._board.store_trouble else ""
+        node = self._status.node
+        members = f"the last world: {world.reason}" if world else "no world was ever formed"
+        report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
         return JoinTimeout(
             f"no world with this node within join_timeout_s={self._options.join_timeout_s:g} "
             f"under {self._keys.root} (min {node.min_nodes}, max {node.max_nodes}; "
-            f"{standing}{trouble})",
+            f"{members}{report})",
             hint="start more nodes with the same --rdzv-id, lower the minimum of --nnodes, "
             "or raise join_timeout_s",
         )
@@ -281,9 +281,9 @@ class NodeService:
 
         Raises like :meth:`wait_for_world` once the job has failed.
         """
-        with self._board.changed:
-            self._board.raise_if_failed()
-            entry, node = self._board.world, self._board.node
+        with self._status.changed:
+            self._status.raise_if_failed()
+            entry, node = self._status.world, self._status.node
         world, running = entry.world, node.running
         if world is None:
             return False
@@ -292,7 +292,7 @@ class NodeService:
             self._raise_if_paused_for_long(world, entry.since_s)
         else:
             restarts = running is not None and world.generation > running.generation
-        self._board.stopping = self._board.stopping or restarts
+        self._status.stopping = self._status.stopping or restarts
         return restarts
 
     def _must_restart(self, world: World, node: Node) -> bool:
@@ -324,55 +324,55 @@ class NodeService:
 
     def allow_replacement(self, is_allowed: bool) -> None:
         """Whether a single worker that dies from now on can be replaced."""
-        self._board.can_replace = is_allowed
+        self._status.can_replace = is_allowed
 
     @property
     def is_replacing(self) -> bool:
         """Whether workers have died and those in their place are not ready yet."""
-        return bool(self._board.to_replace)
+        return bool(self._status.to_replace)
 
     def is_to_be_replaced(self, pid: int) -> bool | None:
         """Whether this worker, which has failed, is to be replaced, and its siblings stay.
 
         None: the node's thread has not decided it yet.
         """
-        board = self._board
-        node = board.node
-        if pid in board.to_replace:
-            return not board.stopping
+        status = self._status
+        node = status.node
+        if pid in status.to_replace:
+            return not status.stopping
         is_open = node.in_process and node.state is NodeState.READY
-        return None if is_open and board.can_replace and not board.stopping else False
+        return None if is_open and status.can_replace and not status.stopping else False
 
     @property
     def workers_have_joined(self) -> bool:
         """Whether a worker has called elastic.join(), in this start of workers or an earlier one.
         Not known in restart mode."""
-        return self._board.workers_joined
+        return self._status.workers_joined
 
     @property
     def has_first_rank(self) -> bool:
         """Whether rank 0 of the present world is one of this node's workers."""
-        running = self._board.node.running
+        running = self._status.node.running
         return running is not None and running.node_ids[:1] == (self.node_id,)
 
     @property
     def can_leave_in_order(self) -> bool:
         """Whether the workers can be asked to leave at a step's boundary."""
-        return self._board.node.in_process and self._board.node.running is not None
+        return self._status.node.in_process and self._status.node.running is not None
 
     @property
     def has_left(self) -> bool:
         """Whether the workers have left the job, after :meth:`leave`."""
-        return self._board.workers_left
+        return self._status.workers_left
 
     def expect_end_of_workers(self) -> None:
         """They are about to be ended in order: that is no failure of theirs."""
-        self._board.stopping = True
+        self._status.stopping = True
 
     @property
     def job_is_done(self) -> bool:
         """Whether the job has ended with success."""
-        return self._board.done is not None and self._board.done.exit_code == 0
+        return self._status.done is not None and self._status.done.exit_code == 0
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Tell the others to go on without this node. Safe in a signal handler."""
@@ -383,7 +383,7 @@ class NodeService:
     @property
     def done(self) -> Done | None:
         """How the job has ended."""
-        return self._board.done
+        return self._status.done
 
     def finished(self) -> None:
         """This node's workers ended well."""
@@ -395,31 +395,31 @@ class NodeService:
         None if the store was out of reach for ``patience_s``: too long to tell.
         """
         self.finished()
-        board, trouble_since_s = self._board, None
-        with board.changed:
-            while board.done is None:
-                board.pulse.beat()
-                if board.fatal is not None or not self._loop.alive:
+        status, trouble_since_s = self._status, None
+        with status.changed:
+            while status.done is None:
+                status.watchdog.beat()
+                if status.fatal is not None or not self._loop.alive:
                     return None
                 now = self._clock.monotonic()
-                trouble_since_s = (trouble_since_s or now) if board.store_trouble else None
+                trouble_since_s = (trouble_since_s or now) if status.store_problem else None
                 if trouble_since_s is not None and now - trouble_since_s > patience_s:
                     return None
-                board.changed.wait(SLICE_S)
-            return board.done
+                status.changed.wait(SLICE_S)
+            return status.done
 
     def beat(self) -> None:
         """torchrun's main thread turns."""
-        self._board.pulse.beat()
+        self._status.watchdog.beat()
 
     @property
     def probes(self) -> Routes:
         """What ``/livez`` and ``/readyz`` answer."""
-        return routes_of(self._board, self._options.hung_after_s)
+        return routes_of(self._status, self._options.hung_after_s)
 
     def fail(self, error: BaseException) -> None:
         """End this node with ``error``: a thread that it needs has died."""
-        self._board.fail(error)
+        self._status.fail(error)
 
     def close(self) -> None:
         """Leave the store in order: resign, delete the node's key, end the lease. Idempotent."""
@@ -428,12 +428,12 @@ class NodeService:
 
     def park(self, leaving: Leaving) -> None:
         """After :meth:`close`, if the job is over: stay until SIGTERM."""
-        if self._board.done is not None:
-            park(self._board, self._board.done, leaving, self._journal, self._clock)
+        if self._status.done is not None:
+            park(self._status, self._status.done, leaving, self._journal, self._clock)
 
     def _change(self, change: Callable[[Node], Node]) -> None:
         """Change the record now, for this thread's own eyes, and have it published."""
-        self._board.change_node(change)
+        self._status.change_node(change)
         self._loop.post(ChangeNode(lambda node: node))
 
 

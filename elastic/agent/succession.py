@@ -47,7 +47,7 @@ class Succession:
 
     @property
     def _my_id(self) -> str:
-        return self._at.board.node.node_id
+        return self._at.status.node.node_id
 
     def learn_absent(self, revision: int | None = None) -> None:
         """The leader key is gone, deleted at ``revision`` (None: not there in a snapshot)."""
@@ -85,9 +85,9 @@ class Succession:
 
     def _stand(self, lease: Lease, now: float) -> None:
         # A node on its way out stands, too: the last one to leave has to say so in a world.
-        node = self._at.board.node
+        node = self._at.status.node
         if not leader_key.may_campaign(
-            self._at.board.world.world,
+            self._at.status.world.world,
             node.node_id,
             absent_for_s=now - self._absent_since_s,
             patience_s=2 * self._at.options.lease_s,
@@ -121,7 +121,7 @@ class Succession:
     def _begin_term(self) -> None:
         self.end_term()
         self.term = Leadership(self._at, self._liveness.announce, self._connections)
-        world = self._at.board.world.world
+        world = self._at.status.world.world
         if world is not None:  # for followers that are cut off from the store
             self._liveness.announce(encode(world))
 
@@ -133,7 +133,7 @@ class Succession:
 
     def _hand_over_if_outside(self, term: Leadership) -> None:
         """A leader outside the world hands leadership to a member."""
-        world, entry = self._at.board.world.world, self._entry
+        world, entry = self._at.status.world.world, self._entry
         if world is None or entry is None or self._my_id in world.node_ids:
             return
         for node_id in world.node_ids:
@@ -174,10 +174,10 @@ class Succession:
             self._probing.start()
 
     def _probe(self, entry: LeaderEntry) -> None:
-        leader, world = entry.leader, self._at.board.world.world
+        leader, world = entry.leader, self._at.status.world.world
         members = world.members if world is not None else ()
         process = next((m.process for m in members if m.node_id == leader.node_id), None)
-        if process is not None and proved_gone(process, self._at.board.node.process):
+        if process is not None and proved_gone(process, self._at.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
             verdict = probe(
@@ -198,7 +198,7 @@ class Succession:
         verdict = probed.verdict
         is_lost = self._connections.is_lost(probed.entry.leader.node_id)
         if verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost):
-            leader_key.depose(self._at.store, self._at.keys, probed.entry)
+            leader_key.evict(self._at.store, self._at.keys, probed.entry)
             self._set(None)
             return
         # Silent, or it refuses and was never connected: its lease decides. Meanwhile we try to
@@ -209,7 +209,7 @@ class Succession:
         """End the term and free the key."""
         self.end_term()
         if self._entry is not None and self._entry.leader.node_id == self._my_id:
-            leader_key.depose(self._at.store, self._at.keys, self._entry)
+            leader_key.evict(self._at.store, self._at.keys, self._entry)
 
     def join_threads(self) -> None:
         if self._probing is not None:

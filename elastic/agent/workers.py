@@ -15,14 +15,15 @@ from dataclasses import astuple, dataclass, replace
 from elastic.agent.context import NodeContext
 from elastic.agent.messages import ChangeNode
 from elastic.coordination.keyvalue import Lease
-from elastic.coordination.pace import Pace
-from elastic.coordination.records import Node, NodeState, Trouble, World, WorldState, encode
+from elastic.coordination.records import FailureReport, Node, NodeState, World, WorldState, encode
 from elastic.coordination.run_secret import STORE
+from elastic.coordination.step_rate import StepRate
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
-    Beat,
     Bye,
+    CollectiveFailure,
     Entered,
+    Heartbeat,
     Hello,
     Left,
     Message,
@@ -32,7 +33,6 @@ from elastic.link.protocol import (
     SigtermAsk,
     WorldMessage,
 )
-from elastic.link.protocol import Trouble as TroubleSaid
 from elastic.link.server import LinkServer, Worker, WorkerDeath
 
 IN_PROCESS = "in-process"
@@ -62,14 +62,14 @@ class Workers:
         self._server = LinkServer(
             on_message=lambda worker, message: context.post(LinkSaid(worker, message)),
             on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
-            on_error=context.board.fail,
+            on_error=context.status.fail,
         )
         self._ready: set[int] = set()  # pids
         self._left: set[int] = set()
         self._entered: dict[int, int] = {}  # pid to generation
         self._starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
         self._pushed: World | None = None  # the newest world they were told
-        self._trouble: Trouble | None = None  # to be written, or written
+        self._failure_report: FailureReport | None = None  # to be written, or written
         self._trouble_written = False
         self._has_parted = False  # told to leave: their ends are no deaths
         self._permit: Permit | None = None  # the last one
@@ -95,22 +95,22 @@ class Workers:
         """A message from the link."""
         match message:
             case Hello():
-                self._starts[worker.pid] = self._at.board.starts
-                self._at.board.workers_joined = True
+                self._starts[worker.pid] = self._at.status.starts
+                self._at.status.workers_joined = True
                 self._welcome(worker)
             case Ready():
                 self._on_ready(worker)
-            case Beat():
-                self._on_beat(worker, message)
+            case Heartbeat():
+                self._on_heartbeat(worker, message)
             case Entered(generation=generation, step=step):
                 self._on_entered(worker, generation, step)
-            case TroubleSaid():
-                self._on_trouble(worker, message)
+            case CollectiveFailure():
+                self._on_failure(worker, message)
             case Left():
                 self._left.add(worker.pid)
                 self._note_left()
             case SigtermAsk():
-                leaving = self._node.state is NodeState.LEAVING and not self._at.board.stopping
+                leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
                 self._server.send(SigtermAnswer(leaving=leaving), worker)
             case Bye():
                 pass  # comes back with the worker's death
@@ -119,7 +119,7 @@ class Workers:
 
     @property
     def _node(self) -> Node:
-        return self._at.board.node
+        return self._at.status.node
 
     def _welcome(self, worker: Worker) -> None:
         """A first world stands already; a newer one may have come since the worker began."""
@@ -139,20 +139,20 @@ class Workers:
         if len(self._ready & present) < self._node.nproc:
             return
         if self._node.state is NodeState.STARTING:
-            self._at.board.to_replace.clear()
+            self._at.status.to_replace.clear()
             self._change(lambda n: replace(n, in_process=True, state=NodeState.READY))
 
-    def _on_beat(self, worker: Worker, beat: Beat) -> None:
+    def _on_heartbeat(self, worker: Worker, beat: Heartbeat) -> None:
         # Without a step's duration nobody can say when a step will begin.
         if worker.local_rank == 0 and beat.generation and beat.step_time_s > 0:
             now = self._at.clock.monotonic()
-            self._at.board.pace = Pace(beat.generation, beat.step, beat.step_time_s, now)
+            self._at.status.step_rate = StepRate(beat.generation, beat.step, beat.step_time_s, now)
 
     def _on_entered(self, worker: Worker, generation: int, step: int) -> None:
         self._entered[worker.pid] = generation
         now = self._at.clock.monotonic()
-        if worker.local_rank == 0 and (pace := self._at.board.pace) is not None:
-            self._at.board.pace = Pace(generation, step, pace.step_time_s, now)
+        if worker.local_rank == 0 and (step_rate := self._at.status.step_rate) is not None:
+            self._at.status.step_rate = StepRate(generation, step, step_rate.step_time_s, now)
         present = [w.pid for w in self._server.workers()]
         everybody = sum(self._entered.get(pid) == generation for pid in present)
         if everybody < self._node.nproc:
@@ -170,17 +170,17 @@ class Workers:
         )
         self._change(lambda n: replace(n, running=world, failure=None, failure_exit_code=None))
 
-    def _on_trouble(self, worker: Worker, said: TroubleSaid) -> None:
+    def _on_failure(self, worker: Worker, said: CollectiveFailure) -> None:
         generation, error = said.generation, said.error
         newest = self._pushed or self._node.running
         if newest is not None and generation < newest.generation and not newest.switch_at_step:
             return  # already answered
-        if self._trouble is not None and self._trouble.generation >= generation:
+        if self._failure_report is not None and self._failure_report.generation >= generation:
             return
         self._at.journal.emit(
             WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
         )
-        self._trouble = Trouble(
+        self._failure_report = FailureReport(
             node_id=self._node.node_id,
             generation=generation,
             error=error[:500],
@@ -191,9 +191,9 @@ class Workers:
     def _note_left(self) -> None:
         present = {w.pid for w in self._server.workers()}
         if self._left and present <= self._left:
-            with self._at.board.changed:
-                self._at.board.workers_left = True
-                self._at.board.changed.notify_all()
+            with self._at.status.changed:
+                self._at.status.workers_left = True
+                self._at.status.changed.notify_all()
 
     # ── what becomes of them ─────────────────────────────────────────────────────────────
 
@@ -203,11 +203,11 @@ class Workers:
         for known in (self._ready, self._left):
             known.discard(worker.pid)
         self._entered.pop(worker.pid, None)
-        start = self._starts.pop(worker.pid, self._at.board.starts)
+        start = self._starts.pop(worker.pid, self._at.status.starts)
         if self._has_parted or self._node.state is NodeState.LEAVING:
             self._note_left()
             return
-        if self._at.board.stopping or start != self._at.board.starts:
+        if self._at.status.stopping or start != self._at.status.starts:
             return  # torchrun ends them, or has ended them, to start them in another world
         bye = death.said_bye
         is_unknown = death.exit_code is None and death.signal is None
@@ -222,7 +222,7 @@ class Workers:
         is_replaced = self._can_be_replaced(worker)
         if is_replaced:  # before the state: the main thread reads both
             self._pushed = None
-            self._at.board.to_replace.add(worker.pid)
+            self._at.status.to_replace.add(worker.pid)
         self._change(
             lambda n: replace(
                 n,
@@ -237,11 +237,11 @@ class Workers:
 
     def _can_be_replaced(self, worker: Worker) -> bool:
         """Whether its siblings can wait for another process in its place, with their state."""
-        board, node = self._at.board, self._node
+        status, node = self._at.status, self._node
         siblings = [w.pid for w in self._server.workers() if w.pid != worker.pid]
         return (
-            board.can_replace
-            and (node.in_process or bool(board.to_replace))
+            status.can_replace
+            and (node.in_process or bool(status.to_replace))
             and any(pid in self._ready for pid in siblings)
             and not self._left
         )
@@ -308,7 +308,7 @@ class Workers:
         self._left.clear()
         self._entered.clear()
         self._pushed = None
-        self._at.board.to_replace.clear()
+        self._at.status.to_replace.clear()
 
     def _send(self, world: World, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):
@@ -345,18 +345,18 @@ class Workers:
 
     def report(self, lease: Lease) -> None:
         """Write, or take back, this node's trouble. Called with the node's live lease."""
-        trouble, node = self._trouble, self._node
-        if trouble is None:
+        report, node = self._failure_report, self._node
+        if report is None:
             return
-        key = self._at.keys.trouble(node.node_id)
-        newest = self._at.board.world.world
-        over = newest is not None and newest.generation > trouble.generation
+        key = self._at.keys.failure_report(node.node_id)
+        newest = self._at.status.world.world
+        over = newest is not None and newest.generation > report.generation
         if over and newest is not None and newest.switch_at_step is None:
             if self._trouble_written:
                 self._at.store.delete(key)
-            self._trouble = None
+            self._failure_report = None
         elif not self._trouble_written:
-            self._at.store.put(key, encode(trouble), lease=lease)
+            self._at.store.put(key, encode(report), lease=lease)
             self._trouble_written = True
 
     def register_again(self) -> None:
@@ -365,7 +365,7 @@ class Workers:
 
     def _change(self, change: Callable[[Node], Node]) -> None:
         """At once for the eyes of the main thread; published with the next registration."""
-        self._at.board.change_node(change)
+        self._at.status.change_node(change)
         self._at.post(ChangeNode(lambda node: node))
 
 

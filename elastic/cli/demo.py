@@ -136,7 +136,7 @@ class Demo:
             etcd = stack.enter_context(EmbeddedEtcd(data_dir=self._folder / "etcd"))
             stack.callback(self._close_logs)
             nodes = stack.enter_context(LocalNodes(self._take_line))
-            self._pace(None)
+            self._step_rate(None)
             for name in demo_plan.NODES:
                 self._start(nodes, name, etcd.endpoint)
             late = False
@@ -189,7 +189,7 @@ class Demo:
         act = self._plan.next_act(position) if nodes.running else None
         if act is not None and position is not None:
             self._do(act, position, nodes, endpoint)
-        self._pace(position)
+        self._step_rate(position)
         killed = {demo_plan.VICTIM} if self._plan.killed_at else set()
         codes = {node.name: node.exit_code for node in nodes.nodes}
         self._view.update(rows_of(ledger, codes, killed, newest=self._newest_generation))
@@ -209,7 +209,7 @@ class Demo:
             self._start(nodes, demo_plan.NEWCOMER, endpoint)
         self._plan = self._plan.after(act, position)
 
-    def _pace(self, position: Position | None) -> None:
+    def _step_rate(self, position: Position | None) -> None:
         """Slow the job down while a node is waited for: it must not end before."""
         if position is not None and not self._plan.waits_for_node(position):
             self._waiting_since_s = None

@@ -126,7 +126,7 @@ def sentence(entry: Entry) -> str | None:
         return f"{entry.node} noticed the loss of {f['lost']}: {f['reason']}"
     if entry.name == "state-restored":
         return f"{entry.node} restored step {f['step']} from {f['source']}"
-    if entry.name == "store-trouble":
+    if entry.name == "store-problem":
         return f"{entry.node}: etcd: {f['error']}; {f['consequence']}"
     if entry.name == "job-ended":
         return f"{entry.node}: {f['outcome']}: {f['reason']}"

@@ -51,11 +51,11 @@ class Keys:
         return f"{self.root}world"
 
     @property
-    def troubles(self) -> str:
-        return f"{self.root}trouble/"
+    def failure_reports(self) -> str:
+        return f"{self.root}failure_reports/"
 
-    def trouble(self, node_id: str) -> str:
-        return f"{self.root}trouble/{node_id}"
+    def failure_report(self, node_id: str) -> str:
+        return f"{self.root}failure_reports/{node_id}"
 
     @property
     def done(self) -> str:

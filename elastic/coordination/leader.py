@@ -46,20 +46,22 @@ def campaign(store: KeyValue, keys: Keys, me: Leader, lease: Lease) -> LeaderEnt
     return LeaderEntry(me, revision) if revision is not None else None
 
 
-def depose(store: KeyValue, keys: Keys, entry: LeaderEntry) -> bool:
+def evict(store: KeyValue, keys: Keys, entry: LeaderEntry) -> bool:
     """Delete the key of a leader proved dead, unless it has changed since."""
     return store.compare_and_delete(keys.leader, expected_revision=entry.mod_revision)
 
 
 def hand_over(
-    store: KeyValue, keys: Keys, entry: LeaderEntry, heir: Node, heir_lease_id: int
+    store: KeyValue, keys: Keys, entry: LeaderEntry, successor: Node, successor_lease_id: int
 ) -> LeaderEntry | None:
     """Give the key to a member, on that member's own lease."""
-    successor = Leader(node_id=heir.node_id, address=heir.address, liveness_port=heir.liveness_port)
+    leader = Leader(
+        node_id=successor.node_id, address=successor.address, liveness_port=successor.liveness_port
+    )
     revision = store.compare_and_swap(
         keys.leader,
-        encode(successor),
+        encode(leader),
         expected_revision=entry.mod_revision,
-        lease=LeaseOf(heir_lease_id),
+        lease=LeaseOf(successor_lease_id),
     )
-    return LeaderEntry(successor, revision) if revision is not None else None
+    return LeaderEntry(leader, revision) if revision is not None else None

@@ -11,10 +11,10 @@ here.
 
 from __future__ import annotations
 
-from elastic.coordination.newcomers import find_newcomers, first_node, refusal
+from elastic.coordination.joining_nodes import find_newcomers, first_node, refusal
+from elastic.coordination.member_status import MemberStatus, classify_members
 from elastic.coordination.proposing import also, count, names, propose, verb, world_of
 from elastic.coordination.records import Cause, Node, NodeState, Outcome, World
-from elastic.coordination.standing import Standing, stand
 from elastic.coordination.succession import Succession
 from elastic.coordination.view import (
     Decision,
@@ -53,18 +53,18 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return Wait(reason=f"generation {running.generation} runs, but the store has lost it")
     if view.world is None:
         return _first_world(view, now, policy)
-    standing = stand(view, view.world)
-    if standing.over:
-        return _success(standing)
+    status = classify_members(view, view.world)
+    if status.over:
+        return _success(status)
     # Newcomers that had still to switch may not begin beside those who leave.
-    only_newcomers = standing.in_process and not any(n.node.running for n in standing.running)
+    only_newcomers = status.in_process and not any(n.node.running for n in status.running)
     if only_newcomers and (leaving := _still_stepping(view)) is not None:
         return leaving
-    if (replacing := _replacing(standing, now, policy)) is not None:
+    if (replacing := _replacing(status, now, policy)) is not None:
         return replacing
-    if not standing.survivors:
-        return _after_everybody(view, standing, now, policy)
-    return Succession(view, standing, now, policy).decide()
+    if not status.survivors:
+        return _after_everybody(view, status, now, policy)
+    return Succession(view, status, now, policy).decide()
 
 
 def adoptable(view: View) -> World | None:
@@ -77,17 +77,17 @@ def adoptable(view: View) -> World | None:
     return newest
 
 
-def _replacing(standing: Standing, now: float, policy: Policy) -> Wait | None:
+def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
     """A restart of all would discard the state that workers of these nodes hold."""
-    nodes = standing.replacing
+    nodes = status.replacing
     until_s = max((n.state_since_s for n in nodes), default=0.0) + policy.join_timeout_s
     if not nodes or now >= until_s:
         return None
     return Wait(reason=f"{names(nodes)} {verb(nodes, 'replace')} dead workers", until_s=until_s)
 
 
-def _success(standing: Standing) -> End:
-    said = [f"{', '.join(standing.finished)} finished", *standing.sentences]
+def _success(status: MemberStatus) -> End:
+    said = [f"{', '.join(status.finished)} finished", *status.sentences]
     return End(outcome=Outcome.SUCCESS, reason="; ".join(said), exit_code=0)
 
 
@@ -99,23 +99,25 @@ def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:
     return _gather(view, reference, now, policy, Cause.FIRST, "")
 
 
-def _after_everybody(view: View, standing: Standing, now: float, policy: Policy) -> Proposal | Wait:
+def _after_everybody(
+    view: View, status: MemberStatus, now: float, policy: Policy
+) -> Proposal | Wait:
     """Section 2: without a survivor the old world must be proved dead, or silent for long."""
-    silent = [g for g in standing.gone if not g.proved]
+    silent = [g for g in status.gone if not g.proved]
     until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
     if silent and now < until:
         said = "; ".join(g.sentence for g in silent)
         reason = (
-            f"generation {standing.world.generation} may still run: {said}; "
+            f"generation {status.world.generation} may still run: {said}; "
             f"it is taken over {policy.takeover_s:g} s after the last sign"
         )
         return Wait(reason=reason, until_s=until)
-    why = "; ".join(standing.sentences) or "the last world has no members"
+    why = "; ".join(status.sentences) or "the last world has no members"
     # Nobody is left to disagree with: like in a first world, the first node's limits count.
-    reference = first_node(view) or standing.world
+    reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
-    if isinstance(decision, Wait) and not silent and _leaving(view, standing):
-        return propose(view, standing.world, (), Cause.PAUSED, f"{why}; nobody is left")
+    if isinstance(decision, Wait) and not silent and _leaving(view, status):
+        return propose(view, status.world, (), Cause.PAUSED, f"{why}; nobody is left")
     if isinstance(decision, Proposal) and (leaving := _still_stepping(view)):
         return leaving
     return decision
@@ -134,10 +136,10 @@ def _still_stepping(view: View) -> Wait | None:
     return Wait(reason=f"{', '.join(leavers)} still to leave") if leavers else None
 
 
-def _leaving(view: View, standing: Standing) -> bool:
+def _leaving(view: View, status: MemberStatus) -> bool:
     """The last ones are on their way out, and can still say so. Written down now, it spares the
     next start the wait for nodes that nobody can ask any more."""
-    members = set(standing.world.node_ids)
+    members = set(status.world.node_ids)
     return any(n.node.node_id in members and n.liveness is not Liveness.DEAD for n in view.nodes)
 
 

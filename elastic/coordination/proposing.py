@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elastic.coordination.newcomers import Newcomers
+from elastic.coordination.joining_nodes import Newcomers
 from elastic.coordination.records import BreakageRecord, Cause, Node, World, WorldState
 from elastic.coordination.view import NodeView, Proposal, View
 

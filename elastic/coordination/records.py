@@ -49,7 +49,7 @@ class Cause(str, Enum):
     FIRST = "first"
     LOST = "lost"  # a member is gone
     LEFT = "left"  # a member was told to leave
-    TROUBLE = "trouble"  # a failure with everyone alive
+    FAILURE = "failure"  # a failure with everyone alive
     JOINED = "joined"  # newcomers
     PAUSED = "paused"  # fewer than min_nodes are left
     RESUMED = "resumed"  # enough nodes again
@@ -203,8 +203,8 @@ class Leader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
-    """Key ``trouble/{node_id}``: what a node's workers saw in ``generation``.
+class FailureReport:
+    """Key ``failure_reports/{node_id}``: what a node's workers saw in ``generation``.
 
     That is the world they were in, or the one whose group they could not build: trouble of an
     older generation than the newest world was answered by that world.
@@ -238,8 +238,8 @@ class Secret:
     version: int = RECORD_VERSION
 
 
-Record = World | Node | Leader | Trouble | Done | Secret
-R = TypeVar("R", World, Node, Leader, Trouble, Done, Secret)
+Record = World | Node | Leader | FailureReport | Done | Secret
+R = TypeVar("R", World, Node, Leader, FailureReport, Done, Secret)
 
 
 def encode(record: Record) -> bytes:

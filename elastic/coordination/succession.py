@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from elastic.coordination.newcomers import Newcomers, cooling_until, find_newcomers
+from elastic.coordination.joining_nodes import Newcomers, cooling_until, find_newcomers
+from elastic.coordination.member_status import MemberStatus
 from elastic.coordination.proposing import also, count, names, propose, verb
 from elastic.coordination.records import Cause, Node, NodeState, Outcome, World, WorldState
-from elastic.coordination.standing import Standing
 from elastic.coordination.view import (
     Decision,
     End,
@@ -28,13 +28,13 @@ class Succession:
     """One decision about ``standing``, whose survivors are not empty."""
 
     view: View
-    standing: Standing
+    status: MemberStatus
     now: float
     policy: Policy
 
     @property
     def world(self) -> World:
-        return self.standing.world
+        return self.status.world
 
     def decide(self) -> Decision:
         """Everything that happened at once makes one world: lost, left, failed and joining."""
@@ -43,23 +43,23 @@ class Succession:
             return stepping
         if self.world.state is WorldState.PAUSED:
             return self._after_pause(newcomers)
-        if not self.standing.changed and not newcomers.eligible:
+        if not self.status.changed and not newcomers.eligible:
             return self._steady(newcomers)
         if (until_s := self._settling_until_s()) is not None:
-            return Wait(reason="; ".join(self.standing.sentences), until_s=until_s)
+            return Wait(reason="; ".join(self.status.sentences), until_s=until_s)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
-        if self.standing.changed:
+        if self.status.changed:
             return self._after_change(survivors, newcomers)
         return self._join(survivors, newcomers)
 
     # ── who ──────────────────────────────────────────────────────────────────────────────
 
     def _newcomers(self) -> Newcomers:
-        if self.standing.finished:  # the job is ending
+        if self.status.finished:  # the job is ending
             return Newcomers(eligible=(), cooling_until_s=None, passed_over=())
-        in_process = self.standing.in_process
+        in_process = self.status.in_process
         return find_newcomers(self.view, self.world, self.now, in_process=in_process)
 
     def _joining(self, survivors: Nodes, newcomers: Newcomers) -> Nodes:
@@ -67,7 +67,7 @@ class Succession:
 
     def _enough(self, *groups: Nodes) -> bool:
         # Finished nodes count: the job is ending, nobody would come in their place.
-        nodes = sum(len(g) for g in groups) + len(self.standing.finished)
+        nodes = sum(len(g) for g in groups) + len(self.status.finished)
         return nodes >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
@@ -78,14 +78,14 @@ class Succession:
         lease while the leader cannot reach it would block a broken job for ever: after
         ``suspect_s`` it is left out, if the others suffice. A mere newcomer is no reason to.
         """
-        survivors = self.standing.survivors
+        survivors = self.status.survivors
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
         if not suspects:
             return survivors
         others = tuple(n for n in survivors if n not in suspects)
         reason = f"{names(suspects)} may be dead: the lease decides"
         since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
-        evictable = self.standing.changed and bool(others) and self._enough(others)
+        evictable = self.status.changed and bool(others) and self._enough(others)
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
         until = max(since) + self.policy.suspect_s
@@ -97,10 +97,10 @@ class Succession:
         So it is where survivors were about to join them: a plan that was not carried out, or a
         restart that they had not begun. The others wait, as after the loss of everybody.
         """
-        survivors = {n.node.node_id for n in self.standing.survivors}
+        survivors = {n.node.node_id for n in self.status.survivors}
         alone = [
             g
-            for g in self.standing.gone
+            for g in self.status.gone
             if not g.proved and g.running is not None and survivors.isdisjoint(g.running.node_ids)
         ]
         until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
@@ -114,10 +114,10 @@ class Succession:
         return Wait(reason=reason, until_s=until_s)
 
     def _settling_until_s(self) -> float | None:
-        """Trouble with everyone alive waits a moment for news of a death that explains it: the
-        same members again would have to be torn down at once."""
-        standing, since_s = self.standing, self.view.troubled_since_s
-        if since_s is None or standing.gone or standing.out or not standing.troubles:
+        """A failure report with all members alive is held for a moment: news of a death may explain
+        it, and a world of the same members would have to be torn down at once."""
+        status, since_s = self.status, self.view.failing_since_s
+        if since_s is None or status.gone or status.out or not status.failure_reports:
             return None
         until_s = since_s + self.policy.trouble_settle_s
         return until_s if self.now < until_s else None
@@ -135,7 +135,7 @@ class Succession:
     # ── what ─────────────────────────────────────────────────────────────────────────────
 
     def _steady(self, newcomers: Newcomers) -> Wait:
-        running = self.standing.running
+        running = self.status.running
         reason = f"generation {self.world.generation} runs on {names(running)}"
         if suspects := [n for n in running if n.liveness is Liveness.SUSPECT]:
             reason += f"; {names(suspects)} may be dead: the lease decides"
@@ -151,9 +151,9 @@ class Succession:
         reason = self._why(joining)
         if left_out:
             reason += f"; {names(left_out)} left out, to cool down after repeated failures"
-        causes = {g.cause for g in self.standing.gone}
-        cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.TROUBLE)
-        planned = self.standing.unbroken and len(survivors) == len(self.standing.survivors)
+        causes = {g.cause for g in self.status.gone}
+        cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
+        planned = self.status.unbroken and len(survivors) == len(self.status.survivors)
         return self._next(survivors + joining, cause, reason, planned=planned)
 
     def _join(self, survivors: Nodes, newcomers: Newcomers) -> Decision:
@@ -173,15 +173,15 @@ class Succession:
 
     def _took_up(self, node: Node) -> bool:
         """One plan at a time: newcomers wait until the last one has been carried out."""
-        if not self.standing.in_process:
+        if not self.status.in_process:
             return node.state is not NodeState.ARRIVED
         return node.running is not None and node.running.generation >= self.world.generation
 
     def _after_pause(self, newcomers: Newcomers) -> Decision:
         """Rule 4: enough nodes again, fewer still, or nothing to do but wait for them."""
-        joining = self._joining(self.standing.survivors, newcomers)
-        resumes = self._enough(self.standing.survivors, joining)
-        if not resumes and not self.standing.changed:
+        joining = self._joining(self.status.survivors, newcomers)
+        resumes = self._enough(self.status.survivors, joining)
+        if not resumes and not self.status.changed:
             return self._paused_wait(newcomers)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
@@ -192,7 +192,7 @@ class Succession:
 
     def _paused_wait(self, newcomers: Newcomers) -> Wait | End:
         until = self.view.world_since_s + self.policy.join_timeout_s
-        survivors = count(self.standing.survivors)
+        survivors = count(self.status.survivors)
         needed = f"paused with {survivors} of at least {self.world.min_nodes} nodes"
         if self.now >= until:
             reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
@@ -206,13 +206,13 @@ class Succession:
     # ── why ──────────────────────────────────────────────────────────────────────────────
 
     def _why(self, joining: Nodes) -> str:
-        said = list(self.standing.sentences)
+        said = list(self.status.sentences)
         if joining:
             said.append(f"{names(joining)} {verb(joining, 'join')}")
         return "; ".join(said) or "enough nodes again"
 
     def _too_few(self, survivors: Nodes) -> str:
-        why = "; ".join(self.standing.sentences)
+        why = "; ".join(self.status.sentences)
         return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes left"
 
     @staticmethod

@@ -12,10 +12,10 @@ from enum import Enum
 from elastic.coordination.records import (
     Cause,
     Done,
+    FailureReport,
     Member,
     Node,
     Outcome,
-    Trouble,
     World,
     WorldState,
 )
@@ -60,8 +60,8 @@ class View:
     missing: tuple[MissingMember, ...]  # members of `world` without a node key
     done: Done | None = None
     cooling: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
-    troubles: tuple[Trouble, ...] = ()  # what running workers reported (in-process mode)
-    troubled_since_s: float | None = None  # when the leader saw the first report of this world
+    failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
+    failing_since_s: float | None = None  # when the leader saw the first report of this world
 
 
 @dataclass(frozen=True, kw_only=True)

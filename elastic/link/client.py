@@ -27,7 +27,7 @@ from elastic.link.protocol import (
     FROM_AGENT,
     MAX_MESSAGE,
     PROTOCOL_VERSION,
-    Beat,
+    Heartbeat,
     Hello,
     Message,
     decode,
@@ -63,7 +63,7 @@ class LinkClient:
         local_rank: int,
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
-        beat: Callable[[], Beat],
+        beat: Callable[[], Heartbeat],
         beat_every_s: float,
         clock: Clock,
     ) -> None:
@@ -103,7 +103,7 @@ class LinkClient:
         local_rank: int,
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
-        beat: Callable[[], Beat],
+        beat: Callable[[], Heartbeat],
         beat_every_s: float = 0.2,
         clock: Clock = SYSTEM_CLOCK,
     ) -> LinkClient:

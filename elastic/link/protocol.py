@@ -31,7 +31,7 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """Worker, several times a second: where it stands. Generation 0: in no world yet."""
 
     generation: int
@@ -54,7 +54,7 @@ class Entered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
+class CollectiveFailure:
     """Worker: a collective of this generation failed, or its group could not be built."""
 
     generation: int
@@ -133,10 +133,10 @@ class Permit:
 
 Message = (
     Hello
-    | Beat
+    | Heartbeat
     | Ready
     | Entered
-    | Trouble
+    | CollectiveFailure
     | Left
     | Bye
     | SigtermAsk
@@ -145,11 +145,11 @@ Message = (
     | SigtermAnswer
     | Permit
 )
-FROM_WORKER = (Hello, Beat, Ready, Entered, Trouble, Left, Bye, SigtermAsk)
+FROM_WORKER = (Hello, Heartbeat, Ready, Entered, CollectiveFailure, Left, Bye, SigtermAsk)
 FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
-    Trouble: 64 << 10,
+    CollectiveFailure: 64 << 10,
     Bye: 64 << 10,
     WorldMessage: MAX_MESSAGE,
 }

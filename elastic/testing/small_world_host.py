@@ -24,14 +24,14 @@ import torch
 
 from elastic.agent.ports import PortReserve
 from elastic.link.protocol import (
-    Beat,
+    CollectiveFailure,
     Entered,
+    Heartbeat,
     Hello,
     Message,
     Ready,
     SigtermAnswer,
     SigtermAsk,
-    Trouble,
     WorldMessage,
 )
 from elastic.link.server import LinkServer, WorkerDeath
@@ -93,7 +93,7 @@ class SmallJob:
         self._generation = 0
         self._nonce = ""
         self._step = 0  # the most that anybody has said to be committed
-        self._troubled_since_s: float | None = None
+        self._failing_since_s: float | None = None
         self._problem = ""
 
     def run(self) -> dict[str, Any]:
@@ -229,10 +229,10 @@ class SmallJob:
             case Ready():
                 process.is_ready = True
                 self._form_next()
-            case Beat(step=step) | Entered(step=step):
+            case Heartbeat(step=step) | Entered(step=step):
                 self._step = max(self._step, step)
-            case Trouble(generation=generation) if generation == self._generation:
-                self._troubled_since_s = self._troubled_since_s or time.monotonic()
+            case CollectiveFailure(generation=generation) if generation == self._generation:
+                self._failing_since_s = self._failing_since_s or time.monotonic()
             case SigtermAsk():
                 process.server.send(SigtermAnswer(leaving=False))
             case _:
@@ -240,7 +240,7 @@ class SmallJob:
 
     def _look_at_trouble(self) -> None:
         """A failure with everybody alive: the world is formed again."""
-        since_s = self._troubled_since_s
+        since_s = self._failing_since_s
         if since_s is not None and time.monotonic() - since_s > _HEARD_WITHIN_S:
             self._form_next(even_if_complete=True)
 
@@ -257,7 +257,7 @@ class SmallJob:
         if self._generation == _MOST_WORLDS:
             self._problem = f"more than {_MOST_WORLDS} worlds"
             return
-        self._members, self._troubled_since_s = members, None
+        self._members, self._failing_since_s = members, None
         self._generation, self._nonce = self._generation + 1, secrets.token_hex(4)
         for process in members:
             self._tell(process)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from checkpoints import Root
 from elastic.errors import TrainingError
 from elastic.events import CheckpointSkipped
-from elastic.training.due import Word
+from elastic.training.control_flags import ControlFlags, ask
+from elastic.training.due import StepFlags
 from elastic.training.halt import Halt
 from elastic.training.last_save import END_S, LastSave
 from elastic.training.saver import Saver
 from elastic.training.saving import KeepGiven, WhenGiven, checkpoints_from
-from elastic.training.words import Words, ask
 from elastic.tuning import timeouts
 from elastic.worker.sigterm import EXIT_CODE
 
@@ -38,8 +38,8 @@ class BetweenSteps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.words = Words()
-        self._said = Word()
+        self.flags = ControlFlags()
+        self._said = StepFlags()
         self.has_stepped = False  # in this world, since the last boundary
         self.is_preempted = False  # this process was told to go, and does so at a boundary
         self.has_gone = False
@@ -72,8 +72,8 @@ class BetweenSteps:
     def enter_world(self) -> None:
         """State is restored, and the same on all ranks."""
         session = self._session
-        self._said, self.has_stepped = Word(), False
-        self.words.say(self._said)
+        self._said, self.has_stepped = StepFlags(), False
+        self.flags.say(self._said)
         session.saver.enter(session.world, session.job)
 
     def pass_boundary(self) -> None:
@@ -85,17 +85,17 @@ class BetweenSteps:
         self.left_with = None
         heard = None
         if self.has_stepped:
-            heard = self.words.heard()
+            heard = self.flags.heard()
             if heard is None and saver.due.needs_agreement:
                 heard = ask(self._said)
         self.has_stepped = False
         saver.at_boundary(session.job, heard)
         if not session.is_in_process:
             self._go_if_preempted(heard)
-        self._said = saver.word(session.job.progress.step, leaving=self.is_told_to_leave)
-        self.words.say(self._said)
+        self._said = saver.flags(session.job.progress.step, leaving=self.is_told_to_leave)
+        self.flags.say(self._said)
 
-    def _go_if_preempted(self, heard: Word | None) -> None:
+    def _go_if_preempted(self, heard: StepFlags | None) -> None:
         """Some process was told to go, and nobody will start it again. All ranks hear of it at
         the same boundary: they save, and those that were told go."""
         session, saver = self._session, self._session.saver

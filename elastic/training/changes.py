@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
-from elastic.link.protocol import Beat, WorldMessage
+from elastic.link.protocol import Heartbeat, WorldMessage
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import TlsFiles
 from elastic.training.recovery import Recovery
@@ -54,17 +54,17 @@ class Changes:
             )
         return self._recovery
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """Where this worker stands; read by the link's thread."""
         session = self._session
-        return Beat(
+        return Heartbeat(
             generation=self._worlds.entering,
             step=session.job.progress.step,
             phase="step" if session.step is not None else "other",
             step_time_s=self._step_time_s,
         )
 
-    def step_in_hand(self) -> int | None:
+    def current_step(self) -> int | None:
         """The number of the step that has begun, the first one of an accumulation; read by the
         link's thread."""
         session = self._session
@@ -109,7 +109,7 @@ class Changes:
         self.is_recovering = True
         if not is_planned:
             text = f"{type(error).__name__}: {error}"
-            self._worlds.trouble(error)
+            self._worlds.report_failure(error)
             session.journal.emit(
                 WorldFault(
                     generation=session.world.generation if session.has_world else 0,
@@ -183,7 +183,7 @@ class Changes:
             except Exception as error:
                 if not session.is_fault(error):
                     raise
-                self._worlds.trouble(error)
+                self._worlds.report_failure(error)
                 session.end_world(broken=True)
                 continue
             self._worlds.entered(session.job.progress.step)

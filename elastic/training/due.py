@@ -1,8 +1,9 @@
 """When a job saves: its policy, asked between two steps so that all ranks get the same answer.
 
 What depends on the step alone each rank knows by itself. What depends on time, or on what is in
-flight, rank 0 decides one step ahead; its word travels with the gradients of that step
-(:mod:`elastic.training.words`), so that all ranks know it at the same boundary and nobody waits.
+flight, rank 0 decides one step ahead; its decision travels with the gradients of that step
+(:mod:`elastic.training.control_flags`), so that all ranks know it at the same boundary and nobody
+waits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SMOOTHING = 0.3  # of the cost of a save
 
 
 @dataclass(frozen=True)
-class Word:
+class StepFlags:
     """What a rank says to all others with a step's gradients; heard, what anybody said."""
 
     save: bool = False  # rank 0's policy: save after this step
@@ -64,7 +65,9 @@ class Due:
         before_s = self._cost_s or stall_s
         self._cost_s = before_s + _SMOOTHING * (stall_s - before_s)
 
-    def is_due(self, step: int, saved_step: int, heard: Word | None, in_flight: int = 0) -> bool:
+    def is_due(
+        self, step: int, saved_step: int, heard: StepFlags | None, in_flight: int = 0
+    ) -> bool:
         """Whether all ranks save now, with ``step`` steps done."""
         if step != self._steps[0]:
             self._steps = step, self._steps[0]

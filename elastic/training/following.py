@@ -168,7 +168,7 @@ def follow(session: Session, loader: ElasticLoader, passed: Pass) -> Iterator[An
             yield batch
     except GeneratorExit:
         is_left = following.is_newest(passed) and at is not None and at[0] == following.put_backs
-        if is_left and (session.owns_epochs or session.step_in_hand is not None):
+        if is_left and (session.owns_epochs or session.current_step is not None):
             following.end()
             loader.let_workers_go()
         raise

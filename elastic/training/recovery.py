@@ -23,7 +23,7 @@ from elastic.training.restore import restore, together
 from elastic.training.rollback import Rollback
 from elastic.training.saver import Saver
 from elastic.training.state import JobState
-from elastic.worker.agreement import Agreement, Standing, Tag, agree
+from elastic.worker.agreement import Agreement, RankState, Tag, agree
 from elastic.worker.collectives import all_gather_json
 from elastic.worker.transfer import broadcast_blob, transfer
 from elastic.worker.world import World
@@ -167,7 +167,7 @@ class Recovery:
         were committed before.
         """
         began_s = SYSTEM_CLOCK.monotonic()
-        mine = Standing(world.nonce, self.tag, self.begun, self._is_torn, self.retries)
+        mine = RankState(world.nonce, self.tag, self.begun, self._is_torn, self.retries)
         agreement = agree(mine)
         self._retries_of_others = agreement.retries
         if agreement.is_fresh:

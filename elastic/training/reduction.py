@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from elastic.training.words import Room, Words
+from elastic.training.control_flags import ControlFlags, Room
 from elastic.worker.pending import pending
 from elastic.worker.torch_private import call_after_backward, current_backward
 
@@ -32,7 +32,7 @@ class Reduction:
         self.failure: BaseException | None = None  # also if the script swallowed it
         self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
-        self.words: Words | None = None  # what ranks tell each other with the first bucket
+        self.flags: ControlFlags | None = None  # what ranks tell each other with the first bucket
         self.group: dist.ProcessGroup | None = None  # of the present world
         self._divisor = 1  # by which the reducer has divided what comes here
         self._weight = 1.0
@@ -54,8 +54,8 @@ class Reduction:
         self.group = self._room = None
         self.is_static = False
         self.works.clear()
-        if self.words is not None:
-            self.words.forget()
+        if self.flags is not None:
+            self.flags.forget()
 
     def begin(self, weight: float) -> None:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
@@ -155,7 +155,7 @@ class Reduction:
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
         """The gradients of a step's first bucket, and behind them what this rank says."""
-        if self.words is None or self._has_spoken:
+        if self.flags is None or self._has_spoken:
             return gradients
         self._has_spoken = True
         room = self._room
@@ -163,7 +163,7 @@ class Reduction:
             room = self._room = Room.behind(gradients)
         if room is None:
             return gradients
-        self.words.write(room.end)
+        self.flags.write(room.end)
         return room.both
 
     def wait(self) -> None:
@@ -176,8 +176,8 @@ class Reduction:
         """
         for work in self.works:
             pending.finish_on_stream(work)
-        if self.works and self.words is not None:
-            self.words.settle()
+        if self.works and self.flags is not None:
+            self.flags.settle()
         self.works.clear()
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from elastic.telemetry.log import get_logger
 from elastic.training.change_watch import ChangeWatch, compares_content
-from elastic.training.snapshot import SmallState, Snapshot, WholeObject
+from elastic.training.snapshot import NonParameterState, Snapshot, WholeObject
 from elastic.training.state import JobState, Stateful
 from elastic.training.state_copies import WeightCopies, tensors_in
 
@@ -46,7 +46,7 @@ class Rollback:
     def __init__(self, job: JobState, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._job = job
         self._optimizers = optimizers
-        self._small = SmallState(job)
+        self._small = NonParameterState(job)
         self._large = {name: _Large(name, t) for name, t in self._small.large.items()}
         self._watch = ChangeWatch(self._weights)
         self._copies: WeightCopies | None = None

@@ -21,7 +21,7 @@ from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpoint_folder import CheckpointFolder, Source
-from elastic.training.due import Due, Word
+from elastic.training.due import Due, StepFlags
 from elastic.training.memory_limit import MemoryLimit
 from elastic.training.memory_tier import MemoryTier
 from elastic.training.saving import Checkpoints
@@ -191,7 +191,7 @@ class Saver:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def at_boundary(self, job: JobState, heard: Word | None) -> None:
+    def at_boundary(self, job: JobState, heard: StepFlags | None) -> None:
         """Between two steps: report what ended, and save if it is time, as all ranks agree.
 
         ``heard`` is what all ranks together said during the last step; None if there was none.
@@ -210,11 +210,11 @@ class Saver:
         if self._memory is not None and self._era is not None and not self._era.is_over:
             self._memory.at_boundary(job, self._era.world)
 
-    def word(self, step: int, *, leaving: bool) -> Word:
+    def flags(self, step: int, *, leaving: bool) -> StepFlags:
         """What this rank says to all others during ``step``."""
         assert self.due is not None and self.writer is not None
         wants = self.due.wants(step + 1, self._saved_step, int(self.writer.is_busy))
-        return Word(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
+        return StepFlags(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
 
     def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
         """Begin to write this rank's share, unless this step is saved. Never stops training.

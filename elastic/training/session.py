@@ -76,14 +76,14 @@ class Session:
         self.listeners = Listeners()
         self._loader: ElasticLoader | None = None  # whose step is in hand
         self.commits = Commits(self)
-        self.guard = OptimizerGuard(lambda: self.step_in_hand)
+        self.guard = OptimizerGuard(lambda: self.current_step)
 
     def connect(self, link: str) -> None:
         """Say hello to the agent, which may change worlds without a restart from now on."""
         self.worlds = worlds = Worlds(
             abort=self.group.abort,
             position=self.changes.beat,
-            step_in_hand=self.changes.step_in_hand,
+            current_step=self.changes.current_step,
         )
         self.set_saver(self.saver)
         worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
@@ -95,7 +95,7 @@ class Session:
             saver.is_superseded = self.worlds.is_superseded
             saver.is_permitted = self.worlds.is_permitted
         for module in self.job.modules.values():
-            module.reduction.words = self.between.words if saver.is_on else None
+            module.reduction.flags = self.between.flags if saver.is_on else None
 
     # -- what the script registers ------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Session:
         self._refuse_when_restored("wrap")
         self._is_registered_in_attempt |= self.in_retry
         wrapped = ElasticDDP(module, **options)
-        wrapped.reduction.words = self.between.words if self.saver.is_on else None
+        wrapped.reduction.flags = self.between.flags if self.saver.is_on else None
         count = len(self.job.modules)
         self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
         self.guard.watch(wrapped)
@@ -466,7 +466,7 @@ class Session:
             self.recovery.rollback.script_goes_on()
 
     @property
-    def step_in_hand(self) -> Step | None:
+    def current_step(self) -> Step | None:
         """The step that the script is inside of."""
         return self.step if self._left_loader is None else None
 
@@ -476,7 +476,7 @@ class Session:
 
     def leading(self, loader: ElasticLoader) -> tuple[ElasticLoader, Step] | None:
         """The other loader that the script is inside a step of, and the step."""
-        step, leader = self.step_in_hand, self._loader
+        step, leader = self.current_step, self._loader
         if step is None or leader is None or leader is loader:
             return None
         return leader, step

@@ -30,7 +30,7 @@ class Keeper(Protocol):
     def put_back(self, taken: Any) -> None: ...
 
 
-class SmallState:
+class NonParameterState:
     """Takes snapshots of a job. Made when its objects are complete."""
 
     def __init__(self, job: JobState) -> None:

@@ -26,7 +26,7 @@ class Tag:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """What one rank brings to an agreement."""
 
     nonce: str  # of the world it believes to be in
@@ -52,7 +52,7 @@ class Agreement:
         return self.source is None
 
 
-def agree(mine: Standing) -> Agreement:
+def agree(mine: RankState) -> Agreement:
     """Compare all ranks' standings; the same answer on every rank.
 
     Raises TrainingError if the group joins ranks of different worlds.
@@ -60,39 +60,39 @@ def agree(mine: Standing) -> Agreement:
     return choose([_parse(told) for told in all_gather_json(_tell(mine))])
 
 
-def choose(standings: list[Standing]) -> Agreement:
+def choose(states: list[RankState]) -> Agreement:
     """The lowest rank with the greatest tag, and who has another one."""
-    if len({s.nonce for s in standings}) > 1:
+    if len({s.nonce for s in states}) > 1:
         raise TrainingError(
-            f"ranks of different worlds are in one group: {[s.nonce for s in standings]}",
+            f"ranks of different worlds are in one group: {[s.nonce for s in states]}",
             hint="this should be impossible: report it with the journals of all nodes",
         )
-    known = [(rank, s) for rank, s in enumerate(standings) if s.tag is not None]
-    is_torn = any(s.is_torn for s in standings)
-    retries = max(s.retries for s in standings)
+    known = [(rank, s) for rank, s in enumerate(states) if s.tag is not None]
+    is_torn = any(s.is_torn for s in states)
+    retries = max(s.retries for s in states)
     if not known:
         return Agreement(None, None, (), is_torn, retries)
     source, best = max(known, key=lambda item: (*_order(item[1]), -item[0]))
-    others = tuple(rank for rank, s in enumerate(standings) if s.tag != best.tag)
+    others = tuple(rank for rank, s in enumerate(states) if s.tag != best.tag)
     return Agreement(source, best.tag, others, is_torn, retries)
 
 
-def _order(standing: Standing) -> tuple[int, int, int, int, int, bool]:
-    assert standing.tag is not None
-    tag = standing.tag
+def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
+    assert state.tag is not None
+    tag = state.tag
     done = (len(tag.stepped), tag.iteration, -tag.callbacks)
-    return tag.generation, tag.step, *done, standing.begun
+    return tag.generation, tag.step, *done, state.begun
 
 
-def _tell(standing: Standing) -> dict[str, Any]:
-    tag = standing.tag
+def _tell(state: RankState) -> dict[str, Any]:
+    tag = state.tag
     told = None
     if tag is not None:
         told = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
-    return {**vars(standing), "tag": told}
+    return {**vars(state), "tag": told}
 
 
-def _parse(told: dict[str, Any]) -> Standing:
+def _parse(told: dict[str, Any]) -> RankState:
     tag = told["tag"]
     parsed = None
     if tag is not None:
@@ -100,6 +100,6 @@ def _parse(told: dict[str, Any]) -> Standing:
         parsed = Tag(
             int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
         )
-    return Standing(
+    return RankState(
         str(told["nonce"]), parsed, bool(told["begun"]), bool(told["is_torn"]), int(told["retries"])
     )

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.link.client import LinkClient
 from elastic.link.protocol import (
-    Beat,
     Bye,
+    CollectiveFailure,
     Entered,
+    Heartbeat,
     Left,
     Message,
     Permit,
     Ready,
     SigtermAnswer,
     SigtermAsk,
-    Trouble,
     WorldMessage,
 )
 from elastic.telemetry.log import get_logger
@@ -41,13 +41,13 @@ class Worlds:
         self,
         *,
         abort: Callable[[], None],
-        position: Callable[[], Beat],
-        step_in_hand: Callable[[], int | None],
+        position: Callable[[], Heartbeat],
+        current_step: Callable[[], int | None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._abort = abort
         self._position = position
-        self._step_in_hand = step_in_hand
+        self._step_in_hand = current_step
         self._clock = clock
         self._changed = threading.Condition()
         self._newest: WorldMessage | None = None
@@ -194,14 +194,14 @@ class Worlds:
         self._forming_at = None
         self.send(Entered(generation=self._entering, step=step))
 
-    def trouble(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """A collective of the present world failed, or its group could not be built. Says nothing
         if that world is known to be over."""
         if self.is_superseded():
             return
         missing = error.missing if isinstance(error, GroupBuildFailed) else ()
         text = f"{type(error).__name__}: {error}"
-        self.send(Trouble(generation=self._entering, error=text, missing=missing))
+        self.send(CollectiveFailure(generation=self._entering, error=text, missing=missing))
 
     def left(self, step: int) -> None:
         """This rank has left at a boundary, as told."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.link.client import LinkClient
-from elastic.link.protocol import Beat, Message
+from elastic.link.protocol import Heartbeat, Message
 from elastic.link.server import LIMITS, LinkServer, Worker, WorkerDeath
 from elastic.secure_channel.limits import Limits
 
@@ -22,10 +22,10 @@ DEADLINE_S = 60.0
 WORKER = """
 import os, sys, time
 from elastic.link.client import LinkClient
-from elastic.link.protocol import Beat, Bye, Entered, Ready, Trouble
+from elastic.link.protocol import Heartbeat, Bye, Entered, Ready, CollectiveFailure
 client = LinkClient.connect(
     sys.argv[1], local_rank=int(sys.argv[2]), on_message=lambda m: None,
-    on_agent_death=lambda: os._exit(9), beat=lambda: Beat(
+    on_agent_death=lambda: os._exit(9), beat=lambda: Heartbeat(
         generation=1, step=2, phase="step", step_time_s=0.5),
 )
 client.send(Ready())
@@ -50,7 +50,7 @@ elif what == "bye":
     sys.exit(3)
 elif what == "talk":
     for step in range(40):
-        client.send(Trouble(generation=step, error="x" * 3000))
+        client.send(CollectiveFailure(generation=step, error="x" * 3000))
     client.send(Bye(clean=False, error="the last word"))
     client.close()
     sys.exit(3)
@@ -155,7 +155,7 @@ def connect(path: str, **more: Any) -> LinkClient:
         "local_rank": 0,
         "on_message": lambda message: None,
         "on_agent_death": lambda: None,
-        "beat": lambda: Beat(generation=0, step=0, phase="other", step_time_s=0.0),
+        "beat": lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
         **more,
     }
     return LinkClient.connect(path, **settings)

@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.secure_channel.keys import SecretKey
-from elastic.training.due import Word
-from elastic.training.words import Words
+from elastic.training.control_flags import ControlFlags
+from elastic.training.due import StepFlags
 from elastic.training.wrap import ElasticDDP
 from elastic.worker import transfer
 from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
@@ -64,18 +64,18 @@ class Rank:
     def build(self, spec: GroupSpec, timeout_s: float = DEADLINE_S) -> None:
         self.group.build(spec, superseded=lambda: False, timeout_s=timeout_s)
 
-    def say(self, word: str) -> None:
-        (self.folder / f"{word}.{self.rank}").touch()
+    def say(self, flags: str) -> None:
+        (self.folder / f"{flags}.{self.rank}").touch()
 
-    def hear(self, word: str, rank: int) -> None:
+    def hear(self, flags: str, rank: int) -> None:
         """Wait until ``rank`` has said ``word``."""
-        until(lambda: (self.folder / f"{word}.{rank}").exists())
+        until(lambda: (self.folder / f"{flags}.{rank}").exists())
 
-    def abort_when(self, word: str, rank: int) -> None:
+    def abort_when(self, flags: str, rank: int) -> None:
         """Abort from another thread once ``rank`` says ``word``."""
 
         def abort() -> None:
-            self.hear(word, rank)
+            self.hear(flags, rank)
             self.group.abort()
 
         threading.Thread(target=abort).start()
@@ -253,7 +253,7 @@ def gradients(me: Rank) -> Result:
         torch.manual_seed(1)
         alone = make().double()
         model = ElasticDDP(copy.deepcopy(alone), **options)
-        model.reduction.words = words = Words()
+        model.reduction.flags = flags = ControlFlags()
         model.enter_world()
         worst[name], generator = 0.0, torch.Generator().manual_seed(2)
         for step in range(4):
@@ -262,14 +262,14 @@ def gradients(me: Rank) -> Result:
             given: list[str] = []
             if name == "unused":  # in one pass nobody uses the right one
                 given = ["left"] if step == 0 else ["left right"]
-            words.say(Word(save=me.rank == 0 and step == 2))
+            flags.say(StepFlags(save=me.rank == 0 and step == 2))
             model.reduction.begin(len(share) / len(batch))
             for module, data in ((alone, batch), (model, share)):
                 module.zero_grad(set_to_none=step % 2 == 0)
                 module(data, *given).square().mean().backward()
             assert model.reduction.failure is None
-            heard = words.heard()
-            assert heard == (None if name == "sparse" else Word(save=step == 2)), heard
+            heard = flags.heard()
+            assert heard == (None if name == "sparse" else StepFlags(save=step == 2)), heard
             for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
                 assert (mine.grad is None) == (its.grad is None), (name, step)
                 if mine.grad is not None and its.grad is not None:
@@ -429,7 +429,7 @@ def own_backward(me: Rank) -> Result:
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     is_searching = os.environ["UNUSED"] == "1"  # for parameters that nobody has used
     model = ElasticDDP(layers, bucket_cap_mb=0.02, find_unused_parameters=is_searching)
-    model.reduction.words = Words()
+    model.reduction.flags = ControlFlags()
 
     def train() -> None:
         while model.reduction.failure is None:

@@ -74,7 +74,7 @@ def test_a_full_disk_costs_one_save_and_nothing_else(small_disk: Path, world_siz
             )
 
     save(1, 50_000)
-    with pytest.raises(checkpoints.DiskFull, match="older ones are untouched"):
+    with pytest.raises(checkpoints.DiskFull, match="older checkpoints are unchanged"):
         save(2, 250_000)
     assert [info.step for info in checkpoints.list_checkpoints(small_disk)] == [1]
     found = checkpoints.latest(small_disk).checkpoint
@@ -114,7 +114,7 @@ def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
     message = _message_of(as_nobody)
     root.chmod(0o755)
     assert message.startswith(f"NotWritable: cannot write into {root}: Permission denied")
-    assert "Give a folder that every writer may write" in message
+    assert "Use a folder that every writer has permission to write" in message
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [1]
 
 

@@ -138,10 +138,10 @@ def test_fsdp_over_tensor_parallelism(run: Run, root: Path) -> None:
 
 def test_shards_that_cannot_be_kept_are_refused(run: Run, root: Path) -> None:
     for rank, told in enumerate(run("refused", 2, root)):
-        assert "no rank has its values" in told["partial"]
-        assert "its placements say" in told["lying"]
+        assert "no rank holds its values" in told["partial"]
+        assert "its placements imply" in told["lying"]
         assert "world_size is 1" in told["world"]
-        assert "does not hold the block" in told["rank"], rank
+        assert "does not hold the region" in told["rank"], rank
     assert checkpoints.list_checkpoints(root / "rank") == ()
     assert not (root / "partial").exists()
 

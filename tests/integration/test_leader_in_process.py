@@ -17,18 +17,18 @@ from elastic.agent.messages import ChangeNode
 from elastic.clock import SYSTEM_CLOCK
 from elastic.coordination.keyvalue import Put, WatchEvent
 from elastic.coordination.memory import MemoryServer, MemoryStore
-from elastic.coordination.pace import Pace
 from elastic.coordination.records import (
     Cause,
     Done,
+    FailureReport,
     Node,
     NodeState,
-    Trouble,
     World,
     WorldState,
     decode,
     encode,
 )
+from elastic.coordination.step_rate import StepRate
 
 
 class InProcess(TestNode):
@@ -52,7 +52,7 @@ class InProcess(TestNode):
     def step(self, step: int, generation: int, step_time_s: float = 0.1) -> None:
         """The workers report how far they are."""
         at_s = SYSTEM_CLOCK.monotonic()
-        self.service._board.pace = Pace(generation, step, step_time_s, at_s)
+        self.service._status.step_rate = StepRate(generation, step, step_time_s, at_s)
 
     def workers_die(self, generation: int, failure: str = "killed", exit_code: int = -9) -> None:
         self.change(
@@ -67,8 +67,10 @@ class InProcess(TestNode):
     def report(self, generation: int, *accused: str) -> None:
         """The workers' collective failed, or they waited in vain for ``accused``."""
         lease = eventually(lambda: self.service._loop._lease)
-        trouble = Trouble(node_id=self.id, generation=generation, error="reset", accused=accused)
-        self.store.put(KEYS.trouble(self.id), encode(trouble), lease=lease)
+        report = FailureReport(
+            node_id=self.id, generation=generation, error="reset", accused=accused
+        )
+        self.store.put(KEYS.failure_report(self.id), encode(report), lease=lease)
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_trouble_with_everyone_alive_makes_the_same_world_again(
     a, b, c = trio(server, start)
     b.report(1)
     world = generation(server, 2)
-    assert (world.node_ids, world.cause) == ((a.id, b.id, c.id), Cause.TROUBLE)
+    assert (world.node_ids, world.cause) == ((a.id, b.id, c.id), Cause.FAILURE)
     assert (world.mode, world.switch_at_step) == ("in-process", None)
 
 
@@ -181,10 +183,10 @@ def test_a_report_that_outruns_the_news_of_a_death_costs_no_world(
 
 def test_a_broken_report_is_reported_and_harms_nobody(server: MemoryServer, start: Start) -> None:
     nodes = trio(server, start)
-    MemoryStore(server).put(KEYS.trouble("intruder"), b"{not json")
+    MemoryStore(server).put(KEYS.failure_report("intruder"), b"{not json")
     eventually(lambda: [e for n in nodes for e in n.journal.events if "intruder" in str(e)])
     nodes[0].report(1)
-    assert generation(server, 2).cause is Cause.TROUBLE
+    assert generation(server, 2).cause is Cause.FAILURE
 
 
 def test_workers_that_die_are_out_and_come_back_at_a_step_boundary(
@@ -223,7 +225,7 @@ def test_trouble_before_the_switch_is_answered_at_once(server: MemoryServer, sta
     newcomer, _ = joining(server, start, nodes)
     nodes[1].report(1)
     world = generation(server, 3)
-    assert (world.switch_at_step, world.cause) == (None, Cause.TROUBLE)
+    assert (world.switch_at_step, world.cause) == (None, Cause.FAILURE)
     assert world.node_ids == (*(n.id for n in nodes), newcomer.id)
 
 
@@ -315,7 +317,7 @@ def test_an_outage_of_the_store_spends_no_budget(server: MemoryServer, start: St
     leader = next(n for n in nodes if n.id == leader_in(server))
     leader.workers_die(1)  # its own record needs no watch
     server.disconnect()
-    eventually(lambda: leader.service._board.store_trouble)
+    eventually(lambda: leader.service._status.store_problem)
     for _ in range(5):
         leader.change()  # each makes it try again
     server.reconnect()
@@ -352,7 +354,7 @@ def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(
     monkeypatch.setattr(loop, "_on_base", hear_no_worlds)
     c.workers_die(1)
     world = generation(server, 2)
-    eventually(lambda: deaf.service._board.world.world == world)
+    eventually(lambda: deaf.service._status.world.world == world)
 
 
 def test_below_min_nodes_the_survivors_pause_and_go_on_without_a_restart(

@@ -16,14 +16,14 @@ from link_kit import DEADLINE_S, Agent, Processes, connect
 
 from elastic.errors import LinkError
 from elastic.link.protocol import (
-    Beat,
     Bye,
+    CollectiveFailure,
     Entered,
+    Heartbeat,
     Hello,
     Message,
     Ready,
     SigtermAnswer,
-    Trouble,
 )
 from elastic.link.server import LinkServer, WorkerDeath
 from elastic.testing.slowness import measure_slowness
@@ -56,7 +56,7 @@ def test_messages_go_both_ways_in_order(agent: Agent) -> None:
 def test_it_beats(agent: Agent) -> None:
     client = connect(agent.server.path, beat_every_s=0.01)
     for _ in range(3):
-        agent.wait_for(Beat)
+        agent.wait_for(Heartbeat)
     client.close()
 
 
@@ -92,7 +92,7 @@ def test_the_last_words_come_however_much_was_unread(agent: Agent, processes: Pr
     may_read.set()
     said_bye = agent.deaths.get(timeout=DEADLINE_S).said_bye
     assert said_bye == Bye(clean=False, error="the last word")
-    generations = [m.generation for _, m in agent.said.queue if isinstance(m, Trouble)]
+    generations = [m.generation for _, m in agent.said.queue if isinstance(m, CollectiveFailure)]
     assert generations == list(range(40))
 
 

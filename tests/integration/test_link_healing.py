@@ -13,7 +13,7 @@ import pytest
 from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 
 from elastic.link.client import LinkClient
-from elastic.link.protocol import Beat, Entered, Hello, Message, Ready, SigtermAnswer
+from elastic.link.protocol import Entered, Heartbeat, Hello, Message, Ready, SigtermAnswer
 from elastic.testing.waiting import eventually
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -89,9 +89,9 @@ def test_an_agent_without_a_link_is_alive_until_its_process_ends(processes: Proc
     died = threading.Event()
     beats = threading.Semaphore(0)
 
-    def beat() -> Beat:
+    def beat() -> Heartbeat:
         beats.release()
-        return Beat(generation=0, step=0, phase="other", step_time_s=0.0)
+        return Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0)
 
     client = connect(path, on_agent_death=died.set, beat=beat, beat_every_s=0.01)
     assert line(process) == "Hello"

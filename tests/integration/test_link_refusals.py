@@ -18,7 +18,7 @@ from elastic.link.greeting import key_path, read_key
 from elastic.link.protocol import (
     MAX_MESSAGE,
     PROTOCOL_VERSION,
-    Beat,
+    Heartbeat,
     Hello,
     Message,
     Ready,
@@ -65,7 +65,7 @@ def test_strangers_are_disconnected_and_nothing_else_happens(
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             stranger.sendall(sent)
         assert is_hung_up_on(stranger)
-    agent.wait_for(Beat)
+    agent.wait_for(Heartbeat)
     client.close()
 
 
@@ -255,7 +255,7 @@ def test_connecting_twice_keeps_the_newer_connection(agent: Agent) -> None:
     second = connect(agent.server.path, beat_every_s=0.01)
     tokens = {agent.wait_for(Hello)[0].token for _ in range(2)}
     for _ in range(20):
-        assert agent.wait_for(Beat)[0].token <= max(tokens)  # no third connection
+        assert agent.wait_for(Heartbeat)[0].token <= max(tokens)  # no third connection
     assert [worker.token for worker in agent.server.workers()] == [max(tokens)]
     first.close()
     second.close()

@@ -18,9 +18,9 @@ import pytest
 from etcd_certificates import Authority
 
 from elastic.agent import probe as probes
-from elastic.agent.board import JobSucceeded
 from elastic.agent.identity import current_process
 from elastic.agent.messages import Close
+from elastic.agent.node_status import JobSucceeded
 from elastic.agent.probe import Verdict
 from elastic.agent.service import NodeService
 from elastic.config import AgentOptions
@@ -325,7 +325,7 @@ def test_a_failure_with_everyone_alive_keeps_the_members(start: Callable[..., Te
     a.arrive("RuntimeError: Connection closed by peer")
     worlds = [a.enter(), b.follow(), c.follow()]
     assert {w.node_ids for w in worlds} == {(a.id, b.id, c.id)}
-    assert worlds[0].cause is Cause.TROUBLE
+    assert worlds[0].cause is Cause.FAILURE
 
 
 def test_the_same_error_three_times_ends_the_job_with_it(
@@ -396,7 +396,7 @@ def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., Tes
     ]
     for thread in threads:
         thread.start()
-    eventually(lambda: a.service._board.node.state is NodeState.FINISHED)
+    eventually(lambda: a.service._status.node.state is NodeState.FINISHED)
     assert not ended
     c.crash()
     for thread in threads:
@@ -443,7 +443,7 @@ def test_an_outage_of_the_store_disturbs_nobody(
     a, b, c = trio(start)
     server.disconnect()
     c.crash()
-    eventually(lambda: a.service._board.store_trouble or b.service._board.store_trouble)
+    eventually(lambda: a.service._status.store_problem or b.service._status.store_problem)
     assert not a.service.newer_world()
     server.reconnect()
     assert {a.follow().generation, b.follow().generation} == {2}
@@ -473,9 +473,9 @@ def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     a = start(min_nodes=1, max_nodes=1, contact=lambda: last_contact[0]).arrive()
     a.enter()
     server.disconnect()
-    eventually(lambda: a.service._loop._contact.watch_is_cut)
+    eventually(lambda: a.service._loop._isolation.watch_is_cut)
     last_contact[0] = time.monotonic() - 5.0
-    a.service._board.store_trouble = ""  # as after a turn that needed nothing of the store
+    a.service._status.store_problem = ""  # as after a turn that needed nothing of the store
     ended: list[Done | None] = []
     main = threading.Thread(
         target=lambda: ended.append(a.service.finish(patience_s=0.2)), name="main", daemon=True

@@ -140,7 +140,7 @@ def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: Traini
     began_s = time.monotonic()
     hang = told(job, "disk-hang", nodes[1].name)
     job.wait_for(
-        lambda: "busy" in str(events(job, "checkpoint-skipped", began_s)),
+        lambda: "occupy all buffers" in str(events(job, "checkpoint-skipped", began_s)),
         PATIENCE_S,
         "a skipped save",
     )

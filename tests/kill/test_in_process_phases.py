@@ -136,7 +136,7 @@ def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Befor
     all_back(job, before, dead=0)
     world = job.world()
     assert world is not None
-    assert world.cause is Cause.TROUBLE
+    assert world.cause is Cause.FAILURE
 
 
 def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:

@@ -17,7 +17,7 @@ from elastic.coordination.records import Node, decode
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake
 from elastic.secure_channel.keys import SecretKey
-from elastic.testing.cluster import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

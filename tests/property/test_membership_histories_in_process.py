@@ -39,10 +39,10 @@ from elastic.coordination.membership import (
 )
 from elastic.coordination.records import (
     Cause,
+    FailureReport,
     Node,
     NodeState,
     Outcome,
-    Trouble,
     World,
     WorldState,
 )
@@ -59,7 +59,7 @@ class Machine:
     alive: bool = True  # its agent; a dead one's port refuses at once
     has_key: bool = True
     since_s: float = 0.0
-    trouble: Trouble | None = None
+    report: FailureReport | None = None
     told: int = 0  # the newest generation its workers are in, or build
 
     @property
@@ -107,7 +107,9 @@ class InProcessHistories(RuleBasedStateMachine):
                 )
                 for m in gone
             ),
-            troubles=tuple(m.trouble for m in self.machines.values() if m.trouble and m.has_key),
+            failure_reports=tuple(
+                m.report for m in self.machines.values() if m.report and m.has_key
+            ),
         )
 
     @property
@@ -358,7 +360,7 @@ class InProcessHistories(RuleBasedStateMachine):
         generation = machine.record.running.generation
         if builds and machine.record.node_id in self.world.node_ids:
             generation = self.world.generation
-        machine.trouble = Trouble(
+        machine.report = FailureReport(
             node_id=machine.record.node_id, generation=generation, error="reset"
         )
 

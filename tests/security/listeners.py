@@ -31,7 +31,7 @@ from elastic.agent.probe import probe
 from elastic.coordination.view import Liveness
 from elastic.link.client import LinkClient
 from elastic.link.greeting import read_key
-from elastic.link.protocol import Beat
+from elastic.link.protocol import Heartbeat
 from elastic.link.server import LIMITS as LINK_LIMITS
 from elastic.link.server import LinkServer
 from elastic.secure_channel.keys import SecretKey
@@ -157,7 +157,7 @@ def _link(folder: Path, change: Change) -> Iterator[Listener]:
             local_rank=0,
             on_message=lambda message: None,
             on_agent_death=lambda: None,
-            beat=lambda: Beat(generation=0, step=0, phase="other", step_time_s=0.0),
+            beat=lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
         ).close()
 
     try:

@@ -15,7 +15,7 @@ from raw_peer import is_hung_up_on, prove, receive_frame
 from elastic.errors import LinkError
 from elastic.link.client import LinkClient
 from elastic.link.greeting import key_path
-from elastic.link.protocol import Beat
+from elastic.link.protocol import Heartbeat
 from elastic.secure_channel import private_files
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
@@ -185,7 +185,7 @@ def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> N
                 local_rank=0,
                 on_message=lambda message: None,
                 on_agent_death=lambda: None,
-                beat=lambda: Beat(generation=0, step=0, phase="", step_time_s=0.0),
+                beat=lambda: Heartbeat(generation=0, step=0, phase="", step_time_s=0.0),
             )
         thread.join()
     assert told == b""

@@ -17,10 +17,10 @@ from elastic.coordination.membership import (
 )
 from elastic.coordination.records import (
     Cause,
+    FailureReport,
     Node,
     NodeState,
     ProcessIdentity,
-    Trouble,
     World,
     WorldState,
 )
@@ -151,7 +151,7 @@ def view(
     *nodes: NodeView,
     gone: Iterable[MissingMember] = (),
     cooling: Mapping[str, float] | None = None,
-    troubles: tuple[Trouble, ...] = (),
+    failure_reports: tuple[FailureReport, ...] = (),
     world_since_s: float = NOW - 100,
 ) -> View:
     return View(
@@ -160,7 +160,7 @@ def view(
         nodes=nodes,
         missing=tuple(gone),
         cooling=cooling or {},
-        troubles=troubles,
+        failure_reports=failure_reports,
     )
 
 

@@ -104,7 +104,7 @@ def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
     monkeypatch.setattr(process_group, "end_process", end_process)
     monkeypatch.setattr(timeouts, "ABORT_S", 0.2)
     control.hang_in_abort = True
-    worlds = Worlds(abort=group.abort, position=lambda: None, step_in_hand=lambda: None)  # type: ignore[arg-type, return-value]
+    worlds = Worlds(abort=group.abort, position=lambda: None, current_step=lambda: None)  # type: ignore[arg-type, return-value]
     worlds.formed(1)
     link = threading.Thread(target=worlds._on_message, args=(world_message(),))
     link.start()
@@ -157,7 +157,7 @@ def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
     worlds = Worlds(
         abort=lambda: aborts.append(None),
         position=lambda: None,  # type: ignore[arg-type, return-value]
-        step_in_hand=lambda: None,
+        current_step=lambda: None,
     )
     worlds._on_message(world_message(2, 7))
     assert worlds.next().generation == 2

@@ -6,7 +6,7 @@ import pytest
 
 from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
 from elastic.clock import ManualClock
-from elastic.training.due import Due, Word
+from elastic.training.due import Due, StepFlags
 
 
 def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
@@ -17,7 +17,7 @@ def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -
 
 def test_steps_need_nobody_s_word() -> None:
     policy = due(EverySteps(5), ManualClock())
-    assert policy.is_due(10, 5, None) and policy.is_due(10, 5, Word())
+    assert policy.is_due(10, 5, None) and policy.is_due(10, 5, StepFlags())
     assert not policy.is_due(11, 10, None) and not policy.is_due(10, 10, None)
     assert not policy.needs_agreement and not policy.wants(10, 5, 0)
 
@@ -27,12 +27,12 @@ def test_time_is_rank_0_s_and_takes_one_step_to_reach_all() -> None:
     policies = [due(EverySteps(100) | EverySeconds(10), clock, rank=rank) for rank in range(3)]
     clock.advance(10)
     assert [p.wants(8, 0, 0) for p in policies] == [True, False, False]
-    assert not any(p.is_due(7, 0, Word()) for p in policies)
-    assert all(p.is_due(8, 0, Word(save=True)) for p in policies)
+    assert not any(p.is_due(7, 0, StepFlags()) for p in policies)
+    assert all(p.is_due(8, 0, StepFlags(save=True)) for p in policies)
     for policy in policies:
         policy.saved()
     assert not policies[0].wants(9, 8, 0)
-    assert all(p.is_due(100, 8, Word()) for p in policies), "the step alone says so"
+    assert all(p.is_due(100, 8, StepFlags()) for p in policies), "the step alone says so"
 
 
 def test_alone_nobody_has_to_be_asked() -> None:
@@ -50,16 +50,16 @@ def test_continuous_waits_for_the_save_that_is_in_flight() -> None:
 
 def test_a_node_that_leaves_is_heard_by_all() -> None:
     policy = due(OnPreemption(), ManualClock(), rank=2)
-    assert not policy.is_due(3, 0, Word()) and policy.is_due(4, 0, Word(leaving=True))
-    assert not policy.is_due(5, 4, Word(leaving=True)), "once is enough"
+    assert not policy.is_due(3, 0, StepFlags()) and policy.is_due(4, 0, StepFlags(leaving=True))
+    assert not policy.is_due(5, 4, StepFlags(leaving=True)), "once is enough"
     assert not policy.needs_agreement
     policy.enter(rank=2, size=2)
-    assert policy.is_due(6, 4, Word(leaving=True)), "another one"
+    assert policy.is_due(6, 4, StepFlags(leaving=True)), "another one"
 
 
 @pytest.mark.parametrize("when", [EverySteps(1), EverySteps(1) | Continuous()])
 def test_nobody_saves_while_one_cannot(when: SavePolicy) -> None:
-    assert not due(when, ManualClock()).is_due(4, 0, Word(save=True, stuck=True))
+    assert not due(when, ManualClock()).is_due(4, 0, StepFlags(save=True, stuck=True))
 
 
 def test_the_automatic_interval_knows_costs_and_failures() -> None:

@@ -15,7 +15,7 @@ from membership_nodes import node, world
 
 from elastic.agent.health import Verdict, liveness, readiness
 from elastic.agent.health_server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
-from elastic.agent.pulse import Pulse
+from elastic.agent.watchdog import Watchdog
 from elastic.clock import ManualClock
 from elastic.coordination.records import Done, Node, NodeState, Outcome, World, WorldState
 from elastic.errors import ConfigError
@@ -89,26 +89,26 @@ def test_a_parked_node_is_not_ready_and_tells_the_result(outcome: Outcome, code:
 
 def test_a_thread_that_does_not_turn_is_named() -> None:
     clock = ManualClock()
-    pulse = Pulse(clock)
-    thread = threading.Thread(target=pulse.beat, name="elastic-node")
+    watchdog = Watchdog(clock)
+    thread = threading.Thread(target=watchdog.beat, name="elastic-node")
     thread.start()
     thread.join()
     clock.advance(80)
-    pulse.beat()
-    assert liveness(pulse.silences_s(), 90).is_ok
+    watchdog.beat()
+    assert liveness(watchdog.silences_s(), 90).is_ok
     clock.advance(20)
-    verdict = liveness(pulse.silences_s(), 90)
+    verdict = liveness(watchdog.silences_s(), 90)
     assert not verdict.is_ok
     assert verdict.reason.startswith("elastic-node has not turned for 100")
 
 
 def test_a_thread_that_ended_in_order_is_not_missed() -> None:
     clock = ManualClock()
-    pulse = Pulse(clock)
-    pulse.beat()
-    pulse.rest()
+    watchdog = Watchdog(clock)
+    watchdog.beat()
+    watchdog.rest()
     clock.advance(1000)
-    assert liveness(pulse.silences_s(), 90).is_ok
+    assert liveness(watchdog.silences_s(), 90).is_ok
 
 
 # Over sockets ---------------------------------------------------------------------------------

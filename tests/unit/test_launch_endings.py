@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.agent.board import JobSucceeded
 from elastic.agent.endings import ending, why_left
+from elastic.agent.node_status import JobSucceeded
 from elastic.agent.torch_private import Launcher
 from elastic.errors import (
     BudgetSpent,

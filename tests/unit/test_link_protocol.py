@@ -17,8 +17,8 @@ from elastic.link.protocol import (
     FROM_AGENT,
     FROM_WORKER,
     MAX_MESSAGE,
-    Beat,
     Bye,
+    Heartbeat,
     Hello,
     Message,
     Ready,
@@ -50,7 +50,7 @@ WORLD = WorldMessage(
 SAID = [
     WORLD,
     Hello(version=1, pid=2, local_rank=0, library="0.1"),
-    Beat(generation=1, step=2, phase="step", step_time_s=0.1),
+    Heartbeat(generation=1, step=2, phase="step", step_time_s=0.1),
     Ready(),
     Bye(clean=False, error="ValueError: ä\n"),
 ]
@@ -98,11 +98,11 @@ def test_a_field_of_another_kind_is_a_link_error_or_fits(name: str, value: Any) 
         b'{"type": ["Ready"]}',
         b'["Ready"]',
         b"[" * 100_000,
-        b'{"type": "Beat", "generation": true, "step": 1, "phase": "", "step_time_s": 1}',
-        b'{"type": "Beat", "generation": 1, "step": 1, "phase": "", "step_time_s": 1e999}',
+        b'{"type": "Heartbeat", "generation": true, "step": 1, "phase": "", "step_time_s": 1}',
+        b'{"type": "Heartbeat", "generation": 1, "step": 1, "phase": "", "step_time_s": 1e999}',
         b'{"type": "Ready", "type": "Ready"}',
         b'{"type": "Left", "step": Infinity}',
-        b'{"type": "Beat", "generation": 1, "step": 1, "step_time_s": 1, "phase": "%s"}'
+        b'{"type": "Heartbeat", "generation": 1, "step": 1, "step_time_s": 1, "phase": "%s"}'
         % (b"x" * 4096),
     ],
     ids=lambda line: line[:30].decode(),

@@ -330,7 +330,7 @@ def test_trouble_with_everyone_alive_makes_the_same_world_again() -> None:
     v = view(world("n1", "n2"), runs("n1"), out("n2", failure="ValueError: boom"))
     p = proposal(v)
     assert named(p) == ["n1", "n2"]
-    assert (p.cause, p.reason) == (Cause.TROUBLE, "n2 failed: ValueError: boom")
+    assert (p.cause, p.reason) == (Cause.FAILURE, "n2 failed: ValueError: boom")
 
 
 def test_a_reason_is_one_line_however_long_the_failure() -> None:

@@ -21,9 +21,9 @@ from membership_nodes import (
 from elastic.coordination.membership import End, MissingMember, NodeView, decide
 from elastic.coordination.records import (
     Cause,
+    FailureReport,
     NodeState,
     Outcome,
-    Trouble,
     World,
     WorldState,
 )
@@ -40,8 +40,8 @@ def members(*names: str) -> list[NodeView]:
     return [ready(name) for name in names]
 
 
-def trouble(name: str, generation: int) -> Trouble:
-    return Trouble(node_id=f"id-{name}", generation=generation, error="NCCL: remote error")
+def report(name: str, generation: int) -> FailureReport:
+    return FailureReport(node_id=f"id-{name}", generation=generation, error="NCCL: remote error")
 
 
 def test_a_ready_newcomer_switches_at_a_step_boundary() -> None:
@@ -80,7 +80,7 @@ def test_leaving_is_a_planned_change() -> None:
 def test_a_member_that_restarts_its_workers_is_not_waited_for() -> None:
     failed = seen(node("n2", arrived_for=7, failure="boom"))
     p = proposal(view(SEVEN, *members("n1", "n3"), failed))
-    assert (named(p), p.cause, p.planned) == (["n1", "n3"], Cause.TROUBLE, False)
+    assert (named(p), p.cause, p.planned) == (["n1", "n3"], Cause.FAILURE, False)
     assert "n2 failed: boom" in p.reason
 
 
@@ -91,20 +91,20 @@ def test_if_all_workers_ended_everybody_restarts_together() -> None:
 
 
 def test_reported_trouble_makes_the_same_world_again() -> None:
-    v = view(SEVEN, *members("n1", "n2", "n3"), troubles=(trouble("n2", 7),))
+    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     p = proposal(v)
-    assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.TROUBLE, False)
+    assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.FAILURE, False)
     assert p.reason == "n2 reports: NCCL: remote error"
 
 
 def test_trouble_of_an_earlier_generation_or_of_a_stranger_was_answered_already() -> None:
-    v = view(SEVEN, *members("n1", "n2", "n3"), troubles=(trouble("n2", 6), trouble("n9", 7)))
+    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 6), report("n9", 7)))
     assert "runs on" in wait(v).reason
 
 
 def test_an_immediate_world_is_itself_the_answer_to_trouble_before_it() -> None:
     eight = world("n1", "n2", "n3", generation=8, mode="in-process")
-    v = view(eight, *members("n1", "n2", "n3"), troubles=(trouble("n2", 7),))
+    v = view(eight, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     assert "runs on" in wait(v).reason
 
 
@@ -121,7 +121,9 @@ def test_later_newcomers_wait_for_the_next_plan() -> None:
 
 def test_trouble_is_not_ignored_because_a_planned_world_is_pending() -> None:
     """Rule 5, and history 8: a transport error one step before the switch."""
-    v = view(PENDING, *members("n1", "n2", "n3"), ready("n4", None), troubles=(trouble("n2", 7),))
+    v = view(
+        PENDING, *members("n1", "n2", "n3"), ready("n4", None), failure_reports=(report("n2", 7),)
+    )
     p = proposal(v)
     assert (named(p), p.planned) == (["n1", "n2", "n3", "n4"], False)
     assert p.generation == 9
@@ -189,8 +191,8 @@ def test_one_of_two_newcomers_dies_before_the_switch() -> None:
 
 
 def test_trouble_with_everyone_alive_waits_a_moment_for_its_explanation() -> None:
-    v = view(SEVEN, *members("n1", "n2", "n3"), troubles=(trouble("n2", 7),))
-    fresh = replace(v, troubled_since_s=NOW)
+    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
+    fresh = replace(v, failing_since_s=NOW)
     assert wait(fresh).until_s == NOW + POLICY.trouble_settle_s
     assert named(proposal(fresh, now=NOW + POLICY.trouble_settle_s)) == ["n1", "n2", "n3"]
     explained = replace(fresh, missing=(missing("n3", proved_dead=True),), nodes=fresh.nodes[:2])
@@ -199,7 +201,7 @@ def test_trouble_with_everyone_alive_waits_a_moment_for_its_explanation() -> Non
 
 def test_trouble_from_before_a_switch_that_somebody_made_is_answered() -> None:
     late = [ready("n1", PENDING), *members("n2", "n3"), ready("n4", None)]
-    assert "runs on" in wait(view(PENDING, *late, troubles=(trouble("n2", 7),))).reason
+    assert "runs on" in wait(view(PENDING, *late, failure_reports=(report("n2", 7),))).reason
 
 
 def test_a_paused_world_whose_workers_die_goes_on_without_them() -> None:
@@ -306,7 +308,7 @@ def test_where_nobody_else_runs_a_worker_s_replacement_is_waited_for() -> None:
     assert "n1 replaces dead workers" in w.reason
     assert w.until_s == NOW + POLICY.join_timeout_s
     p = proposal(view(alone, replacing("n1", NodeState.READY)))
-    assert (named(p), p.mode, p.cause) == (["n1"], "in-process", Cause.TROUBLE)
+    assert (named(p), p.mode, p.cause) == (["n1"], "in-process", Cause.FAILURE)
     # Not for ever: then its workers are restarted, all of them.
     p = proposal(view(alone, replacing("n1", since_s=NOW - POLICY.join_timeout_s)))
     assert (named(p), p.mode) == (["n1"], "restart")

@@ -12,8 +12,8 @@ import pytest
 from membership_nodes import node, world
 from run_kit import job, process
 
-from elastic.agent.board import Board, WorldEntry
 from elastic.agent.context import NodeContext
+from elastic.agent.node_status import NodeStatus, WorldEntry
 from elastic.agent.permission import Permission
 from elastic.clock import ManualClock
 from elastic.config import AgentOptions
@@ -22,7 +22,7 @@ from elastic.coordination.memory import MemoryStore
 from elastic.coordination.records import Done, Keys, NodeState, Outcome, World
 from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
-from elastic.link.protocol import Beat, Permit, WorldMessage
+from elastic.link.protocol import Heartbeat, Permit, WorldMessage
 from elastic.secure_channel.keys import SecretKey
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
@@ -70,8 +70,8 @@ class Agent:
 
     def __init__(self) -> None:
         running = node("n1", NodeState.READY, in_process=True, running=WORLD)
-        self.board = Board(running, KEYS, 0.0)
-        self.board.world = WorldEntry(WORLD, 5, 0.0)
+        self.status = NodeStatus(running, KEYS, 0.0)
+        self.status.world = WorldEntry(WORLD, 5, 0.0)
         self.lease, self.workers = HeldLease(), Told()
         self.guard: list[float] = []
         context = NodeContext(
@@ -80,7 +80,7 @@ class Agent:
             secret=RunSecret(SecretKey.generate(), KEYS.root),
             options=AgentOptions(takeover_s=TAKEOVER_S),
             policy=Policy(min_nodes=1, max_nodes=2),
-            board=self.board,
+            status=self.status,
             clock=ManualClock(),
             journal=Journal(),
             post=lambda message: None,
@@ -122,25 +122,25 @@ def test_a_lost_lease_extends_nothing() -> None:
     assert agent.turns() is None
 
 
-def given_up(board: Board) -> None:
+def given_up(status: NodeStatus) -> None:
     eight = replace(world("n2", generation=8, mode="in-process"))
-    board.world = WorldEntry(eight, 6, 0.0)
+    status.world = WorldEntry(eight, 6, 0.0)
 
 
-def over(board: Board) -> None:
-    board.done = Done(
+def over(status: NodeStatus) -> None:
+    status.done = Done(
         outcome=Outcome.SUCCESS, reason="", exit_code=0, generation=7, final_step=1, time_s=0.0
     )
 
 
 @pytest.mark.parametrize("happened", [given_up, over])
 def test_a_node_that_the_job_goes_on_without_extends_nothing(
-    happened: Callable[[Board], None],
+    happened: Callable[[NodeStatus], None],
 ) -> None:
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0
-    happened(agent.board)
+    happened(agent.status)
     assert agent.turns() is None
 
 
@@ -155,7 +155,7 @@ def test_a_world_to_change_to_extends_it(newer: World) -> None:
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0
-    agent.board.world = WorldEntry(newer, 6, 0.0)
+    agent.status.world = WorldEntry(newer, 6, 0.0)
     assert agent.turns() is not None
 
 
@@ -174,8 +174,8 @@ def test_the_guard_ends_only_workers_that_do_not_heed_it() -> None:
 def worlds_of(clock: ManualClock) -> Worlds:
     return Worlds(
         abort=lambda: None,
-        position=lambda: Beat(generation=0, step=0, phase="other", step_time_s=0.0),
-        step_in_hand=lambda: None,
+        position=lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
+        current_step=lambda: None,
         clock=clock,
     )
 

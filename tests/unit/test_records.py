@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from elastic.coordination.records import (
     Done,
+    FailureReport,
     Keys,
     Leader,
     Member,
     Node,
     Record,
     Secret,
-    Trouble,
     World,
     decode,
     encode,
@@ -70,7 +70,9 @@ def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
     return plain[hint] if hint in plain else st.from_type(hint)
 
 
-any_record = st.one_of(*(records(cls) for cls in (World, Node, Leader, Trouble, Done, Secret)))
+any_record = st.one_of(
+    *(records(cls) for cls in (World, Node, Leader, FailureReport, Done, Secret))
+)
 
 
 @given(any_record)
@@ -312,7 +314,7 @@ def test_keys_stand_under_prefix_and_run() -> None:
     keys = Keys.of("/elastic/", "job 1")
     assert keys.root == "/elastic/job 1/"
     assert keys.node("a") == "/elastic/job 1/nodes/a"
-    assert keys.trouble("a") == "/elastic/job 1/trouble/a"
+    assert keys.failure_report("a") == "/elastic/job 1/failure_reports/a"
     assert (keys.leader, keys.world, keys.done) == (
         "/elastic/job 1/leader",
         "/elastic/job 1/world",

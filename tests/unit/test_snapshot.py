@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkpoints.format.state_tree import flatten, unflatten
-from elastic.training.snapshot import SmallState
+from elastic.training.snapshot import NonParameterState
 from elastic.training.state import JobState
 from elastic.training.wrap import ElasticDDP
 
@@ -29,7 +29,7 @@ class Job:
         for name in ("optimizer", "scheduler", "scaler"):
             self.state.track(name, getattr(self, name))
         self.state.user["best"] = {"accuracy": [0.5]}
-        self.small = SmallState(self.state)
+        self.small = NonParameterState(self.state)
 
     def train(self) -> None:
         loss = self.module(torch.randn(8, 4)).square().mean()
@@ -120,7 +120,7 @@ def test_a_module_whose_buffers_are_none_has_none() -> None:
     state = JobState(seed=0)
     norm = nn.BatchNorm1d(4, track_running_stats=False)
     state.modules["model"] = ElasticDDP(norm)
-    small = SmallState(state)
+    small = NonParameterState(state)
     assert small.take()["buffers"] == {"model": {}}
     norm.register_buffer("running_mean", torch.ones(4))
     assert torch.equal(small.take()["buffers"]["model"]["running_mean"], torch.ones(4))
@@ -145,7 +145,7 @@ def test_buffers_that_a_step_replaces_resizes_or_adds() -> None:
 
     state = JobState(seed=0)
     state.modules["model"] = wrapped = ElasticDDP(Late())
-    small = SmallState(state)
+    small = NonParameterState(state)
     for _ in range(3):
         wrapped(torch.ones(2))
         taken = small.take()
@@ -171,5 +171,5 @@ def test_large_tracked_objects_are_left_out() -> None:
 
     state = JobState(seed=0)
     state.track("ema", Average())
-    small = SmallState(state)
+    small = NonParameterState(state)
     assert small.take()["tracked"] == {}

@@ -7,8 +7,8 @@ from typing import cast
 
 from membership_nodes import node
 
-from elastic.agent.board import Board
 from elastic.agent.context import NodeContext
+from elastic.agent.node_status import NodeStatus
 from elastic.agent.workers import Workers
 from elastic.clock import ManualClock
 from elastic.coordination.records import Keys, NodeState
@@ -27,7 +27,7 @@ class Context:
 
     def __init__(self) -> None:
         record = replace(node("n1", NodeState.READY, in_process=True), nproc=1)
-        self.board = Board(record, Keys.of("/elastic", "job"), 0.0)
+        self.status = NodeStatus(record, Keys.of("/elastic", "job"), 0.0)
         self.clock, self.journal = ManualClock(), Silent()
 
     def post(self, message: object) -> None:
@@ -43,11 +43,11 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
     workers.on_said(old, Ready())
     workers._ready.add(old.pid)
 
-    context.board.starts += 1  # as NodeService.warm_up does, on the main thread
-    context.board.change_node(lambda n: replace(n, state=NodeState.STARTING, running=None))
+    context.status.starts += 1  # as NodeService.warm_up does, on the main thread
+    context.status.change_node(lambda n: replace(n, state=NodeState.STARTING, running=None))
     workers.on_ended(old, WorkerDeath(old.pid, 143, None, None))
-    assert context.board.node.state is NodeState.STARTING
-    assert context.board.node.failure is None
+    assert context.status.node.state is NodeState.STARTING
+    assert context.status.node.failure is None
 
 
 def test_a_death_in_the_present_start_is_the_nodes() -> None:
@@ -58,5 +58,5 @@ def test_a_death_in_the_present_start_is_the_nodes() -> None:
     workers.on_said(worker, Ready())
     workers._ready.add(worker.pid)
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, None))
-    assert context.board.node.state is NodeState.ARRIVED
-    assert context.board.node.failure_exit_code == 1
+    assert context.status.node.state is NodeState.ARRIVED
+    assert context.status.node.failure_exit_code == 1

@@ -167,7 +167,7 @@ def _is_dead(pid: int) -> bool:
     return stat[stat.rindex(")") + 2] in "ZX"
 
 
-class Guard:
+class OrphanReaper:
     """The agent's handle on its guard process, and on the mark of what it forks."""
 
     def __init__(self, node_id: str, link: str = "", memory: str = "", ending: str = "") -> None:

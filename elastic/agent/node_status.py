@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.agent.pulse import Pulse
+from elastic.agent.watchdog import Watchdog
 from elastic.coordination.keyvalue import Entry
-from elastic.coordination.pace import Pace
 from elastic.coordination.records import Done, Keys, Node, NodeState, World, decode
+from elastic.coordination.step_rate import StepRate
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
@@ -33,7 +33,7 @@ class JobSucceeded(Exception):
     """Not an error: the job is done, there is nothing left to do for a newcomer."""
 
 
-class Board:
+class NodeStatus:
     """The node's record, the world, the job's end, and what ended the node's thread."""
 
     def __init__(self, node: Node, keys: Keys, now: float) -> None:
@@ -42,7 +42,7 @@ class Board:
         self.node = node
         self.world = WorldEntry(None, 0, now)
         self.done: Done | None = None
-        self.pace: Pace | None = None  # last reported by this node's workers
+        self.step_rate: StepRate | None = None  # last reported by this node's workers
         self.stopping = False  # torchrun has been told to start the workers anew
         self.starts = 0  # of all workers, by torchrun; a death may be heard of after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
@@ -50,8 +50,8 @@ class Board:
         self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as told
         self.fatal: BaseException | None = None
-        self.store_trouble = ""  # what the store fails with at present
-        self.pulse = Pulse()
+        self.store_problem = ""  # what the store fails with at present
+        self.watchdog = Watchdog()
         self.parked = False  # the job is over; this agent stays for its launcher's sake
 
     @property

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import torch
 
-from elastic.training.due import Word
+from elastic.training.due import StepFlags
 from elastic.worker.collectives import all_sum
 
 _COUNT = 3
-_NOTHING = Word()
+_NOTHING = StepFlags()
 
 
-class Words:
+class ControlFlags:
     """One per process: what this rank says in the step in hand, and what it has heard."""
 
     def __init__(self) -> None:
-        self._said = Word()
+        self._said = StepFlags()
         self._ends: list[torch.Tensor] = []
 
-    def say(self, word: Word) -> None:
+    def say(self, flags: StepFlags) -> None:
         """A step begins: tell all ranks this."""
-        self._said = word
+        self._said = flags
         self._ends.clear()
 
     def write(self, end: torch.Tensor) -> None:
@@ -49,12 +49,12 @@ class Words:
         """The collectives have ended: copy from a GPU now, before more is queued behind them."""
         self._ends = [end.cpu() for end in self._ends]
 
-    def heard(self) -> Word | None:
+    def heard(self) -> StepFlags | None:
         """What anybody has said in this step; None if no bucket has carried words."""
         if not self._ends:
             return None
         sums = [end.tolist() for end in self._ends]
-        return _word([sum(values) for values in zip(*sums, strict=True)])
+        return _flags_of([sum(values) for values in zip(*sums, strict=True)])
 
 
 class Room:
@@ -84,11 +84,11 @@ class Room:
         return self.both.data_ptr() == gradients.data_ptr()
 
 
-def ask(word: Word) -> Word:
+def ask(flags: StepFlags) -> StepFlags:
     """Tell and hear at once, with a collective of its own. Every rank calls it."""
-    return _word(all_sum([float(word.save), float(word.leaving), float(word.stuck)]))
+    return _flags_of(all_sum([float(flags.save), float(flags.leaving), float(flags.stuck)]))
 
 
-def _word(sums: list[float]) -> Word:
+def _flags_of(sums: list[float]) -> StepFlags:
     save, leaving, stuck = (value > 0 for value in sums)
-    return Word(save=save, leaving=leaving, stuck=stuck)
+    return StepFlags(save=save, leaving=leaving, stuck=stuck)

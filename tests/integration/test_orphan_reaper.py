@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.guard import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
+from elastic.agent.orphan_reaper import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 
 AGENT = textwrap.dedent(
     """
     import os, subprocess, sys, time
-    from elastic.agent.guard import Guard
-    guard = Guard(os.environ["TOKEN"], os.environ.get("LINK", ""), os.environ.get("MEMORY", ""),
-              os.environ.get("ENDING", ""))
+    from elastic.agent.orphan_reaper import OrphanReaper
+    guard = OrphanReaper(os.environ["TOKEN"], os.environ.get("LINK", ""),
+                         os.environ.get("MEMORY", ""), os.environ.get("ENDING", ""))
     environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     for code in ("import time; time.sleep(600)", stubborn):
@@ -157,8 +157,8 @@ def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent
 FORKING_AGENT = textwrap.dedent(
     """
     import os, signal, sys, time
-    from elastic.agent.guard import Guard
-    guard = Guard(os.environ["TOKEN"])
+    from elastic.agent.orphan_reaper import OrphanReaper
+    guard = OrphanReaper(os.environ["TOKEN"])
     kinds = {}
     for kind in ("worker", "bystander"):
         kinds[kind] = os.fork()

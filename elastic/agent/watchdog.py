@@ -7,7 +7,7 @@ import threading
 from elastic.clock import SYSTEM_CLOCK, Clock
 
 
-class Pulse:
+class Watchdog:
     """Stamps by thread. Takes no lock: a hung thread must not hang the one that looks for it."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:

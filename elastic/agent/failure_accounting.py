@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from elastic.agent.roster import Failed
 from elastic.config import AgentOptions
-from elastic.coordination.pace import Pace
+from elastic.coordination.member_status import MemberStatus
 from elastic.coordination.records import BreakageRecord, Cause, FailureRecord, World
-from elastic.coordination.standing import Standing
+from elastic.coordination.step_rate import StepRate
 from elastic.coordination.view import Proposal
 from elastic.health import budget
 from elastic.health.escalation import FailedBuilds
@@ -27,7 +27,7 @@ _FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not the node's own doing
 class Broken:
     """A world, and what the decision to replace it was made from."""
 
-    standing: Standing
+    members: MemberStatus
     proposal: Proposal
     since_s: float  # when the world was formed
     failures: tuple[Failed, ...]  # of its members' workers, the first to fail first
@@ -35,12 +35,12 @@ class Broken:
     @property
     def is_broken(self) -> bool:
         """Joining and leaving break nothing."""
-        standing = self.standing
-        lost = any(g.cause is Cause.LOST for g in standing.gone)
-        return bool(lost or standing.out or standing.troubles)
+        members = self.members
+        lost = any(g.cause is Cause.LOST for g in members.gone)
+        return bool(lost or members.out or members.failure_reports)
 
 
-class Accounts:
+class FailureAccounting:
     """Charged with every broken world; asked who cools down."""
 
     def __init__(self, options: AgentOptions) -> None:
@@ -74,10 +74,10 @@ class Accounts:
         latest = self._breakages[-_REMEMBERED:]
         return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
 
-    def saw(self, pace: Pace | None) -> None:
+    def saw(self, step_rate: StepRate | None) -> None:
         """The first step seen is where counting begins."""
-        if self._step is None and pace is not None:
-            self._step = pace.step
+        if self._step is None and step_rate is not None:
+            self._step = step_rate.step
 
     def lost(self, name: str, now: float) -> None:
         """A node was proved dead."""
@@ -94,14 +94,14 @@ class Accounts:
         if before is not None and before.members and world.mode == "in-process":
             self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
 
-    def charge(self, broken: Broken, pace: Pace | None, now: float) -> budget.Stop | None:
+    def charge(self, broken: Broken, step_rate: StepRate | None, now: float) -> budget.Stop | None:
         """Once per world, however often its successor has to be proposed. Says whether the job
         has to stop."""
-        world = broken.standing.world
+        world = broken.members.world
         if not broken.is_broken or world.generation <= self._charged:
             return None
         self._charged = world.generation
-        steps = self._steps_made(pace)
+        steps = self._steps_made(step_rate)
         self._charge_newcomers(broken, now)
         self._charge_builds(broken, now)
         if not _is_the_jobs_own(broken):
@@ -124,12 +124,12 @@ class Accounts:
         self._breakages = [*self._breakages, breakage][-(self._policy.budget + 1) :]
         return budget.verdict(self._breakages, now, self._policy)
 
-    def _steps_made(self, pace: Pace | None) -> int | None:
+    def _steps_made(self, step_rate: StepRate | None) -> int | None:
         """Since the last breakage. A restart from a checkpoint that does not get beyond where the
         job had been before is no progress."""
-        if pace is None:
+        if step_rate is None:
             return None
-        before, self._step = self._step, max(pace.step, self._step or 0)
+        before, self._step = self._step, max(step_rate.step, self._step or 0)
         return None if before is None else self._step - before
 
     def _charge_newcomers(self, broken: Broken, now: float) -> None:
@@ -138,25 +138,25 @@ class Accounts:
         Before the switch it cools down whatever ended it, afterwards if it failed by itself
         within a cool-down: a node that somebody killed may come back at once.
         """
-        standing = broken.standing
+        members = broken.members
         failed = {f.node_id: f for f in broken.failures}
-        names = {m.node_id: m.name for m in standing.world.members}
-        out = {n.node.node_id for n in standing.out}
-        lost = {g.node_id for g in standing.gone if g.cause is Cause.LOST}
+        names = {m.node_id: m.name for m in members.world.members}
+        out = {n.node.node_id for n in members.out}
+        lost = {g.node_id for g in members.gone if g.cause is Cause.LOST}
         for node_id in out | lost:
             joined_s = self._joined_s.get(node_id)
             if joined_s is None or now - joined_s >= self._cool_down_s:
                 continue
             failure = failed.get(node_id)
             by_itself = failure is not None and failure.exit_code not in _FROM_OUTSIDE
-            if standing.pending or by_itself:
+            if members.pending or by_itself:
                 # A dead agent comes back with another id, under the same name.
                 self._flaps.cool(node_id if node_id in out else names[node_id], now)
 
     def _charge_builds(self, broken: Broken, now: float) -> None:
-        standing = broken.standing
-        reports = {t.node_id: t.accused for t in standing.troubles if t.accused}
-        for node_id in self._builds.failed(standing.world.node_ids, reports):
+        members = broken.members
+        reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
+        for node_id in self._builds.failed(members.world.node_ids, reports):
             self._flaps.cool(node_id, now)
 
 
@@ -193,14 +193,14 @@ def _is_the_jobs_own(broken: Broken) -> bool:
     """Failures with everyone alive are the job's own, the loss of nodes is not its fault. In
     restart mode survivors fail because of the loss; in-process they do not: who fails there
     failed by itself."""
-    if broken.proposal.cause is Cause.TROUBLE:
+    if broken.proposal.cause is Cause.FAILURE:
         return True
-    modes = (broken.proposal.mode, broken.standing.world.mode)
+    modes = (broken.proposal.mode, broken.members.world.mode)
     return "in-process" in modes and bool(broken.failures)
 
 
 def _lost_without_a_word(broken: Broken) -> tuple[str, ...]:
     said = {f.node_id for f in broken.failures}
-    names = {m.node_id: m.name for m in broken.standing.world.members}
-    gone = (g.node_id for g in broken.standing.gone if g.cause is Cause.LOST)
+    names = {m.node_id: m.name for m in broken.members.world.members}
+    gone = (g.node_id for g in broken.members.gone if g.cause is Cause.LOST)
     return tuple(names[node_id] for node_id in gone if node_id not in said)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from membership_nodes import NOW, missing, node, proposal, seen, view, world
 
-from elastic.agent.accounts import Accounts, Broken
+from elastic.agent.failure_accounting import Broken, FailureAccounting
 from elastic.agent.roster import Failed
 from elastic.config import AgentOptions
+from elastic.coordination.member_status import classify_members
 from elastic.coordination.membership import NodeView
-from elastic.coordination.pace import Pace
-from elastic.coordination.records import NodeState, Trouble, World
-from elastic.coordination.standing import stand
+from elastic.coordination.records import FailureReport, NodeState, World
+from elastic.coordination.step_rate import StepRate
 from elastic.coordination.view import View
 from elastic.health.budget import Stop
 
@@ -38,15 +38,18 @@ def broken(v: View, *, since_s: float = NOW - 5) -> Broken:
         if n.node.failure
     )
     return Broken(
-        standing=stand(v, v.world), proposal=proposal(v), since_s=since_s, failures=failures
+        members=classify_members(v, v.world),
+        proposal=proposal(v),
+        since_s=since_s,
+        failures=failures,
     )
 
 
-def joined_s_ago(seconds: float) -> Accounts:
+def joined_s_ago(seconds: float) -> FailureAccounting:
     """n3 came into the running job that long ago."""
-    accounts = Accounts(OPTIONS)
-    accounts.formed(SEVEN, EIGHT, NOW - seconds)
-    return accounts
+    accounting = FailureAccounting(OPTIONS)
+    accounting.formed(SEVEN, EIGHT, NOW - seconds)
+    return accounting
 
 
 def with_n3_out(code: int = 1) -> Broken:
@@ -54,86 +57,86 @@ def with_n3_out(code: int = 1) -> Broken:
 
 
 def test_a_newcomer_that_fails_by_itself_cools_down() -> None:
-    accounts = joined_s_ago(10.0)
-    accounts.charge(with_n3_out(), None, NOW)
-    assert accounts.cooling(NOW) == {"id-n3": NOW + 30.0}
-    assert accounts.cooling(NOW + 30.0) == {}
+    accounting = joined_s_ago(10.0)
+    accounting.charge(with_n3_out(), None, NOW)
+    assert accounting.cooling(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.cooling(NOW + 30.0) == {}
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 40.0)])
 def test_who_was_killed_or_failed_later_may_come_back_at_once(code: int, seconds: float) -> None:
-    accounts = joined_s_ago(seconds)
-    accounts.charge(with_n3_out(code), None, NOW)
-    assert accounts.cooling(NOW) == {}
+    accounting = joined_s_ago(seconds)
+    accounting.charge(with_n3_out(code), None, NOW)
+    assert accounting.cooling(NOW) == {}
 
 
 def test_members_of_the_first_world_are_no_newcomers() -> None:
-    accounts = Accounts(OPTIONS)
-    accounts.formed(None, EIGHT, NOW - 1)
-    accounts.charge(with_n3_out(), None, NOW)
-    assert accounts.cooling(NOW) == {}
+    accounting = FailureAccounting(OPTIONS)
+    accounting.formed(None, EIGHT, NOW - 1)
+    accounting.charge(with_n3_out(), None, NOW)
+    assert accounting.cooling(NOW) == {}
 
 
 def test_a_newcomer_whose_agent_dies_before_the_switch_cools_down_by_name() -> None:
     """It comes back with another id."""
     pending = world("n1", "n2", "n3", generation=8, mode="in-process", switch_at_step=50)
-    accounts = Accounts(OPTIONS)
-    accounts.formed(SEVEN, pending, NOW - 1)
+    accounting = FailureAccounting(OPTIONS)
+    accounting.formed(SEVEN, pending, NOW - 1)
     gone = [missing("n3", proved_dead=True)]
-    accounts.charge(
+    accounting.charge(
         broken(view(pending, runs("n1", SEVEN), runs("n2", SEVEN), gone=gone)), None, NOW
     )
-    assert accounts.cooling(NOW) == {"n3": NOW + 30.0}
+    assert accounting.cooling(NOW) == {"n3": NOW + 30.0}
 
 
-def charge_again_and_again(accounts: Accounts, times: int, *, steps: int) -> Stop | None:
+def charge_again_and_again(accounting: FailureAccounting, times: int, *, steps: int) -> Stop | None:
     """Worlds 1, 2, … each broken by n2's workers, ``steps`` after the one before."""
     stop = None
     for generation in range(1, times + 1):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
         v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
-        pace = Pace(generation, generation * steps, 0.1, NOW)
-        stop = stop or accounts.charge(broken(v), pace, NOW + generation)
+        step_rate = StepRate(generation, generation * steps, 0.1, NOW)
+        stop = stop or accounting.charge(broken(v), step_rate, NOW + generation)
     return stop
 
 
 def test_failures_without_progress_stop_the_job_and_with_progress_do_not() -> None:
-    stop = charge_again_and_again(Accounts(OPTIONS), 3, steps=0)
+    stop = charge_again_and_again(FailureAccounting(OPTIONS), 3, steps=0)
     assert stop is not None and "boom" in stop.reason
-    assert charge_again_and_again(Accounts(OPTIONS), 20, steps=100) is None
+    assert charge_again_and_again(FailureAccounting(OPTIONS), 20, steps=100) is None
 
 
 def test_a_restart_from_a_checkpoint_is_no_progress() -> None:
-    accounts = Accounts(OPTIONS)
-    accounts.saw(Pace(1, 100, 0.1, NOW))
+    accounting = FailureAccounting(OPTIONS)
+    accounting.saw(StepRate(1, 100, 0.1, NOW))
     stop = None
     for generation, step in ((1, 110), (2, 20), (3, 90), (4, 109)):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
         v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
-        stop = accounts.charge(broken(v), Pace(generation, step, 0.1, NOW), NOW)
+        stop = accounting.charge(broken(v), StepRate(generation, step, 0.1, NOW), NOW)
     assert stop is not None
 
 
 def test_one_world_is_charged_once_however_often_its_successor_is_proposed() -> None:
-    accounts = Accounts(OPTIONS)
-    assert [accounts.charge(with_n3_out(), None, NOW) for _ in range(10)] == [None] * 10
+    accounting = FailureAccounting(OPTIONS)
+    assert [accounting.charge(with_n3_out(), None, NOW) for _ in range(10)] == [None] * 10
 
 
 def test_joining_and_leaving_are_not_charged() -> None:
-    accounts = Accounts(OPTIONS)
+    accounting = FailureAccounting(OPTIONS)
     leaves = seen(node("n3", NodeState.LEAVING, in_process=True, running=EIGHT))
     left = broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), leaves))
-    assert accounts.charge(left, Pace(8, 500, 0.1, NOW), NOW) is None
-    assert accounts.records(NOW, 0.0) == ()
+    assert accounting.charge(left, StepRate(8, 500, 0.1, NOW), NOW) is None
+    assert accounting.records(NOW, 0.0) == ()
 
 
 def test_the_next_leader_goes_on_counting() -> None:
-    one = Accounts(OPTIONS)
+    one = FailureAccounting(OPTIONS)
     assert charge_again_and_again(one, 2, steps=0) is None
     last = world("n1", "n2", "n3", generation=3, mode="in-process")
     records = one.records(NOW + 2, wall_s=5000.0)
     assert [r.time_s for r in records] == [4999.0, 5000.0]
-    two = Accounts(OPTIONS)
+    two = FailureAccounting(OPTIONS)
     two.remember(replace(last, breakages=records), NOW + 3, wall_s=5001.0)
     v = view(last, runs("n1", last), runs("n3", last), out("n2", last))
     stop = two.charge(broken(v), None, NOW + 3)
@@ -141,13 +144,15 @@ def test_the_next_leader_goes_on_counting() -> None:
 
 
 def test_whom_all_waited_for_is_left_out_by_id() -> None:
-    accounts = Accounts(OPTIONS)
+    accounting = FailureAccounting(OPTIONS)
     for generation in (1, 2, 3):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
         reports = tuple(
-            Trouble(node_id=f"id-{n}", generation=generation, error="late", accused=("id-n2",))
+            FailureReport(
+                node_id=f"id-{n}", generation=generation, error="late", accused=("id-n2",)
+            )
             for n in ("n1", "n3")
         )
         members = [runs(n, group) for n in ("n1", "n2", "n3")]
-        accounts.charge(broken(view(group, *members, troubles=reports)), None, NOW)
-    assert set(accounts.cooling(NOW)) == {"id-n2"}
+        accounting.charge(broken(view(group, *members, failure_reports=reports)), None, NOW)
+    assert set(accounting.cooling(NOW)) == {"id-n2"}

@@ -14,7 +14,7 @@ EXTRAPOLATE_S = 1.5
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepRate:
     """What the workers of one node reported last."""
 
     generation: int  # the world in which they step
@@ -23,15 +23,15 @@ class Pace:
     at_s: float  # when it was reported, on the monotonic clock of this agent
 
 
-def switch_step(pace: Pace, now: float) -> int:
+def switch_step(step_rate: StepRate, now: float) -> int:
     """The first step of a planned world.
 
     Every rank contributes to a collective of the step before it, so all of them have to know by
     then. Ranks differ by at most one step: two ahead is the least that can be in time. Too early
     costs one redone step, too late only makes the newcomers wait.
     """
-    if pace.step_time_s <= 0:
-        return pace.step + 2
-    since_s = min(max(0.0, now - pace.at_s), EXTRAPOLATE_S)
-    ahead = math.ceil(ANNOUNCE_S / pace.step_time_s)
-    return pace.step + int(since_s / pace.step_time_s) + max(2, ahead)
+    if step_rate.step_time_s <= 0:
+        return step_rate.step + 2
+    since_s = min(max(0.0, now - step_rate.at_s), EXTRAPOLATE_S)
+    ahead = math.ceil(ANNOUNCE_S / step_rate.step_time_s)
+    return step_rate.step + int(since_s / step_rate.step_time_s) + max(2, ahead)

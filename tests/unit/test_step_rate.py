@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.coordination.pace import Pace, switch_step
+from elastic.coordination.step_rate import StepRate, switch_step
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from elastic.coordination.pace import Pace, switch_step
 def test_the_switch_is_as_near_as_everybody_can_know_of_it(
     step_time_s: float, since_s: float, expected: int
 ) -> None:
-    assert switch_step(Pace(7, 100, step_time_s, at_s=50.0), 50.0 + since_s) == expected
+    assert switch_step(StepRate(7, 100, step_time_s, at_s=50.0), 50.0 + since_s) == expected

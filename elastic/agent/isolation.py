@@ -20,7 +20,7 @@ _AWAY_S = 2.0
 _FROZEN_S = 5.0
 
 
-class Contact:
+class IsolationDetector:
     """Asked on every turn of the node's thread."""
 
     def __init__(
@@ -53,20 +53,20 @@ class Contact:
 
     def check(self) -> None:
         """Stop this node if it is cut off, once its workers have left or their time is up."""
-        board, now = self._at.board, self._at.clock.monotonic()
+        status, now = self._at.status, self._at.clock.monotonic()
         before_s, self._checked_s = self._checked_s, now
         if self._last_contact_s is not None and now - before_s > _FROZEN_S:
             self._excuse(self._last_contact_s(), now)
         if self._gone_by_s is not None:
-            if board.workers_left or now >= self._gone_by_s:
+            if status.workers_left or now >= self._gone_by_s:
                 self._stop(now)
             return
-        if self._last_contact_s is None or not board.has_workers_in_a_world:
+        if self._last_contact_s is None or not status.has_workers_in_a_world:
             return
         takeover_s = self._at.options.takeover_s
         if now - self._last_contact_s() <= takeover_s / 2 or now - self._thawed_s <= _FROZEN_S:
             return
-        if self._workers is None or not board.node.in_process:
+        if self._workers is None or not status.node.in_process:
             self._stop(now)
             return
         self._gone_by_s = now + takeover_s / 4
@@ -86,4 +86,4 @@ class Contact:
             "form a world without it",
             hint="check the network between this node and etcd, then start it again",
         )
-        self._at.board.fail(error)
+        self._at.status.fail(error)

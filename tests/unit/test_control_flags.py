@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.training.due import Word
+from elastic.training.control_flags import ControlFlags
+from elastic.training.due import StepFlags
 from elastic.training.reduction import Reduction
-from elastic.training.words import Words
 
 
-def reduction(weight: float, said: Word) -> Reduction:
+def reduction(weight: float, said: StepFlags) -> Reduction:
     made = Reduction()
-    made.words = Words()
-    made.words.say(said)
+    made.flags = ControlFlags()
+    made.flags.say(said)
     made.begin(weight)
     return made
 
@@ -31,39 +31,39 @@ def exchanged(ranks: list[tuple[Reduction, torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_everybody_hears_what_one_says_and_gradients_are_the_same(dtype: torch.dtype) -> None:
-    said = [Word(), Word(save=True, leaving=True), Word()]
+    said = [StepFlags(), StepFlags(save=True, leaving=True), StepFlags()]
     weights = [0.25, 0.5, 0.25]
     gradients = [torch.randn(17).to(dtype) for _ in said]
     expected = torch.stack([g * w for g, w in zip(gradients, weights, strict=True)]).sum(0)
     ranks = [reduction(w, s) for w, s in zip(weights, said, strict=True)]
     exchanged(list(zip(ranks, gradients, strict=True)))
     assert all(torch.equal(g, expected) for g in gradients)
-    heard = [r.words.heard() for r in ranks if r.words is not None]
-    assert heard == [Word(save=True, leaving=True)] * 3
+    heard = [r.flags.heard() for r in ranks if r.flags is not None]
+    assert heard == [StepFlags(save=True, leaving=True)] * 3
 
 
 def test_a_rank_without_samples_says_its_word_and_no_nan() -> None:
-    ranks = [reduction(0.0, Word(stuck=True)), reduction(1.0, Word())]
+    ranks = [reduction(0.0, StepFlags(stuck=True)), reduction(1.0, StepFlags())]
     nan, ones = torch.full((3,), torch.nan), torch.ones(3)
     exchanged([(ranks[0], nan), (ranks[1], ones)])
     assert torch.equal(nan, torch.ones(3))
-    assert ranks[1].words is not None and ranks[1].words.heard() == Word(stuck=True)
+    assert ranks[1].flags is not None and ranks[1].flags.heard() == StepFlags(stuck=True)
 
 
 def test_a_new_step_forgets_the_last_one_s_words() -> None:
-    rank, gradients = reduction(1.0, Word(save=True)), torch.ones(4)
+    rank, gradients = reduction(1.0, StepFlags(save=True)), torch.ones(4)
     rank.with_words(gradients)
-    assert rank.words is not None and rank.words.heard() == Word(save=True)
+    assert rank.flags is not None and rank.flags.heard() == StepFlags(save=True)
     assert rank.with_words(gradients) is gradients  # once is enough
-    rank.words.say(Word())
+    rank.flags.say(StepFlags())
     rank.begin(1.0)
-    assert rank.words.heard() is None
+    assert rank.flags.heard() is None
     rank.with_words(gradients)
-    assert rank.words.heard() == Word()
+    assert rank.flags.heard() == StepFlags()
 
 
 def test_a_bucket_and_its_views_stay_the_same_memory() -> None:
-    rank, bucket = reduction(1.0, Word(save=True)), torch.arange(6.0)
+    rank, bucket = reduction(1.0, StepFlags(save=True)), torch.arange(6.0)
     view, before = bucket[2:5].view(3, 1), bucket.clone()
     sent = rank.with_words(bucket)
     assert torch.equal(sent, torch.cat([before, torch.tensor([1.0, 0.0, 0.0])]))
@@ -86,13 +86,13 @@ def test_a_bucket_and_its_views_stay_the_same_memory() -> None:
     ],
 )
 def test_where_words_cannot_be_behind_gradients_nothing_is_said(bucket: torch.Tensor) -> None:
-    rank = reduction(1.0, Word(save=True))
+    rank = reduction(1.0, StepFlags(save=True))
     assert rank.with_words(bucket) is bucket
-    assert rank.words is not None and rank.words.heard() is None
+    assert rank.flags is not None and rank.flags.heard() is None
 
 
 def test_after_a_world_no_bucket_is_held() -> None:
-    rank, bucket = reduction(1.0, Word()), torch.ones(4)
+    rank, bucket = reduction(1.0, StepFlags()), torch.ones(4)
     rank.with_words(bucket)
     storage = bucket.untyped_storage()._weak_ref()
     rank.leave()

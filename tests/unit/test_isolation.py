@@ -6,9 +6,9 @@ import logging
 
 from membership_nodes import node, world
 
-from elastic.agent.board import Board
-from elastic.agent.contact import Contact
 from elastic.agent.context import NodeContext
+from elastic.agent.isolation import IsolationDetector
+from elastic.agent.node_status import NodeStatus
 from elastic.clock import ManualClock
 from elastic.config import AgentOptions
 from elastic.coordination.membership import Policy
@@ -34,34 +34,34 @@ class NodeThread:
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
         self.contact_s = 1000.0
-        self.board = Board(node("n1", NodeState.STARTING, running=world("n1")), KEYS, 1000.0)
+        self.status = NodeStatus(node("n1", NodeState.STARTING, running=world("n1")), KEYS, 1000.0)
         context = NodeContext(
             store=MemoryStore(),
             keys=KEYS,
             secret=RunSecret(SecretKey.generate(), KEYS.root),
             options=AgentOptions(takeover_s=TAKEOVER_S),
             policy=Policy(min_nodes=1, max_nodes=2),
-            board=self.board,
+            status=self.status,
             clock=self.clock,
             journal=Journal(),
             post=lambda message: None,
         )
-        self.contact = Contact(context, None, lambda: self.contact_s)
+        self.contact = IsolationDetector(context, None, lambda: self.contact_s)
 
     def turns_for(self, seconds: float, *, every_s: float = 1.0) -> bool:
         """Whether the node goes on."""
         end_s = self.clock.monotonic() + seconds
-        while self.clock.monotonic() < end_s and self.board.fatal is None:
+        while self.clock.monotonic() < end_s and self.status.fatal is None:
             self.clock.advance(every_s)
             self.contact.check()
-        return self.board.fatal is None
+        return self.status.fatal is None
 
 
 def test_a_node_that_has_lost_etcd_stops_after_half_of_takeover_s() -> None:
     thread = NodeThread()
     assert thread.turns_for(TAKEOVER_S / 2)
     assert not thread.turns_for(2.0)
-    assert isinstance(thread.board.fatal, StoreUnreachable)
+    assert isinstance(thread.status.fatal, StoreUnreachable)
 
 
 def test_a_node_that_was_frozen_gets_time_to_find_etcd_again() -> None:

@@ -1,10 +1,10 @@
-"""Where each member of the current world stands: who goes on, who is gone and why."""
+"""The status of each member of the current world: running, out, or gone and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.coordination.records import Cause, Node, NodeState, Trouble, World, WorldState
+from elastic.coordination.records import Cause, FailureReport, Node, NodeState, World, WorldState
 from elastic.coordination.view import Liveness, MissingMember, NodeView, View
 
 MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
@@ -23,7 +23,7 @@ class Gone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class MemberStatus:
     """The members of ``world``, each in one place, in rank order."""
 
     world: World
@@ -32,7 +32,7 @@ class Standing:
     gone: tuple[Gone, ...]
     finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
     peers: frozenset[str]  # whom the finished ones ran with, as far as they still say it
-    troubles: tuple[Trouble, ...]  # of running members, and not answered yet
+    failure_reports: tuple[FailureReport, ...]  # of running members, and not answered yet
     alive: frozenset[str]  # ids of all nodes that are there, members or not
 
     @property
@@ -90,7 +90,7 @@ class Standing:
         """The world cannot go on as it is."""
         if self.world.state is WorldState.PAUSED and not self.in_process:
             return bool(self.gone)  # its members wait for a restart: nothing can be broken
-        return bool(self.gone or self.out or self.troubles)
+        return bool(self.gone or self.out or self.failure_reports)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class Standing:
         if self.world.state is WorldState.ACTIVE or self.in_process:
             name = {n.node.node_id: n.node.name for n in self.running}
             said += tuple(_failure(n.node) for n in self.out)
-            said += tuple(f"{name[t.node_id]} reports: {t.error}" for t in self.troubles)
+            said += tuple(f"{name[t.node_id]} reports: {t.error}" for t in self.failure_reports)
         return said
 
     @property
@@ -107,7 +107,7 @@ class Standing:
         """The survivors step on in a group of which nobody failed or vanished (leaving is
         neither): the next world can wait for the end of a step."""
         groups = [n.node.running for n in self.running if n.node.running is not None]
-        if self.troubles or not groups or not (self.pending or self._taken_up(groups)):
+        if self.failure_reports or not groups or not (self.pending or self._taken_up(groups)):
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
@@ -125,7 +125,7 @@ def _is_ready(n: NodeView) -> bool:
     return n.node.state is NodeState.READY and n.node.in_process
 
 
-def stand(view: View, world: World) -> Standing:
+def classify_members(view: View, world: World) -> MemberStatus:
     """Sort the members of ``world``."""
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
@@ -150,14 +150,14 @@ def stand(view: View, world: World) -> Standing:
             out.append(n)
         else:
             running.append(n)
-    return Standing(
+    return MemberStatus(
         world=world,
         running=tuple(running),
         out=tuple(out),
         gone=tuple(gone),
         finished=tuple(finished),
         peers=_peers_of_finished(view),
-        troubles=_troubles(view, world, running),
+        failure_reports=_failure_reports(view, world, running),
         alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
     )
 
@@ -228,15 +228,18 @@ def _failure(node: Node) -> str:
     return f"{node.name} left generation {node.arrived_for}"
 
 
-def _troubles(view: View, world: World, running: list[NodeView]) -> tuple[Trouble, ...]:
-    """Trouble of the generation that its reporter runs; older reports were answered already.
+def _failure_reports(
+    view: View, world: World, running: list[NodeView]
+) -> tuple[FailureReport, ...]:
+    """Failure reports for the generation that the reporting node runs. Newer worlds have already
+    answered older reports.
 
-    While a planned switch is pending its members still run the world before: their trouble
-    counts. Once one of them runs the new world all have been in it, and it is the answer to
-    trouble of the world before; an immediate world is from the start.
+    While a planned switch is pending, members still run the previous world, and their reports
+    count. Once one member runs the new world, all of them have joined it, and it answers reports
+    about the previous world. An immediate world does so from its start.
     """
     nodes = {n.node.node_id: n.node for n in running}
     groups = [n.node.running.generation for n in running if n.node.running is not None]
     switched = world.switch_at_step is None or any(g >= world.generation for g in groups)
     floor = world.generation if switched else min(groups, default=world.generation)
-    return tuple(t for t in view.troubles if t.node_id in nodes and t.generation >= floor)
+    return tuple(t for t in view.failure_reports if t.node_id in nodes and t.generation >= floor)
