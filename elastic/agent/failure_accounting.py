@@ -102,7 +102,7 @@ class FailureAccounting:
             return None
         self._charged = world.generation
         steps = self._steps_made(step_rate)
-        self._charge_newcomers(broken, now)
+        self._charge_joining_nodes(broken, now)
         self._charge_builds(broken, now)
         if not _is_the_jobs_own(broken):
             return None
@@ -132,7 +132,7 @@ class FailureAccounting:
         before, self._step = self._step, max(step_rate.step, self._step or 0)
         return None if before is None else self._step - before
 
-    def _charge_newcomers(self, broken: Broken, now: float) -> None:
+    def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping newcomer may disturb a healthy job once per cool-down.
 
         Before the switch it cools down whatever ended it, afterwards if it failed by itself

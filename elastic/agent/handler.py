@@ -221,7 +221,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """1 when the workers run a world that is no longer the newest: torch then restarts
-        them through :meth:`next_rendezvous`. (Torch's own backends report newcomers only:
+        them through :meth:`next_rendezvous`. (Torch's own backends report joining nodes only:
         survivors of a lost node wait for their collectives to fail, pytorch#111646.)"""
         if not self._launches:
             return 0

@@ -34,7 +34,7 @@ class HealthServer:
     """Serves from ``start`` to ``close``, on all addresses: kubelets ask at the pod's.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be bound.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def _listen(port: int) -> socket.socket:
         return _bind(port, socket.AF_INET)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"health_port={port} cannot be had: {error}",
+            f"health_port={port} could not be bound: {error}",
             hint="give another ELASTIC_HEALTH_PORT; 0 lets the kernel choose, which several "
             "agents on one machine need",
         ) from error

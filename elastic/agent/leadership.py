@@ -58,7 +58,7 @@ from elastic.events import (
 # registered again by then, so the highest running world is known.
 ADOPTION_WAIT_S = 1.5
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
-# that leaves has little time, a newcomer has all of it.
+# that leaves has little time, a joining node has all of it.
 STEP_RATE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
 STEP_RATE_AGAIN_S = 0.05
 

@@ -132,7 +132,7 @@ class LivenessServer(Handler):
     def opened(self, connection: Connection) -> None:
         """Handler's: this peer has proved itself."""
         if not connection.identity:
-            raise ProtocolError("it names no node")
+            raise ProtocolError("its handshake names no node")
         self._on_opened(connection.identity, connection.is_outgoing)
         if not connection.is_outgoing and self._announcement:
             self._hub.send(connection, self._announcement)
@@ -140,7 +140,7 @@ class LivenessServer(Handler):
     def received(self, connection: Connection, payload: bytes) -> None:
         """Handler's: a world, if it is the leader's."""
         if not connection.is_outgoing:
-            raise ProtocolError("a follower has nothing to say")
+            raise ProtocolError("a follower sends no messages")
         strict_json.decode(payload)
         self._on_world(payload)
 

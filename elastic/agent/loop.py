@@ -393,7 +393,7 @@ class NodeLoop:
 
     def _on_broken_record(self, error: RecordError) -> None:
         if self._at.status.node.running is None and self._at.status.world.world is None:
-            self._at.status.fail(error)  # a newcomer cannot do anything sensible with it
+            self._at.status.fail(error)  # a joining node cannot do anything sensible with it
             return
         self._report_problem(error, "training goes on")
         self._next_wake_s = self._at.clock.monotonic() + RETRY_S

@@ -22,7 +22,7 @@ STEPS_BEFORE_JOIN = 10  # of the world without the victim
 STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
 STEP_DELAY_S = 0.06
 PATIENCE_S = 180.0  # for a node to start and take part
-STEPS_AFTER_JOIN = 60  # kept for the world with the newcomer
+STEPS_AFTER_JOIN = 60  # kept for the world with the joining node
 STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, newcomer
 
 

@@ -48,7 +48,7 @@ class Summary:
     recomputed_steps: int
     accuracy: float | None
     killed: str | None  # where the job stood then, in words
-    added: str | None  # where the job stood when the newcomer's agent was started
+    added: str | None  # where the job stood when the joining node's agent was started
     duration_s: float
     failures: tuple[str, ...]
 

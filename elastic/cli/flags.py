@@ -203,7 +203,7 @@ def _check_script(args: argparse.Namespace) -> None:
     if args.no_python and not args.run_path:
         if shutil.which(script) is None:
             raise ConfigError(
-                f"training script {script!r} is no executable",
+                f"training script {script!r} is not executable",
                 hint="with --no-python it must be one, on PATH or as a path",
             )
     elif not Path(script).is_file():

@@ -94,7 +94,7 @@ def scale_statefulset(
     for what, given in (("namespace", namespace), ("statefulset", name)):
         if not _NAME.fullmatch(given):
             raise ConfigError(
-                f"{what} {given!r} is no name of Kubernetes",
+                f"{what} {given!r} is not a valid Kubernetes name",
                 hint="use lower case letters, digits, '-' and '.'",
             )
     path = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}/scale"

@@ -12,7 +12,7 @@ from elastic.coordination.view import Liveness, NodeView, View
 
 
 @dataclass(frozen=True, kw_only=True)
-class Newcomers:
+class JoiningNodes:
     """Nodes outside the current world, and why some of them are not counted."""
 
     eligible: tuple[NodeView, ...]  # oldest first
@@ -65,12 +65,12 @@ def first_node(view: View) -> Node | None:
     return next((n.node for n in by_seniority(arrived)), None)
 
 
-def find_newcomers(
+def find_joining_nodes(
     view: View, reference: World | Node, now: float, *, in_process: bool
-) -> Newcomers:
+) -> JoiningNodes:
     """Sort the nodes outside ``view.world`` into those that may come and the others.
 
-    ``in_process``: the members keep their processes, so a newcomer must be ready first.
+    ``in_process``: the members keep their processes, so a joining node must be ready first.
     """
     members = set(view.world.node_ids) if view.world else set()
     eligible, passed_over, ends = [], [], []
@@ -87,7 +87,7 @@ def find_newcomers(
             ends.append(until)
         else:
             eligible.append(n)
-    return Newcomers(
+    return JoiningNodes(
         eligible=tuple(eligible),
         cooling_until_s=min(ends, default=None),
         passed_over=tuple(passed_over),

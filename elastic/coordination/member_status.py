@@ -52,7 +52,7 @@ class MemberStatus:
 
     @property
     def over(self) -> bool:
-        """Somebody finished, and nobody is left who was stepping with them. Newcomers that had
+        """Somebody finished, and nobody is left who was stepping with them. Joining nodes that had
         still to switch when the others finished are not needed any more."""
         if not self.finished or any(n.node.running for n in self.running):
             return False

@@ -5,13 +5,13 @@ with its cause in words, what it waits for and until when, or that the job is ov
 no I/O, no randomness: equal arguments give equal answers.
 
 Its words are in ``view.py``. Members are sorted in ``standing.py``, nodes from outside in
-``newcomers.py``; what follows when somebody goes on is in ``succession.py``, when nobody does
+``joining_nodes.py``; what follows when somebody goes on is in ``succession.py``, when nobody does
 here.
 """
 
 from __future__ import annotations
 
-from elastic.coordination.joining_nodes import find_newcomers, first_node, refusal
+from elastic.coordination.joining_nodes import find_joining_nodes, first_node, refusal
 from elastic.coordination.member_status import MemberStatus, classify_members
 from elastic.coordination.proposing import also, count, names, propose, verb, world_of
 from elastic.coordination.records import Cause, Node, NodeState, Outcome, World
@@ -56,9 +56,9 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     status = classify_members(view, view.world)
     if status.over:
         return _success(status)
-    # Newcomers that had still to switch may not begin beside those who leave.
-    only_newcomers = status.in_process and not any(n.node.running for n in status.running)
-    if only_newcomers and (leaving := _still_stepping(view)) is not None:
+    # Joining nodes that had still to switch may not begin beside those who leave.
+    only_joining = status.in_process and not any(n.node.running for n in status.running)
+    if only_joining and (leaving := _still_stepping(view)) is not None:
         return leaving
     if (replacing := _replacing(status, now, policy)) is not None:
         return replacing
@@ -146,17 +146,17 @@ def _leaving(view: View, status: MemberStatus) -> bool:
 def _gather(
     view: View, reference: World | Node, now: float, policy: Policy, cause: Cause, why: str
 ) -> Proposal | Wait:
-    """A world of newcomers only: at once when full, after the last call when enough."""
-    newcomers = find_newcomers(view, reference, now, in_process=False)
-    nodes = newcomers.eligible[: reference.max_nodes]
+    """A world of joining nodes only: at once when full, after the last call when enough."""
+    candidates = find_joining_nodes(view, reference, now, in_process=False)
+    nodes = candidates.eligible[: reference.max_nodes]
     if len(nodes) < max(1, reference.min_nodes):
         reason = f"{why}{count(nodes)} of at least {reference.min_nodes} nodes arrived"
-        return Wait(reason=also(reason, newcomers), until_s=newcomers.cooling_until_s)
+        return Wait(reason=also(reason, candidates), until_s=candidates.cooling_until_s)
     until = max(n.state_since_s for n in nodes) + policy.last_call_s
     if len(nodes) < reference.max_nodes and now < until:
         reason = (
             f"{why}{count(nodes)} of at most {reference.max_nodes} nodes arrived, "
             f"last call of {policy.last_call_s:g} s"
         )
-        return Wait(reason=also(reason, newcomers), until_s=until)
+        return Wait(reason=also(reason, candidates), until_s=until)
     return propose(view, reference, nodes, cause, f"{why}{names(nodes)} {verb(nodes, 'start')}")

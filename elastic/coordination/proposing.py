@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elastic.coordination.joining_nodes import Newcomers
+from elastic.coordination.joining_nodes import JoiningNodes
 from elastic.coordination.records import BreakageRecord, Cause, Node, World, WorldState
 from elastic.coordination.view import NodeView, Proposal, View
 
@@ -103,6 +103,6 @@ def count(nodes: Sequence[NodeView]) -> str:
     return f"{len(nodes)} ({names(nodes)})" if nodes else "0"
 
 
-def also(reason: str, newcomers: Newcomers) -> str:
+def also(reason: str, candidates: JoiningNodes) -> str:
     """The reason, and why nodes that wait are not counted."""
-    return "; ".join([reason, *newcomers.passed_over])
+    return "; ".join([reason, *candidates.passed_over])

@@ -50,7 +50,7 @@ class Cause(str, Enum):
     LOST = "lost"  # a member is gone
     LEFT = "left"  # a member was told to leave
     FAILURE = "failure"  # a failure with everyone alive
-    JOINED = "joined"  # newcomers
+    JOINED = "joined"  # joining nodes
     PAUSED = "paused"  # fewer than min_nodes are left
     RESUMED = "resumed"  # enough nodes again
     TAKEOVER = "takeover"  # every member of the last world is gone
@@ -174,7 +174,7 @@ class Node:
     arrived_for: int  # the last generation this node is done with, when arrived
     failure: str | None  # what its workers ended with, when it arrived after a failure
     failure_exit_code: int | None
-    joined_at_s: float  # wall clock, for people and seniority among newcomers
+    joined_at_s: float  # wall clock, for people and seniority among joining nodes
     memory_port: int = 0
     tls: bool = False  # it connects to other nodes with TLS, and serves them so
     version: int = RECORD_VERSION
@@ -263,12 +263,12 @@ def decode(cls: type[R], key: str, value: bytes) -> R:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        raise ValueError("a field stands twice in one object")
+        raise ValueError("duplicate field in an object")
     return data
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")  # Python's json would let it pass
+    raise ValueError(f"{name} is not a JSON number")  # Python's json would let it pass
 
 
 def _broken(key: str, what: str) -> RecordError:

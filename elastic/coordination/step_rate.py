@@ -28,7 +28,7 @@ def switch_step(step_rate: StepRate, now: float) -> int:
 
     Every rank contributes to a collective of the step before it, so all of them have to know by
     then. Ranks differ by at most one step: two ahead is the least that can be in time. Too early
-    costs one redone step, too late only makes the newcomers wait.
+    costs one redone step, too late only makes the joining nodes wait.
     """
     if step_rate.step_time_s <= 0:
         return step_rate.step + 2

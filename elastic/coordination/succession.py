@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from elastic.coordination.joining_nodes import Newcomers, cooling_until, find_newcomers
+from elastic.coordination.joining_nodes import JoiningNodes, cooling_until, find_joining_nodes
 from elastic.coordination.member_status import MemberStatus
 from elastic.coordination.proposing import also, count, names, propose, verb
 from elastic.coordination.records import Cause, Node, NodeState, Outcome, World, WorldState
@@ -38,32 +38,32 @@ class Succession:
 
     def decide(self) -> Decision:
         """Everything that happened at once makes one world: lost, left, failed and joining."""
-        newcomers = self._newcomers()
+        candidates = self._candidates()
         if (stepping := self._may_step_alone()) is not None:
             return stepping
         if self.world.state is WorldState.PAUSED:
-            return self._after_pause(newcomers)
-        if not self.status.changed and not newcomers.eligible:
-            return self._steady(newcomers)
+            return self._after_pause(candidates)
+        if not self.status.changed and not candidates.eligible:
+            return self._steady(candidates)
         if (until_s := self._settling_until_s()) is not None:
             return Wait(reason="; ".join(self.status.sentences), until_s=until_s)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
         if self.status.changed:
-            return self._after_change(survivors, newcomers)
-        return self._join(survivors, newcomers)
+            return self._after_change(survivors, candidates)
+        return self._join(survivors, candidates)
 
     # ── who ──────────────────────────────────────────────────────────────────────────────
 
-    def _newcomers(self) -> Newcomers:
+    def _candidates(self) -> JoiningNodes:
         if self.status.finished:  # the job is ending
-            return Newcomers(eligible=(), cooling_until_s=None, passed_over=())
+            return JoiningNodes(eligible=(), cooling_until_s=None, passed_over=())
         in_process = self.status.in_process
-        return find_newcomers(self.view, self.world, self.now, in_process=in_process)
+        return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
 
-    def _joining(self, survivors: Nodes, newcomers: Newcomers) -> Nodes:
-        return newcomers.eligible[: max(0, self.world.max_nodes - len(survivors))]
+    def _joining(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
+        return candidates.eligible[: max(0, self.world.max_nodes - len(survivors))]
 
     def _enough(self, *groups: Nodes) -> bool:
         # Finished nodes count: the job is ending, nobody would come in their place.
@@ -122,10 +122,10 @@ class Succession:
         until_s = since_s + self.policy.trouble_settle_s
         return until_s if self.now < until_s else None
 
-    def _without_cooling(self, survivors: Nodes, newcomers: Newcomers) -> Nodes:
+    def _without_cooling(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
         """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
         rest = tuple(n for n in survivors if not self._cools(n.node))
-        enough = bool(rest) and self._enough(rest, self._joining(rest, newcomers))
+        enough = bool(rest) and self._enough(rest, self._joining(rest, candidates))
         return rest if enough else survivors
 
     def _cools(self, node: Node) -> bool:
@@ -134,18 +134,18 @@ class Succession:
 
     # ── what ─────────────────────────────────────────────────────────────────────────────
 
-    def _steady(self, newcomers: Newcomers) -> Wait:
+    def _steady(self, candidates: JoiningNodes) -> Wait:
         running = self.status.running
         reason = f"generation {self.world.generation} runs on {names(running)}"
         if suspects := [n for n in running if n.liveness is Liveness.SUSPECT]:
             reason += f"; {names(suspects)} may be dead: the lease decides"
-        return Wait(reason=also(reason, newcomers), until_s=newcomers.cooling_until_s)
+        return Wait(reason=also(reason, candidates), until_s=candidates.cooling_until_s)
 
-    def _after_change(self, survivors: Nodes, newcomers: Newcomers) -> Proposal:
+    def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
         left_out = survivors
-        survivors = self._without_cooling(survivors, newcomers)
+        survivors = self._without_cooling(survivors, candidates)
         left_out = tuple(n for n in left_out if n not in survivors)
-        joining = self._joining(survivors, newcomers)
+        joining = self._joining(survivors, candidates)
         if not self._enough(survivors, joining):
             return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
         reason = self._why(joining)
@@ -156,11 +156,11 @@ class Succession:
         planned = self.status.unbroken and len(survivors) == len(self.status.survivors)
         return self._next(survivors + joining, cause, reason, planned=planned)
 
-    def _join(self, survivors: Nodes, newcomers: Newcomers) -> Decision:
-        """Only newcomers, nothing is wrong: there is time to gather several."""
-        joining = self._joining(survivors, newcomers)
+    def _join(self, survivors: Nodes, candidates: JoiningNodes) -> Decision:
+        """Only joining nodes, nothing is wrong: there is time to gather several."""
+        joining = self._joining(survivors, candidates)
         if not joining:
-            return Wait(reason=f"{self._waiting(newcomers.eligible)}: the world is full")
+            return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
         if late := [n for n in survivors if not self._took_up(n.node)]:
             plan = f"{names(late)} {verb(late, 'run')} generation {self.world.generation}"
             reason = f"{self._waiting(joining)} until {plan}"
@@ -172,17 +172,17 @@ class Succession:
         return self._next(survivors + joining, Cause.JOINED, self._why(joining), planned=True)
 
     def _took_up(self, node: Node) -> bool:
-        """One plan at a time: newcomers wait until the last one has been carried out."""
+        """One plan at a time: joining nodes wait until the last one has been carried out."""
         if not self.status.in_process:
             return node.state is not NodeState.ARRIVED
         return node.running is not None and node.running.generation >= self.world.generation
 
-    def _after_pause(self, newcomers: Newcomers) -> Decision:
+    def _after_pause(self, candidates: JoiningNodes) -> Decision:
         """Rule 4: enough nodes again, fewer still, or nothing to do but wait for them."""
-        joining = self._joining(self.status.survivors, newcomers)
+        joining = self._joining(self.status.survivors, candidates)
         resumes = self._enough(self.status.survivors, joining)
         if not resumes and not self.status.changed:
-            return self._paused_wait(newcomers)
+            return self._paused_wait(candidates)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
@@ -190,15 +190,15 @@ class Succession:
             return self._next(survivors + joining, Cause.RESUMED, self._why(joining))
         return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
 
-    def _paused_wait(self, newcomers: Newcomers) -> Wait | End:
+    def _paused_wait(self, candidates: JoiningNodes) -> Wait | End:
         until = self.view.world_since_s + self.policy.join_timeout_s
         survivors = count(self.status.survivors)
         needed = f"paused with {survivors} of at least {self.world.min_nodes} nodes"
         if self.now >= until:
             reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
-            return End(outcome=Outcome.FAILURE, reason=also(reason, newcomers), exit_code=1)
-        wake = until if newcomers.cooling_until_s is None else newcomers.cooling_until_s
-        return Wait(reason=also(needed, newcomers), until_s=min(until, wake))
+            return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
+        wake = until if candidates.cooling_until_s is None else candidates.cooling_until_s
+        return Wait(reason=also(needed, candidates), until_s=min(until, wake))
 
     def _next(self, nodes: Nodes, cause: Cause, reason: str, *, planned: bool = False) -> Proposal:
         return propose(self.view, self.world, nodes, cause, reason, planned=planned)

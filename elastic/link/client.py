@@ -286,13 +286,13 @@ class LinkClient:
             while (payload := self._received.next()) is not None:
                 messages.append(decode(payload))
         except ProtocolError as error:
-            raise LinkError(f"the agent sends what is no message: {error}") from error
+            raise LinkError(f"the agent sent an invalid message: {error}") from error
         return messages
 
     def _tell(self, messages: list[Message]) -> None:
         for message in messages:
             if not isinstance(message, FROM_AGENT):
-                raise LinkError(f"the agent says what only workers say: {message}")
+                raise LinkError(f"the agent sent a message that only workers send: {message}")
             self._on_message(message)
 
     def _end_with_agent(self) -> None:

@@ -110,7 +110,7 @@ def _wait(sock: socket.socket, agent: int, stop: int, timeout_s: float) -> None:
             poll.register(fd, select.POLLIN)
     ready = [fd for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)]
     if not ready:
-        raise TimeoutError("no welcome came")
+        raise TimeoutError("no answer to the handshake")
     if sock.fileno() not in ready:
         raise ConnectionError("the agent died" if agent in ready else "interrupted")
 

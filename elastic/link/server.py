@@ -166,7 +166,7 @@ class LinkServer:
         if not isinstance(worker, Worker):
             raise LinkError(f"{type(message).__name__} before Hello")
         if not isinstance(message, FROM_WORKER):
-            raise LinkError(f"{type(message).__name__} is said by agents only")
+            raise LinkError(f"{type(message).__name__} is sent by agents only")
         process = self._processes.get(worker.pid)
         if isinstance(message, Bye) and process is not None:
             process.bye = message

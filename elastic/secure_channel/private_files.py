@@ -60,7 +60,7 @@ def require_private(descriptor: int, path: str | os.PathLike[str]) -> None:
     """Raises PermissionError unless it is a regular file of this user's alone."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-        raise PermissionError(f"{path} is no plain file: remove it, or set TMPDIR")
+        raise PermissionError(f"{path} is not a regular file: remove it, or set TMPDIR")
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(
             f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "

@@ -33,7 +33,7 @@ def decode(data: bytes | bytearray, *, max_depth: int = MAX_DEPTH) -> dict[str, 
     {'id': 3}
     >>> decode(b'{"id": Infinity}')
     Traceback (most recent call last):
-    elastic.secure_channel.errors.ProtocolError: not JSON: Infinity is no JSON number
+    elastic.secure_channel.errors.ProtocolError: not JSON: Infinity is not a JSON number
     """
     _check_depth(data, max_depth)
     try:
@@ -64,12 +64,12 @@ def _check_depth(data: bytes | bytearray, max_depth: int) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a field stands twice in one object")
+        raise ValueError("duplicate field in an object")
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _integer(text: str) -> int:
@@ -81,5 +81,5 @@ def _integer(text: str) -> int:
 def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is no finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return number

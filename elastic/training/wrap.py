@@ -180,7 +180,7 @@ class ElasticDDP(DDP):
                 "gradients accumulated under no_sync() cannot be added to those of a step in which "
                 f"this rank has another share of the samples ({weight:.4g} of them, before "
                 f"{self.reduction.weight:.4g}): the last batch of an epoch is smaller",
-                hint="DataLoader(…, drop_last=True), or leave no_sync() away",
+                hint="DataLoader(…, drop_last=True), or do not use no_sync()",
             )
         if factor != 1.0:
             gradients = [p.grad for p in self.all_parameters if p.grad is not None]

@@ -30,7 +30,7 @@ class RankState:
     """What one rank brings to an agreement."""
 
     nonce: str  # of the world it believes to be in
-    tag: Tag | None  # None: a newcomer, or weights that belong to no step
+    tag: Tag | None  # None: a joining node, or weights that belong to no step
     begun: bool = False  # whether it is inside a step
     is_torn: bool = False  # it has trained, and its weights belong to no step any more
     retries: int = 0  # calls of run.retry that it has completed

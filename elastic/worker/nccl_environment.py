@@ -43,7 +43,7 @@ def leave_errors_to_us(environ: MutableMapping[str, str], *, is_in_process: bool
         # distributed_c10d reads it, too, and C++ may have read it already: it cannot be undone.
         get_logger().warning(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's NCCL backend end the survivors of a dead "
-            "peer: recovery in process will not work. Use INFO, or leave it away"
+            "peer: recovery in process will not work. Use INFO, or remove it"
         )
 
 

@@ -275,7 +275,7 @@ class ProcessGroup:
             footprint.shut_down()
         is_left_behind = dist.is_initialized() and not self._destroy_group(is_for_next)
         # A build that failed in the middle has counted: the next group would get another name
-        # here than with a newcomer, and they would never find each other in the store.
+        # here than with a joining node, and they would never find each other in the store.
         torch_private.forget_group_count()
         self._owned = False
         if self._store is not None:

@@ -150,11 +150,11 @@ def train():
     )
     outcome = streams.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
     outcome.assert_success(workers=3)
-    first, second, newcomer = outcome.survivors
+    first, second, joining_node = outcome.survivors
     assert first.result["m"].item() == second.result["m"].item() == 1.0
     for name, weights in first.result.items():
         if name != "m":
-            assert torch.equal(weights, newcomer.result[name])
+            assert torch.equal(weights, joining_node.result[name])
 
 
 def test_activations_are_freed_before_a_state_is_sent(streams: IdiomRuns, tmp_path: Path) -> None:

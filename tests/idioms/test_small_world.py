@@ -53,9 +53,9 @@ def test_a_replacement_takes_part(runs: IdiomRuns, tmp_path: Path) -> None:
     outcome.assert_success(workers=SIZE)
     assert [w.exit_code for w in outcome.workers] == [None, 0, 0, 0]
     assert "in " in outcome.died_at  # a function
-    newcomer, survivor = outcome.workers[3], outcome.workers[1]
-    assert newcomer.steps == survivor.steps
-    assert newcomer.result.keys() == survivor.result.keys()
+    joining_node, survivor = outcome.workers[3], outcome.workers[1]
+    assert joining_node.steps == survivor.steps
+    assert joining_node.result.keys() == survivor.result.keys()
 
 
 def test_workers_have_nothing_in_common_with_the_host(runs: IdiomRuns, tmp_path: Path) -> None:

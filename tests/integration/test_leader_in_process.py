@@ -133,8 +133,8 @@ def joining(server: MemoryServer, start: Start, nodes: list[InProcess]) -> tuple
     """A fourth node is ready, and its switch is pending."""
     for node in nodes:
         node.step(100, 1)
-    newcomer = start().ready()
-    return newcomer, generation(server, 2)
+    joining_node = start().ready()
+    return joining_node, generation(server, 2)
 
 
 def test_trouble_with_everyone_alive_makes_the_same_world_again(
@@ -209,8 +209,8 @@ def test_workers_that_die_are_out_and_come_back_at_a_step_boundary(
 
 def test_a_plan_waits_for_the_first_step_to_be_reported(server: MemoryServer, start: Start) -> None:
     nodes = trio(server, start)
-    newcomer = start().ready()
-    eventually(lambda: node_in(server, newcomer).state is NodeState.READY)
+    joining_node = start().ready()
+    eventually(lambda: node_in(server, joining_node).state is NodeState.READY)
     leader = next(n for n in nodes if n.id == leader_in(server))
     eventually(lambda: leader.service._loop._succession.term._planned_since_s)  # type: ignore[union-attr]
     assert world_in(server).generation == 1
@@ -222,22 +222,22 @@ def test_a_plan_waits_for_the_first_step_to_be_reported(server: MemoryServer, st
 def test_trouble_before_the_switch_is_answered_at_once(server: MemoryServer, start: Start) -> None:
     """History 8."""
     nodes = trio(server, start)
-    newcomer, _ = joining(server, start, nodes)
+    joining_node, _ = joining(server, start, nodes)
     nodes[1].report(1)
     world = generation(server, 3)
     assert (world.switch_at_step, world.cause) == (None, Cause.FAILURE)
-    assert world.node_ids == (*(n.id for n in nodes), newcomer.id)
+    assert world.node_ids == (*(n.id for n in nodes), joining_node.id)
 
 
 def test_a_late_report_after_the_switch_is_answered_by_the_switch(
     server: MemoryServer, start: Start
 ) -> None:
     nodes = trio(server, start)
-    newcomer, world = joining(server, start, nodes)
+    joining_node, world = joining(server, start, nodes)
     nodes[0].run(world)
     eventually(lambda: node_in(server, nodes[0]).running == world)
     nodes[1].report(1)
-    members_run(server, [*nodes[1:], newcomer], world)
+    members_run(server, [*nodes[1:], joining_node], world)
     assert generation(server, 2) == world
 
 
@@ -245,13 +245,13 @@ def test_a_newcomer_that_dies_before_the_switch_cancels_it_and_cools_down(
     server: MemoryServer, start: Start
 ) -> None:
     nodes = trio(server, start)
-    newcomer, plan = joining(server, start, nodes)
-    newcomer.workers_die(2)
+    joining_node, plan = joining(server, start, nodes)
+    joining_node.workers_die(2)
     world = generation(server, 3)
     assert world.node_ids == tuple(n.id for n in nodes)
     assert world.switch_at_step == plan.switch_at_step is not None
     members_run(server, nodes, world)
-    newcomer.ready()
+    joining_node.ready()
     said = lambda: [  # noqa: E731
         e for n in nodes for e in n.journal.events if "cools down" in str(e)
     ]
@@ -264,14 +264,14 @@ def test_a_crash_looping_newcomer_disturbs_the_job_once_per_cool_down(
 ) -> None:
     """History 9."""
     nodes = trio(server, start)
-    newcomer, world = joining(server, start, nodes)
-    members_run(server, [*nodes, newcomer], world)
+    joining_node, world = joining(server, start, nodes)
+    members_run(server, [*nodes, joining_node], world)
     for node in nodes:
         node.step(200, 2)  # healthy
-    newcomer.workers_die(2, "ValueError: no such file", 1)
+    joining_node.workers_die(2, "ValueError: no such file", 1)
     world = generation(server, 3)
     members_run(server, nodes, world)
-    newcomer.ready()
+    joining_node.ready()
     assert eventually(
         lambda: [e for n in nodes for e in n.journal.events if "cools down" in str(e)]
     )

@@ -430,10 +430,10 @@ def test_a_wiped_store_gets_the_running_world_back(
     c.crash()
     assert {a.follow().generation, b.follow().generation} == {2}
     server.wipe()
-    newcomer = start().arrive()
-    world = newcomer.enter()
+    joining_node = start().arrive()
+    world = joining_node.enter()
     assert world.generation == 3
-    assert world.node_ids == (a.id, b.id, newcomer.id)
+    assert world.node_ids == (a.id, b.id, joining_node.id)
     assert a.follow() == b.follow() == world
 
 

@@ -1,4 +1,4 @@
-"""A newcomer that crashes every time disturbs a healthy job once per cool-down, and not more."""
+"""A joining node that crashes every time disturbs a healthy job once per cool-down at most."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_newcomers_do_not_go_on_while_the_members_train(cluster: CutOff, reference: Path) -> None:
-    """Two members lose etcd, two newcomers arrive who reach it; then etcd is back for all.
+    """Two members lose etcd, two joining nodes arrive who reach it; then etcd is back for all.
 
     And then one of the four loses it for good: it answers, and trains with the others, until it
     has to stop.
@@ -97,15 +97,15 @@ def test_newcomers_do_not_go_on_while_the_members_train(cluster: CutOff, referen
     generation = job.wait_training(nodes=2)
     cluster.cut(*members)
     cut_s = time.monotonic()
-    newcomers = [cluster.start_node() for _ in range(2)]
-    # Until their leases are long gone, and the newcomers are there to take over.
+    candidates = [cluster.start_node() for _ in range(2)]
+    # Until their leases are long gone, and the joining nodes are there to take over.
     while time.monotonic() - cut_s < CUT_S:
         job.wait_progress(1, timeout_s=cluster.step_within_s)
     assert job.training_nodes() == (generation, {node.name for node in members})
     assert job.generation() == generation
     cluster.restore(*members)
     job.wait_training(nodes=4, after_generation=generation)
-    assert all(node.running for node in (*members, *newcomers))
+    assert all(node.running for node in (*members, *candidates))
 
     generation = job.generation()
     lost = next(node for node in job.running if node is not job.leader())
@@ -122,19 +122,19 @@ def test_newcomers_do_not_go_on_while_the_members_train(cluster: CutOff, referen
 def test_members_that_stay_cut_off_stop_before_they_are_replaced(
     cluster: CutOff, reference: Path
 ) -> None:
-    """Half of the takeover time without etcd: they save and stop; the newcomers go on."""
+    """Half of the takeover time without etcd: they save and stop; the joining nodes go on."""
     job = cluster.job
     members = [cluster.start_node() for _ in range(2)]
     generation = job.wait_training(nodes=2)
     cluster.cut(*members)
-    newcomers = [cluster.start_node() for _ in range(2)]
+    candidates = [cluster.start_node() for _ in range(2)]
     for node in members:
         assert node.wait(PATIENCE_S) not in (0, 75)
         assert "no contact with etcd" in node.log_text()
     last = job.ledger().last_step
     job.wait_training(nodes=2, after_generation=generation)
     new, names = job.training_nodes()
-    assert names == {node.name for node in newcomers}
+    assert names == {node.name for node in candidates}
     first = min(s.step for s in job.ledger().steps if s.generation == new)
     assert first == last + 1, "steps were lost though their ranks could save"
     job.assert_finishes_whole(reference)

@@ -115,9 +115,9 @@ def test_a_node_joins(job: TrainingJob) -> None:
         job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
     generation = job.generation()
     seniors = [m.name for m in members(job)]
-    newcomer = job.start_node()
+    joining_node = job.start_node()
     job.wait_training(nodes=3, after_generation=generation)
-    assert [m.name for m in members(job)] == [*seniors, newcomer.name]
+    assert [m.name for m in members(job)] == [*seniors, joining_node.name]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
 def test_etcd_is_wiped_while_a_newcomer_registers(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
     job.bring_to(2)
     generation = job.generation()
-    newcomer = job.start_node()
+    joining_node = job.start_node()
     job.wait_for(
         lambda: len(job.store.list(job.keys.nodes).entries) == 3 or None, PATIENCE_S, "its key"
     )
@@ -103,7 +103,7 @@ def test_etcd_is_wiped_while_a_newcomer_registers(job: TrainingJob, etcd: Embedd
     etcd.start()
     new = job.wait_training(nodes=3, after_generation=generation)
     assert new > generation
-    assert newcomer.name in job.training_nodes()[1]
+    assert joining_node.name in job.training_nodes()[1]
 
 
 def test_etcd_is_wiped(job: TrainingJob, etcd: EmbeddedEtcd) -> None:

@@ -115,7 +115,7 @@ def test_death_in_the_recovery_from_another(job: TrainingJob, before: Before, po
 
 @pytest.mark.parametrize("point", ["receiving", "received", "sending", "sent"])
 def test_death_in_a_transfer_of_state(job: TrainingJob, before: Before, point: str) -> None:
-    """A worker dies and comes back as a newcomer: it, or who gives it the state, dies again."""
+    """A worker dies and comes back as a joining node: it, or who gives it the state, dies again."""
     orders = [order(job, point), order(job, "forward")]
     obeyed(job, *orders)
     is_receiver = point.startswith("receiv")

@@ -148,13 +148,13 @@ def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulS
     bring_to(workers, 2)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.scale(3)
-    newcomer = workers.wait_for(
+    joining_node = workers.wait_for(
         lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(),
         PATIENCE_S,
         "a worker",
     )
     assert workers.probe(f"{NAME}-2", "/readyz").status == 503
-    assert newcomer
+    assert joining_node
     workers.scale(2)
     end = workers.wait_ended_pods(before + 1)[-1]
     assert (end.name, end.exit_code, end.left) == (f"{NAME}-2", PREEMPTED, ())

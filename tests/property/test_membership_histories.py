@@ -267,8 +267,8 @@ class Histories(RuleBasedStateMachine):
         self.last_sign_s[machine.record.node_id] = self.now
 
     @precondition(lambda self: self.world is not None and self.world.members)
-    @rule(die=st.booleans(), newcomers=st.integers(0, 3))
-    def all_members_fall_silent(self, die: bool, newcomers: int) -> None:
+    @rule(die=st.booleans(), candidates=st.integers(0, 3))
+    def all_members_fall_silent(self, die: bool, candidates: int) -> None:
         assert self.world is not None
         for node_id in self.world.node_ids:
             machine = self.machines[node_id]
@@ -276,7 +276,7 @@ class Histories(RuleBasedStateMachine):
                 self.silence(machine)
                 machine.process_lives, machine.reachable = not die, die
         self.now += LEASE_S + 1
-        for _ in range(newcomers):
+        for _ in range(candidates):
             self.a_node_arrives()
 
     @precondition(lambda self: self.world is not None and self.ended is None)

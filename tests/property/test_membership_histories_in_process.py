@@ -200,14 +200,14 @@ class InProcessHistories(RuleBasedStateMachine):
 
     # ── what happens ─────────────────────────────────────────────────────────────────────
 
-    @initialize(members=st.integers(2, 4), newcomers=st.integers(0, 2))
-    def a_job_runs(self, members: int, newcomers: int) -> None:
+    @initialize(members=st.integers(2, 4), candidates=st.integers(0, 2))
+    def a_job_runs(self, members: int, candidates: int) -> None:
         """Histories that begin with nothing are the other file's."""
         for _ in range(members):
             self.a_node_arrives(warm=False)
         self.now += 10.0
         self.lead()
-        for _ in range(newcomers):
+        for _ in range(candidates):
             self.a_node_arrives(warm=True)
         for _ in range(2):
             self.everybody_gets_ready()
@@ -451,7 +451,7 @@ TestInProcessHistories = InProcessHistories.TestCase
 def test_a_plan_whose_leaver_is_gone_is_replaced_at_once() -> None:
     """Found by the histories: the last boundary of the old group has passed with it."""
     state = InProcessHistories()
-    state.a_job_runs(members=2, newcomers=2)
+    state.a_job_runs(members=2, candidates=2)
     state.a_node_is_told_to_leave(number=0)
     state.the_leader_decides()
     state.a_newcomers_workers_die(number=0)

@@ -87,7 +87,7 @@ def seen(
 
 
 def arrived(name: str, *, since_s: float = NOW - 50) -> NodeView:
-    """A newcomer of restart mode."""
+    """A joining node of restart mode."""
     return seen(node(name), since_s=since_s)
 
 

@@ -148,7 +148,9 @@ def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None
     while waited_s < PATIENCE_S - 1:
         at = replace(_position(without), step=step)
         waited_s, step = waited_s + plan.step_delay_s(at, waited_s), step + 1
-    assert step < STEPS - STEPS_AFTER_JOIN + 1, "the newcomer would find no step to take part in"
+    assert step < STEPS - STEPS_AFTER_JOIN + 1, (
+        "the joining node would find no step to take part in"
+    )
     late = replace(_position(without), step=step)
     assert plan.step_delay_s(late, PATIENCE_S) == STEP_DELAY_S  # no more waiting
     whole = _position(joined(without, world(3, 80, 81, began_s=90.0)))

@@ -271,7 +271,7 @@ def test_a_suspect_that_leaves_or_has_finished_is_not_waited_for() -> None:
     ]
 
 
-# ── rule 3: newcomers ────────────────────────────────────────────────────────────────────────
+# ── rule 3: joining nodes ────────────────────────────────────────────────────────────────────────
 
 
 def test_a_newcomer_is_gathered_for_the_join_window() -> None:
@@ -295,7 +295,7 @@ def test_a_full_world_lets_newcomers_wait() -> None:
 
 
 def test_one_plan_at_a_time() -> None:
-    """The last world has to be taken up before newcomers change it again."""
+    """The last world has to be taken up before joining nodes change it again."""
     about_to_start = seen(node("n2", NodeState.ARRIVED, arrived_for=6))
     v = view(world("n1", "n2"), runs("n1"), about_to_start, arrived("n3"))
     assert wait(v).reason == "n3 waits until n2 runs generation 7"

@@ -1,4 +1,4 @@
-"""PROTOCOL section 4 where members keep their processes: ready newcomers, planned switches."""
+"""PROTOCOL section 4 where members keep their processes: ready joining nodes, planned switches."""
 
 from __future__ import annotations
 
