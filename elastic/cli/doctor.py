@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from elastic.config import read_options
@@ -72,13 +72,26 @@ def _findings_table(findings: Sequence[Finding], *, several: bool) -> Any:
     from rich.text import Text
 
     table = Table("check", *(["node"] if several else []), "status", "measured, → remedy")
-    for one in findings:
+    for one in folded(findings):
         measured = f"{one.measured}\n→ {one.remedy}" if one.remedy else one.measured
         status = Text(one.status.value, style=_COLOURS[one.status])
         table.add_row(
             Text(one.name), *([Text(one.node)] if several else []), status, Text(measured)
         )
     return table
+
+
+def folded(findings: Sequence[Finding]) -> list[Finding]:
+    """What is well on several nodes takes one row: that of the first, and how many more."""
+    rows: dict[tuple[str, ...], list[Finding]] = {}
+    for number, one in enumerate(findings):
+        is_well = one.node and one.status in (Status.OK, Status.SKIPPED)
+        key = (one.name, one.status.value) if is_well else (str(number),)
+        rows.setdefault(key, []).append(one)
+    return [
+        replace(same[0], node=f"{same[0].node} +{len(same) - 1}") if same[1:] else same[0]
+        for same in rows.values()
+    ]
 
 
 def _speeds_table(report: Report) -> Any:

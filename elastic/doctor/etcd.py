@@ -23,8 +23,8 @@ from elastic.store.etcd.store import EtcdStore
 from elastic.store.keyvalue import KeyValue, Put, Reset, WatchEvent
 
 SAMPLES = 15
-CONNECT_WITHIN_S = 3.0
-CALL_WITHIN_S = 2.0
+CONNECT_WITHIN_S = 5.0
+CALL_WITHIN_S = 5.0
 _LEASE_S = 10.0  # whatever is written goes with it, if this process is killed
 _UTC_TIME, _OCTETS_OF_LENGTH = 0x17, 0x80
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)

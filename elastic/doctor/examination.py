@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 import socket
@@ -42,7 +43,9 @@ class Plan:
     # Longest silence of one operation, and of one probe. Starts of processes get more.
     deadline_s: float = 20.0
     join_timeout_s: float = 60.0
-    name: str = field(default_factory=socket.gethostname)
+    name: str = field(
+        default_factory=lambda: os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ def examine(plan: Plan, say: Say) -> Report:
     own += _of_machine(plan, results)
     address = getattr(results["network"], "address", "") or "127.0.0.1"
     if plan.nnodes == 1:
-        return _examine_alone(plan, own, results, address, say)
+        return _examine_alone(plan, own, address, say)
     if config is None:
         return Report(findings=(*own, skipped("other nodes", "they are found through etcd")))
     return _examine_together(plan, EtcdStore(etcd.quick(config)), keys, own, results, address, say)
@@ -110,16 +113,24 @@ def _of_machine(plan: Plan, results: Mapping[str, Any]) -> list[Finding]:
 # One machine ---------------------------------------------------------------------------------
 
 
-def _examine_alone(
-    plan: Plan, own: list[Finding], results: Mapping[str, Any], address: str, say: Say
-) -> Report:
+def _examine_alone(plan: Plan, own: list[Finding], address: str, say: Say) -> Report:
     if plan.only_local:
         return Report(findings=tuple(own), nodes=(plan.name,))
-    me = Participant(node_id="", name=plan.name, address=address, nproc=plan.nproc)
+    me = _participant(plan, address)
     with tempfile.TemporaryDirectory(prefix="elastic-doctor-") as shared:
         session = Session((me,), 0, alone, plan.deadline_s, shared, say)
         found, speeds = torch_findings(session)
     return Report(findings=(*own, *found), speeds=tuple(speeds), nodes=(plan.name,))
+
+
+def _participant(plan: Plan, address: str) -> Participant:
+    return Participant(
+        node_id=secrets.token_hex(6),
+        name=plan.name,
+        host_name=socket.gethostname(),
+        address=address,
+        nproc=plan.nproc,
+    )
 
 
 # Several -------------------------------------------------------------------------------------
@@ -136,7 +147,7 @@ def _examine_together(
 ) -> Report:
     with contextlib.closing(store):
         try:
-            meeting = Meeting(store, keys.root, name=plan.name, address=address, nproc=plan.nproc)
+            meeting = Meeting(store, keys.root, _participant(plan, address))
         except CoordinationError as error:
             return Report(findings=(*own, verdicts.lost_etcd(error)))
         with meeting:
@@ -201,7 +212,7 @@ def _of_equality(
 
 def _of_pairs(plan: Plan, meeting: Meeting, names: list[str]) -> list[Finding]:
     members, me = meeting.members, meeting.number
-    host_names = sorted({m.name for n, m in enumerate(members) if n != me})
+    host_names = sorted({m.host_name for n, m in enumerate(members) if n != me})
     with pairs.listening(members[me].address, plan.ports) as listeners:
         served = meeting("ports", asdict(listeners), plan.deadline_s)
         lookup = Probe("names", host_names, deadline_s=plan.deadline_s)

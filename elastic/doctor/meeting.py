@@ -42,8 +42,9 @@ class MeetingFailed(ElasticError):
 class Participant:
     """A node of the examination; its place in the roster is its number."""
 
-    node_id: str
+    node_id: str  # made up for one examination
     name: str
+    host_name: str
     address: str
     nproc: int
 
@@ -62,12 +63,10 @@ def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
 class Meeting:
     """This node's part. ``with Meeting(...) as meeting: meeting.join(60)``; it is an Exchange."""
 
-    def __init__(self, store: KeyValue, root: str, *, name: str, address: str, nproc: int) -> None:
+    def __init__(self, store: KeyValue, root: str, me: Participant) -> None:
         self._store = store
         self._root = f"{root}doctor/meeting/"
-        self._me = Participant(
-            node_id=secrets.token_hex(6), name=name, address=address, nproc=nproc
-        )
+        self._me = me
         self._changed = threading.Condition()
         self._seen: dict[str, Entry] = {}  # deleted ones, too: what was said stays said
         self._gone: set[str] = set()

@@ -111,7 +111,8 @@ def blame(ranks: Sequence[Progress], waited_s: float) -> str:
     """
     culprits, why = _culprits(ranks)
     named = "; ".join(f"{rank.name} {why(rank)}" for rank in culprits)
-    waiting = [r for r in ranks if r not in culprits and not r.is_done and r.operation]
+    late = [r for r in ranks if not r.is_done and not r.error and r.operation]
+    waiting = [r for r in late if r not in culprits]
     waits = "".join(
         f"; rank {r.rank} waits in {r.operation}"
         + (f" for rank {r.peer}" if r.peer is not None else "")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.doctor.collectives import outcomes
-from elastic.doctor.collectives.outcomes import ENDED, Progress, Result, Speed
+from elastic.doctor.collectives.outcomes import ENDED, RUNNING, Progress, Result, Speed
 from elastic.doctor.collectives.ranks import START_WITHIN_S, Layout, Ranks
 from elastic.doctor.findings import Finding, Status, failed, skipped
 from elastic.doctor.meeting import Exchange, Participant
@@ -152,9 +152,9 @@ class _Backend:
         for group, expected in self._groups():
             self._session.say(f"{self._name}: {group}")
             if self._ranks is None:
-                builds, all_ready = self._start()
-                if not all_ready:
-                    return [*found, self._not_started(builds)], speeds, builds
+                builds, problem = self._start()
+                if problem is not None:
+                    return [*found, problem], speeds, builds
             try:
                 progress = self._run_group(group)
             except NodeMissing as missing:
@@ -189,26 +189,34 @@ class _Backend:
     def _initialisations(self) -> list[str]:
         return ["init env://", "init tcp://"] + (["init file://"] if self._session.shared else [])
 
-    def _start(self) -> tuple[dict[int, Mapping[str, Any]], bool]:
+    def _start(self) -> tuple[dict[int, Mapping[str, Any]], Finding | None]:
         self._starts += 1
         self._ranks = Ranks(self._session.layout(self._name))
         is_ready = self._ranks.wait_until_ready()
-        own = dict(self._ranks.builds[0]) if is_ready else None
+        own = {
+            "build": self._ranks.builds[0] if is_ready else None,
+            "why": "" if is_ready else _why_not_ready(self._ranks.progress()),
+        }
         everyone = self._session.exchange(
             f"{self._name} ready {self._starts}", own, START_WITHIN_S + _MARGIN_S
         )
-        builds = {n: build for n, build in everyone.items() if build is not None}
-        return builds, len(builds) == len(self._session.members)
+        builds = {n: told["build"] for n, told in everyone.items() if told["build"] is not None}
+        if len(builds) == len(self._session.members):
+            return builds, None
+        return builds, self._not_started(everyone)
 
-    def _not_started(self, builds: Mapping[int, object]) -> Finding:
-        assert self._ranks is not None
-        missing = [m.name for n, m in enumerate(self._session.members) if n not in builds]
-        ended = [p for p in self._ranks.progress() if p.how_ended]
-        why = f": {ended[0].name} {ended[0].how_ended}" if ended else ""
+    def _not_started(self, everyone: Mapping[int, Any]) -> Finding:
         self.close()
+        whys = []
+        for number, member in enumerate(self._session.members):
+            where = f"node {member.name}: " if len(self._session.members) > 1 else ""
+            if number not in everyone:
+                whys.append(f"{where}nothing")
+            elif everyone[number]["why"]:
+                whys.append(f"{where}{everyone[number]['why']}")
         return failed(
             f"{self._name} start",
-            f"no ranks on {', '.join(missing)} within {START_WITHIN_S:g} s{why}",
+            f"not all ranks have started within {START_WITHIN_S:g} s: {'; '.join(whys)}",
             "`python -c 'import torch'` there; look at its load and memory",
         )
 
@@ -289,6 +297,11 @@ class _Backend:
             torch_ms=speed.torch_ms,
             raw_ms=speed.raw_ms,
         )
+
+
+def _why_not_ready(ranks: Sequence[Progress]) -> str:
+    said = [f"{p.name} {p.how_ended or f'is {p.state}'}" for p in ranks if p.state != RUNNING]
+    return ", ".join(said) or "torch is still being imported"
 
 
 def _merged(everyone: Mapping[int, Any]) -> tuple[Progress, ...]:
