@@ -62,7 +62,7 @@ _T = TypeVar("_T")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"`{self.prog} -h` tells more")
+        raise ConfigError(message, hint=f"`{self.prog} -h` shows its options")
 
 
 def parser() -> argparse.ArgumentParser:
