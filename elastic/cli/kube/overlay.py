@@ -14,6 +14,7 @@ from elastic.cli.kube.patches import INSTANCE, patches
 from elastic.tuning.timeouts import for_pod
 
 IMAGE = "torch-elastic-harness"
+OWN_CERTIFICATES = "own-certificates"
 MARK = "# Written by `elastic kube render`; write it again instead of editing it."
 
 _POD_LABELS = "template/metadata/labels"
@@ -45,7 +46,6 @@ _SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def kustomization(wanted: Overlay) -> str:
     """The whole file."""
-    components = (*wanted.components, *(["shared-etcd"] if wanted.name else []), "derived")
     lines = [
         MARK,
         "apiVersion: kustomize.config.k8s.io/v1beta1",
@@ -55,13 +55,26 @@ def kustomization(wanted: Overlay) -> str:
         "resources:",
         f"  - {json.dumps(f'{wanted.deploy}/overlays/{wanted.overlay}')}",
         "components:",
-        *(f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}" for name in components),
+        *(
+            f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}"
+            for name in _components(wanted)
+        ),
         *_images(wanted.image),
         *_labels(wanted),
         *_settings(wanted),
         *patches(wanted),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _components(wanted: Overlay) -> Iterator[str]:
+    """In the order that they need: what removes certificates after all that bring some."""
+    yield from (name for name in wanted.components if name != OWN_CERTIFICATES)
+    if wanted.name:
+        yield "shared-etcd"
+    if OWN_CERTIFICATES in wanted.components:
+        yield OWN_CERTIFICATES
+    yield "derived"
 
 
 def _images(image: Image | None) -> Iterator[str]:
