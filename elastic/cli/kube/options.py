@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from elastic.cli.flags import node_range
 from elastic.cli.kube import names, stores
 from elastic.cli.kube.job import (
     SHARED_NAMESPACE,
@@ -21,6 +20,7 @@ from elastic.cli.kube.job import (
     Resources,
     Store,
 )
+from elastic.cli.launch.flags import node_range
 from elastic.cli.suggest import nearest
 from elastic.errors import ConfigError
 from elastic.tuning.timeouts import for_pod
@@ -32,7 +32,7 @@ _LONGEST_NAME = 32
 _MOST_NODES = 1_000_000
 # The names by which etcd knows an administrator (deploy/README.md, A role for each job).
 _ADMINISTRATORS = ("root", "etcd-client")
-# torchrun's default, with which an agent of several nodes refuses to start (agent/handler.py).
+# torchrun's default, with which an agent of several nodes refuses to start (rendezvous/handler.py).
 _NO_RUN_ID = "none"
 # Keys that the manifests and the controllers of workloads live by. Kubernetes' own prefixes are
 # refused as a whole (names.is_of_kubernetes), but for the free ones of app.kubernetes.io.
