@@ -87,7 +87,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_job(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--overlay", choices=tuple(WORKLOADS), default="prod")
+    command.add_argument(
+        "--overlay",
+        choices=tuple(WORKLOADS),
+        default="prod",
+        help="what the workers are: a StatefulSet (prod, dev), a Job, a JobSet, a TrainingRuntime; "
+        "default: prod",
+    )
     command.add_argument(
         "--with",
         dest="components",
@@ -105,7 +111,9 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--image", metavar="NAME:TAG", help="or NAME@sha256:DIGEST; only dev has one of its own"
     )
-    command.add_argument("--nodes", metavar="MIN:MAX")
+    command.add_argument(
+        "--nodes", metavar="MIN:MAX", help="the smallest world and the largest; N is N:N"
+    )
     command.add_argument("--gpus-per-node", type=int, metavar="N", help="processes, too")
     command.add_argument("--run-id", metavar="ID", help="a finished job stays finished: a new one")
     command.add_argument(
@@ -117,7 +125,9 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--grace", type=int, metavar="SECONDS", help="from SIGTERM to SIGKILL, for a last save"
     )
-    command.add_argument("--namespace", metavar="NAME")
+    command.add_argument(
+        "--namespace", metavar="NAME", help="for training jobs alone; default: the overlay's"
+    )
     _repeated(command, "--label", "KEY=VALUE", "of all objects and pods")
 
 
@@ -132,7 +142,7 @@ def _add_resources(command: argparse.ArgumentParser) -> None:
     group.add_argument("--storage-size", metavar="SIZE", help="of the claim for checkpoints")
     _repeated(group, "--node-selector", "KEY=VALUE", "a label that nodes must have")
     _repeated(group, "--toleration", "KEY[=VALUE][:EFFECT]", "a taint that nodes may have")
-    group.add_argument("--priority-class", metavar="NAME")
+    group.add_argument("--priority-class", metavar="NAME", help="of the cluster")
 
 
 def _add_access(command: argparse.ArgumentParser) -> None:
