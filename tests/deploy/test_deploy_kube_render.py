@@ -162,6 +162,8 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--namespace=default",), "--namespace=default", "training jobs alone"),
     (("--with=own-certificates", "--overlay=dev"), "--overlay=dev", "leave one"),
     (("--with=node-tls", "--name=llama"), "--name=llama", "namespace of its own"),
+    (("--with=etcd-monitoring", "--name=llama"), "--name=llama", "overlays/shared"),
+    (("--with=etcd-monitoring", "--overlay=dev"), "--overlay=dev", "leave one"),
     (("--deploy=/nowhere",), "/nowhere", "deploy/"),
     (("--overly=prod",), "--overly", "-h"),
     # resources and placement
@@ -298,6 +300,11 @@ def test_without_cert_manager_no_kind_of_its_is_left(render: Render, overlay: st
         assert not [o for o in got.objects if "cert-manager" in o["apiVersion"]]
         volumes = got.workers.spec["volumes"]
         assert {v["secret"]["secretName"] for v in volumes if "secret" in v} == secrets
+
+
+def test_etcd_is_monitored_with_a_flag(render: Render) -> None:
+    (monitor,) = render("--with=etcd-monitoring", "--label=release=prometheus").of("PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus", "which operators look for"
 
 
 def test_where_it_cannot_write_it_says_so(tmp_path: Path) -> None:

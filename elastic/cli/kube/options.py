@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from elastic.cli.kube import names, stores
+from elastic.cli.kube import components, names, stores
 from elastic.cli.kube.job import (
     SHARED_NAMESPACE,
     WORKLOADS,
@@ -21,11 +21,9 @@ from elastic.cli.kube.job import (
     Store,
 )
 from elastic.cli.launch.flags import node_range
-from elastic.cli.suggest import nearest
 from elastic.errors import ConfigError
 from elastic.tuning.timeouts import for_pod
 
-COMPONENTS = ("spot", "rdma", "kueue", "volcano", "node-tls", "own-certificates")
 # `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and labels made of them have 63 at most.
 _LONGEST_NAME = 32
 # The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
@@ -100,7 +98,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="COMPONENT",
-        help=f"add one of {', '.join(COMPONENTS)}; may be repeated",
+        help=f"add one of {', '.join(components.KNOWN)}; may be repeated",
     )
     command.add_argument(
         "--name",
@@ -175,7 +173,7 @@ def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
             f"--deploy={args.deploy} holds no overlays/{args.overlay}",
             hint="name the folder deploy/ of this project's source",
         )
-    components = _components(args)
+    chosen = components.chosen(args.components, args.overlay, args.name)
     store = stores.store(args.checkpoints) if args.checkpoints is not None else None
     name = _name(args.name, args.overlay)
     access = _access(args, store)
@@ -184,13 +182,13 @@ def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
     return Overlay(
         overlay=args.overlay,
         deploy=os.path.relpath(args.deploy.resolve(), folder.resolve()),
-        namespace=_namespace(args, "rdma" in components),
+        namespace=_namespace(args, "rdma" in chosen),
         name=name,
-        components=(*components, *stores.components(store, access)),
+        components=(*chosen, *stores.components(store, access)),
         nodes=_nodes(args.nodes),
         processes=_gpus(args.gpus_per_node, args.overlay),
         run_id=_run_id(args.run_id, name),
-        grace_s=_grace(args.grace, components),
+        grace_s=_grace(args.grace, chosen),
         store=store,
         script=(args.script, *args.arguments) if args.script else (),
         resources=_resources(args, store),
@@ -199,28 +197,6 @@ def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
         labels=labels,
         image=_image(args.image, args.overlay),  # last: a missing one hides no other mistake
     )
-
-
-def _components(args: argparse.Namespace) -> tuple[str, ...]:
-    given = tuple(dict.fromkeys(args.components))
-    for name in given:
-        if name not in COMPONENTS:
-            raise ConfigError(
-                f"unknown component --with={name}{nearest(name, COMPONENTS)}",
-                hint=f"known: {', '.join(COMPONENTS)}",
-            )
-    if "node-tls" in given and args.name is not None:
-        raise ConfigError(
-            f"--with=node-tls with --name={args.name}: all jobs of a namespace would have one "
-            "certificate, and one would overwrite the other's",
-            hint="give the job a namespace of its own, without --name",
-        )
-    if "own-certificates" in given and args.overlay == "dev" and "node-tls" not in given:
-        raise ConfigError(
-            "--with=own-certificates with --overlay=dev, which has no certificates",
-            hint="leave one of the two out",
-        )
-    return given
 
 
 def _name(name: str | None, overlay: str) -> str | None:
@@ -317,10 +293,10 @@ def _run_id(run_id: str | None, name: str | None) -> str | None:
     return names.run_id("--run-id", run_id)
 
 
-def _grace(grace_s: int | None, components: Sequence[str]) -> int | None:
+def _grace(grace_s: int | None, chosen: Sequence[str]) -> int | None:
     if grace_s is None:
         return None
-    if "spot" in components:
+    if "spot" in chosen:
         raise ConfigError(
             f"--grace={grace_s} with --with=spot, which sets it to what clouds give",
             hint="leave one of the two out",

@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from elastic.cli.kube.components import in_order
 from elastic.cli.kube.job import Image, Overlay
 from elastic.cli.kube.patches import INSTANCE, patches
 from elastic.tuning.timeouts import for_pod
 
 IMAGE = "torch-elastic-harness"
-OWN_CERTIFICATES = "own-certificates"
 MARK = "# Written by `elastic kube render`; write it again instead of editing it."
 
 _POD_LABELS = "template/metadata/labels"
@@ -57,7 +57,7 @@ def kustomization(wanted: Overlay) -> str:
         "components:",
         *(
             f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}"
-            for name in _components(wanted)
+            for name in in_order(wanted.components, is_named=bool(wanted.name))
         ),
         *_images(wanted.image),
         *_labels(wanted),
@@ -65,16 +65,6 @@ def kustomization(wanted: Overlay) -> str:
         *patches(wanted),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _components(wanted: Overlay) -> Iterator[str]:
-    """In the order that they need: what removes certificates after all that bring some."""
-    yield from (name for name in wanted.components if name != OWN_CERTIFICATES)
-    if wanted.name:
-        yield "shared-etcd"
-    if OWN_CERTIFICATES in wanted.components:
-        yield OWN_CERTIFICATES
-    yield "derived"
 
 
 def _images(image: Image | None) -> Iterator[str]:
