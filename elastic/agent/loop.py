@@ -60,7 +60,7 @@ from elastic.tuning.agent_options import AgentOptions
 
 RETRY_S = 0.5
 IDLE_S = 1.0
-FAREWELL_S = 2.0  # how long a leaving node waits for the world without it
+EXIT_GRACE_S = 2.0  # how long a leaving node waits for the world without it
 
 
 class NodeLoop:
@@ -266,7 +266,7 @@ class NodeLoop:
             case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._close_by_s = self._at.clock.monotonic() + FAREWELL_S
+                self._close_by_s = self._at.clock.monotonic() + EXIT_GRACE_S
 
     def _duties(self) -> None:
         now = self._at.clock.monotonic()

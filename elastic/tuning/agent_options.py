@@ -90,7 +90,7 @@ class AgentOptions:
     failure_budget: int = 10
     failure_window_s: float = 600.0
     healthy_s: float = 60.0
-    cool_down_s: float = 60.0
+    quarantine_s: float = 60.0
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
