@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from elastic.config import read_options
 from elastic.doctor.collectives.outcomes import rate
 from elastic.doctor.examination import Plan, Report, examine
 from elastic.doctor.findings import HEALTHY, Finding, Status, exit_code, summary
 from elastic.errors import ConfigError
+from elastic.tuning.agent_options import read_options
 from elastic.tuning.memory import human
 
 _COLOURS = {

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.config import AgentOptions
 from elastic.errors import CoordinationError, ElasticError, StoreRefused
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig
 from elastic.store.etcd.store import EtcdStore
 from elastic.store.keyvalue import KeyValue, Put, Reset, WatchEvent
+from elastic.tuning.agent_options import AgentOptions
 
 SAMPLES = 15
 CONNECT_WITHIN_S = 5.0

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.config import AgentOptions
 from elastic.doctor import etcd, pairs, verdicts
 from elastic.doctor.collectives.session import Measured, Session, torch_findings
 from elastic.doctor.findings import Finding, Status, skipped
@@ -23,6 +22,7 @@ from elastic.errors import CoordinationError
 from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
+from elastic.tuning.agent_options import AgentOptions
 
 Say = Callable[[str], None]
 

@@ -20,11 +20,11 @@ from etcd_fixtures import PATIENCE_S
 from etcd_proxy import CuttingProxy
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.config import AgentOptions
 from elastic.doctor.collectives.session import OPERATIONS
 from elastic.doctor.examination import Plan, examine
 from elastic.doctor.findings import Status
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.tuning.agent_options import AgentOptions
 
 COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 
-from elastic.config import AgentOptions
 from elastic.doctor import verdicts
 from elastic.doctor.etcd import (
     CertificateFacts,
@@ -21,6 +20,7 @@ from elastic.doctor.etcd import (
 from elastic.doctor.findings import Finding, Status, exit_code, ok, summary, warning
 from elastic.doctor.machine import FolderFacts, GpuFacts, LimitFacts, NetworkFacts, ShmFacts
 from elastic.doctor.probes import Unanswered
+from elastic.tuning.agent_options import AgentOptions
 
 OK, WARNING, FAILED, SKIPPED = Status.OK, Status.WARNING, Status.FAILED, Status.SKIPPED
 
