@@ -118,15 +118,13 @@ def _receive(stream: socket.socket) -> bytes:
     return bytes(received)
 
 
-def reachable(address: str, port: int, within_s: float) -> str:
-    """Why a port does not answer, "" if it does. For the short form."""
+def connection_error(address: str, port: int, within_s: float) -> OSError | None:
+    """Why a port cannot be connected to; None: it can."""
     try:
-        with socket.create_connection((address, port), timeout=within_s):
-            return ""
-    except TimeoutError:
-        return f"no answer within {within_s:g} s"
+        socket.create_connection((address, port), timeout=within_s).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return error
+    return None
 
 
 def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Finding]:

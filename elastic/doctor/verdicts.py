@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from elastic.doctor.etcd import CertificateFacts, EtcdFacts, MemberFacts
+from elastic.doctor.etcd import CertificateFacts, EtcdFacts, MemberFacts, StepFacts
 from elastic.doctor.findings import Finding, failed, ok, skipped, warning
 from elastic.doctor.machine import (
     FolderFacts,
@@ -52,7 +52,7 @@ def of_etcd(facts: EtcdFacts) -> list[Finding]:
     return [
         *found,
         _of_alarms(facts),
-        _of_permissions(facts),
+        of_permissions(facts.root, facts.steps),
         *_of_latency(facts),
         *of_certificates(facts.certificates),
     ]
@@ -97,16 +97,16 @@ def _of_alarms(facts: EtcdFacts) -> Finding:
     )
 
 
-def _of_permissions(facts: EtcdFacts) -> Finding:
+def of_permissions(root: str, steps: Sequence[StepFacts]) -> Finding:
+    """What an agent does with etcd, below the run's prefix."""
     name = "etcd permissions"
-    refused = [step for step in facts.steps if step.error]
+    refused = [step for step in steps if step.error]
     if not refused:
-        steps = ", ".join(step.name for step in facts.steps)
-        return ok(name, f"{steps} below {facts.root}")
+        return ok(name, f"{', '.join(step.name for step in steps)} below {root}")
     return failed(
         name,
         "; ".join(f"{step.name}: {step.error}" for step in refused),
-        f"grant the user's role readwrite on the prefix {facts.root} (etcdctl role "
+        f"grant the user's role readwrite on the prefix {root} (etcdctl role "
         "grant-permission --prefix=true ROLE readwrite PREFIX)",
     )
 
