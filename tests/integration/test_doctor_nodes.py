@@ -155,32 +155,48 @@ def test_nodes_that_do_not_come_are_said_with_those_that_are_there(
 
 
 @pytest.mark.skipif(not networks.available(), reason="needs root and network namespaces")
-def test_a_port_that_is_dropped_between_two_machines_is_named(root: str) -> None:
-    with networks.Network(2) as network, EmbeddedEtcd(name="doctor-net") as etcd:
+def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(root: str) -> None:
+    with (
+        networks.Network(2) as network,
+        EmbeddedEtcd(name="doctor-net") as etcd,
+        CuttingProxy(etcd.endpoint, listen=network.host) as proxy,
+    ):
         one, other = network.machines
-        with CuttingProxy(etcd.endpoint, listen=network.host) as proxy:
-            # Answers from this port vanish: what a firewall does that drops.
-            drop = ["ip", "-n", other.namespace, "rule", "add", "pref", "10"]
-            subprocess.run([*drop, "ipproto", "tcp", "sport", "29511", "blackhole"], check=True)
-            flags = (
+        # Answers from this port vanish: what a firewall does that drops.
+        drop = ["ip", "-n", other.namespace, "rule", "add", "pref", "10"]
+        subprocess.run([*drop, "ipproto", "tcp", "sport", "29511", "blackhole"], check=True)
+
+        def reports(*flags: str, **environ: str) -> list[dict[str, Any]]:
+            common = (
                 f"--rdzv-endpoint={proxy.endpoint}",
                 "--rdzv-id=job",
                 f"--rdzv-conf=prefix={root.rstrip('/')}",
                 "--nnodes=2",
-                "--ports=29511,29512",
-                "--local",
-                f"--deadline={PATIENCE_S}",
                 f"--join-timeout={2 * PATIENCE_S}",
+                *flags,
             )
             with (
-                node("one", *flags, launcher=one.launcher) as a,
-                node("other", *flags, launcher=other.launcher) as b,
+                node("one", *common, launcher=one.launcher, **environ) as a,
+                node("other", *common, launcher=other.launcher, **environ) as b,
             ):
-                reports = [a.report(), b.report()]
-    assert reports[0]["findings"] == reports[1]["findings"]
-    found = {f["name"]: f for f in reports[0]["findings"]}
+                return [a.report(), b.report()]
+
+        well, same = reports(
+            "--ports=29511,29512", f"--deadline={PATIENCE_S}", GLOO_SOCKET_IFNAME=networks.INTERFACE
+        )
+        wrong, _ = reports("--deadline=10", GLOO_SOCKET_IFNAME="lo")
+    assert well["findings"] == same["findings"]
+    found = {f["name"]: f for f in well["findings"]}
     assert found["TCP other → one"]["status"] == "ok"
     broken = found["TCP one → other"]
-    assert broken["status"] == "failed" and not reports[0]["healthy"]
+    assert broken["status"] == "failed" and not well["healthy"]
     assert broken["measured"] == f"{other.address}:29511: no answer within 3 s"
     assert "firewall" in broken["remedy"]
+    assert {found[f"gloo {operation}"]["status"] for operation in OPERATIONS} == {"ok"}
+
+    # Connections between the machines are well, and gloo publishes 127.0.0.1.
+    found = {f["name"]: f for f in wrong["findings"]}
+    assert found["TCP one → other"]["status"] == "ok"
+    assert found["gloo init env://"]["status"] == "failed" and not wrong["healthy"]
+    assert "GLOO_SOCKET_IFNAME" in found["gloo init env://"]["remedy"]
+    assert found["gloo after that"]["status"] == "skipped"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from etcd_fixtures import PATIENCE_S
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor.collectives.operations import OPERATIONS
+from elastic.doctor.collectives.operations import OPERATIONS, wrong
 from elastic.doctor.collectives.session import OPERATIONS as EXPECTED
 from elastic.doctor.collectives.session import Session, torch_findings
 from elastic.doctor.collectives.speed import SIZES
@@ -44,6 +45,14 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_the_parent_expects_what_the_ranks_run() -> None:
     assert tuple(OPERATIONS) == EXPECTED
+
+
+def test_a_corrupted_element_is_found() -> None:
+    tensor = torch.full((1000,), 3.0)
+    assert wrong(tensor, 3) == ""
+    tensor[17] = 5.0
+    assert wrong(tensor, 3) == "1 of 1000 elements are wrong: 5, not 3"
+    assert wrong(torch.tensor([float("nan")]), 3) == "1 of 1 elements are wrong: nan, not 3"
 
 
 def test_every_operation_is_right_on_three_local_processes(tmp_path: Path) -> None:

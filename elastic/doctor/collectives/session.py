@@ -164,10 +164,17 @@ class _Backend:
                     skipped(f"{self._name} after that", "a node has left: start the doctor again")
                 )
                 return found, speeds, builds
-            found += self._findings(group, expected, progress)
+            of_group = self._findings(group, expected, progress)
+            found += of_group
+            is_hopeless = all(one.status is not Status.OK for one in of_group)
+            if group == "initialisation" and is_hopeless:
+                self.close()
+                why = "no process group can be made: its remedy comes first"
+                found.append(skipped(f"{self._name} after that", why))
+                break
             speeds += [self._measured(speed) for p in progress for speed in p.speeds]
         self.close()
-        if "file://" not in [e.removeprefix("init ") for e in self._initialisations()]:
+        if not self._session.shared:
             found.append(
                 skipped(f"{self._name} init file://", "no folder that all nodes see: --checkpoints")
             )
