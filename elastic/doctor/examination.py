@@ -81,7 +81,11 @@ def examine(plan: Plan, say: Say) -> Report:
         return _examine_alone(plan, own, address, say)
     if config is None:
         return Report(findings=(*own, skipped("other nodes", "they are found through etcd")))
-    return _examine_together(plan, EtcdStore(etcd.quick(config)), keys, own, results, address, say)
+    try:
+        store = EtcdStore(etcd.quick(config))
+    except CoordinationError as error:  # it went away a moment ago
+        return Report(findings=(*own, verdicts.lost_etcd(error)))
+    return _examine_together(plan, store, keys, own, results, address, say)
 
 
 def _start_probes(plan: Plan, endpoint: tuple[str, int]) -> dict[str, Probe]:

@@ -1,4 +1,4 @@
-"""Facts of this machine. Every function here runs in a child process: any of them may block.
+"""Facts of this machine. What may block runs in a child process (``probes``).
 
 Standard library only, but for the address, which is looked up as an agent does.
 """
@@ -29,6 +29,7 @@ FSYNCS = 20
 _FSYNC_BYTES = 4096
 _PORTS = 8
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_NVIDIA = Path("/dev/nvidiactl")
 _SMI = ("index", "name", "driver_version", "memory.total", "memory.used",
         "ecc.errors.uncorrected.volatile.total")  # fmt: skip
 
@@ -179,10 +180,15 @@ def folder(path: str) -> FolderFacts:
     )
 
 
+def has_gpu_driver() -> bool:
+    """Whether there is anything to ask :func:`gpu`. Does not block."""
+    return shutil.which("nvidia-smi") is not None or _NVIDIA.exists()
+
+
 def gpu() -> GpuFacts:
     """Asks nvidia-smi, whose own hang is this child's."""
     program = shutil.which("nvidia-smi")
-    has_files = Path("/dev/nvidiactl").exists()
+    has_files = _NVIDIA.exists()
     rows: list[list[str]] = []
     said = ""
     if program is not None:

@@ -16,6 +16,7 @@ from elastic.doctor.findings import Finding, failed, ok
 
 PAYLOAD_BYTES = 64 << 10
 CONNECT_WITHIN_S = 3.0
+_NAMED_AT_MOST = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +129,35 @@ def connection_error(address: str, port: int, within_s: float) -> OSError | None
 
 
 def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Finding]:
-    """``attempts``: number of a node → its :class:`Connection`, as dictionaries."""
+    """``attempts``: number of a node → its :class:`Connection`, as dictionaries.
+
+    One for each pair that fails; those that a node reaches share one.
+    """
     found: list[Finding] = []
     for number, raw in sorted(attempts.items()):
         tried = [Connection(**one) for one in raw]
+        broken = sorted({one.to for one in tried if one.error})
+        well = [one for one in tried if one.to not in broken]
+        if well:
+            found.append(_of_reached(names, number, well))
         found += [
-            _of_pair(names[number], names[to], [one for one in tried if one.to == to])
-            for to in sorted({one.to for one in tried})
+            _of_broken(names[number], names[to], [t for t in tried if t.to == to and t.error])
+            for to in broken
         ]
     return found
 
 
-def _of_pair(source: str, target: str, tried: Sequence[Connection]) -> Finding:
-    name = f"TCP {source} → {target}"
-    broken = [one for one in tried if one.error]
-    if not broken:
-        ports = ", ".join(str(one.port) for one in tried)
-        fastest = min(one.took_ms for one in tried)
-        return ok(name, f"ports {ports} answer, connected in {fastest:.1f} ms")
+def _of_reached(names: Sequence[str], number: int, tried: Sequence[Connection]) -> Finding:
+    targets = [names[to] for to in sorted({one.to for one in tried})]
+    shown = ", ".join(targets) if len(targets) <= _NAMED_AT_MOST else f"{len(targets)} nodes"
+    slowest = max(one.took_ms for one in tried)
+    return ok(
+        f"TCP {names[number]} → {shown}",
+        f"{len(tried)} ports answer, connected in at most {slowest:.1f} ms",
+    )
+
+
+def _of_broken(source: str, target: str, broken: Sequence[Connection]) -> Finding:
     measured = "; ".join(f"{one.address}:{one.port}: {one.error}" for one in broken)
     if any("do not come back" in one.error for one in broken):
         remedy = (
@@ -155,7 +167,7 @@ def _of_pair(source: str, target: str, tried: Sequence[Connection]) -> Finding:
         remedy = "a firewall drops packets: let all TCP ports pass between the nodes, both ways"
     else:
         remedy = "compare the address with that of the node (--local-addr), and its firewall"
-    return failed(name, measured, remedy)
+    return failed(f"TCP {source} → {target}", measured, remedy)
 
 
 def as_values(attempts: Sequence[Connection]) -> list[dict[str, Any]]:

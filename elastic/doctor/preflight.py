@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from elastic.doctor import etcd, pairs, verdicts
+from elastic.doctor import etcd, machine, pairs, verdicts
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.doctor.probes import Probe
 from elastic.errors import CoordinationError, NodeUnfit
@@ -32,25 +32,21 @@ def preflight(
 ) -> list[Finding]:
     """Check this node, its rights in etcd, and the way to the job's leader."""
     told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
-    wanted: dict[str, Sequence[object]] = {
-        "network": (local_addr or options.pod_ip or "", *told),
-        "shm": (),
-        "limits": (),
-        "gpu": (),
-    }
-    probes = {n: Probe(n, a, deadline_s=PROBES_WITHIN_S) for n, a in wanted.items()}
+    arguments = (local_addr or options.pod_ip or "", *told)
+    # Processes only for what may hang: names that are looked up, and a driver that is there.
+    network = Probe("network", arguments, deadline_s=PROBES_WITHIN_S)
+    gpu = Probe("gpu", (), deadline_s=PROBES_WITHIN_S) if machine.has_gpu_driver() else None
     found = [
         verdicts.of_permissions(keys.root, tuple(etcd.permissions(store, keys.root))),
         *verdicts.of_certificates(etcd.own_certificates(options)),
         *_of_leader(store, keys),
     ]
-    results = {name: probe.result() for name, probe in probes.items()}
     return [
         *found,
-        *verdicts.of_network(results["network"]),
-        verdicts.of_shm(results["shm"]),
-        *verdicts.of_limits(results["limits"]),
-        *verdicts.of_gpu(results["gpu"]),
+        *verdicts.of_network(network.result()),
+        verdicts.of_shm(machine.shm()),
+        *verdicts.of_limits(machine.limits()),
+        *(verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
     ]
 
 

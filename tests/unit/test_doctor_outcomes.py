@@ -14,6 +14,7 @@ from elastic.doctor.collectives.outcomes import (
     of_speed,
 )
 from elastic.doctor.collectives.ranks import noted
+from elastic.doctor.collectives.session import gpu_findings
 from elastic.doctor.findings import Finding, Status
 
 
@@ -116,3 +117,13 @@ def test_a_backend_far_below_the_raw_link_is_a_warning_between_machines_only() -
     ranks = [rank(0, speeds=speeds)]
     assert only(of_speed("gloo", ranks, is_one_machine=False)).status is Status.WARNING
     assert only(of_speed("gloo", ranks, is_one_machine=True)).status is Status.OK
+
+
+def test_gpus_that_torch_does_not_see_or_that_compute_wrongly() -> None:
+    build = {"gpus": 2, "gpu_errors": [], "has_driver": True, "cuda": "12.8", "torch": "2.13.0"}
+    assert [f.status for f in gpu_findings(build)] == [Status.OK]
+    unseen = only(gpu_findings({**build, "gpus": 0}))
+    assert unseen.status is Status.WARNING and "CUDA_VISIBLE_DEVICES" in unseen.remedy
+    assert gpu_findings({**build, "gpus": 0, "has_driver": False}) == []
+    broken = only(gpu_findings({**build, "gpu_errors": ["GPU 1: CUDA error: unspecified launch"]}))
+    assert broken.status is Status.FAILED and "GPU 1" in broken.measured

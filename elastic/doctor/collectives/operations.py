@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives import speed
-from elastic.doctor.machine import die_with_parent
+from elastic.doctor.machine import die_with_parent, has_gpu_driver
 
 COUNT = 1000  # elements of the tensors whose results are checked
+_GPU_SIDE = 256
 _UNSUPPORTED = ("not support", "not implement", "unsupported")
 
 
@@ -199,6 +200,7 @@ class Program:
         self._rank, self._size = int(config["rank"]), int(config["world_size"])
         self._backend = str(config["backend"])
         self._addresses: list[str] = config["addresses"]
+        self._is_first = int(config["local_rank"]) == 0
         self._device = "cpu"
         self._out = out
         if self._backend == "nccl":
@@ -208,7 +210,7 @@ class Program:
 
     def run(self) -> None:
         """Until stdin ends."""
-        self._tell(event="ready", **_build())
+        self._tell(event="ready", **_build(), gpu_errors=_gpu_errors() if self._is_first else [])
         for line in sys.stdin:
             command = json.loads(line)
             self._run_group(command)
@@ -304,8 +306,23 @@ def _build() -> dict[str, Any]:
         "cuda": str(torch.version.cuda or ""),
         "nccl": nccl,
         "gpus": torch.cuda.device_count(),
+        "has_driver": has_gpu_driver(),
         "mpi": dist.is_mpi_available(),
     }
+
+
+def _gpu_errors() -> list[str]:
+    """What is wrong with the devices of this node, by a small product on each."""
+    found = []
+    for device in range(torch.cuda.device_count()):
+        try:
+            ones = torch.ones(_GPU_SIDE, _GPU_SIDE, device=f"cuda:{device}")
+            is_wrong = wrong(ones @ ones, _GPU_SIDE)
+        except Exception as error:  # noqa: BLE001 (reported)
+            is_wrong = _said(error)
+        if is_wrong:
+            found.append(f"GPU {device}: {is_wrong}")
+    return found
 
 
 def _said(error: Exception) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elastic.doctor.collectives import outcomes
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, Progress, Result, Speed
 from elastic.doctor.collectives.ranks import START_WITHIN_S, Layout, Ranks
-from elastic.doctor.findings import Finding, Status, failed, skipped
+from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.doctor.meeting import Exchange, Participant
 from elastic.node.ports import PortReserve
 
@@ -93,6 +93,10 @@ def torch_findings(session: Session) -> tuple[list[Finding], list[Measured]]:
     finally:
         backend.close()
     found += _equal_builds(builds)
+    for number, build in sorted(builds.items()):
+        member = session.members[number]
+        node = member.name if len(session.members) > 1 else ""
+        found += [replace(one, node=node) for one in gpu_findings(build)]
     reason = _why_no_nccl(session, builds)
     if reason:
         found.append(skipped("nccl operations", reason))
@@ -108,6 +112,26 @@ def torch_findings(session: Session) -> tuple[list[Finding], list[Measured]]:
     return [*found, skipped("mpi operations", why)], measured
 
 
+def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:
+    """Whether torch sees a node's GPUs, and whether they compute; nothing where there are none."""
+    name, count = "GPUs in torch", build["gpus"]
+    if build["gpu_errors"]:
+        remedy = "`nvidia-smi -q`, `dmesg | grep Xid`; reset or replace the device"
+        return [failed(name, "; ".join(build["gpu_errors"]), remedy)]
+    if count:
+        return [ok(name, f"{count}, each computes a product right")]
+    if not build["has_driver"]:
+        return []
+    cuda = f"built for CUDA {build['cuda']}" if build["cuda"] else "built without CUDA"
+    return [
+        warning(
+            name,
+            f"none, though there is a driver: torch {build['torch']} is {cuda}",
+            "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES",
+        )
+    ]
+
+
 def _why_no_nccl(session: Session, builds: Mapping[int, Mapping[str, Any]]) -> str:
     if len(builds) < len(session.members):
         return "the ranks did not start"
@@ -121,19 +145,18 @@ def _why_no_nccl(session: Session, builds: Mapping[int, Mapping[str, Any]]) -> s
 
 
 def _equal_builds(builds: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    name = "equal NCCL and CUDA"
-    found = {(build["nccl"], build["cuda"], build["torch"]) for build in builds.values()}
+    """NCCL and CUDA are torch's own: only it knows which."""
     if len(builds) < 2:
         return []
-    measured = "; ".join(
-        f"node {n}: torch {b['torch']}, CUDA {b['cuda'] or 'none'}, NCCL {b['nccl'] or 'none'}"
-        for n, b in sorted(builds.items())
-    )
-    if len(found) > 1:
-        return [failed(name, measured, "use one image on all nodes")]
-    return [
-        Finding(name=name, status=Status.OK, measured=measured.partition(": ")[2].partition(";")[0])
-    ]
+    name = "equal NCCL and CUDA"
+    texts = {
+        number: f"torch {b['torch']}, CUDA {b['cuda'] or 'none'}, NCCL {b['nccl'] or 'none'}"
+        for number, b in sorted(builds.items())
+    }
+    if len(set(texts.values())) == 1:
+        return [ok(name, next(iter(texts.values())))]
+    measured = "; ".join(f"node {number}: {text}" for number, text in texts.items())
+    return [failed(name, measured, "use one image on all nodes")]
 
 
 class _Backend:
@@ -218,12 +241,12 @@ class _Backend:
         for number, member in enumerate(self._session.members):
             where = f"node {member.name}: " if len(self._session.members) > 1 else ""
             if number not in everyone:
-                whys.append(f"{where}nothing")
+                whys.append(f"{where}it does not answer any more")
             elif everyone[number]["why"]:
                 whys.append(f"{where}{everyone[number]['why']}")
         return failed(
             f"{self._name} start",
-            f"not all ranks have started within {START_WITHIN_S:g} s: {'; '.join(whys)}",
+            f"not all ranks have started: {'; '.join(whys)}",
             "`python -c 'import torch'` there; look at its load and memory",
         )
 
@@ -308,7 +331,7 @@ class _Backend:
 
 def _why_not_ready(ranks: Sequence[Progress]) -> str:
     said = [f"{p.name} {p.how_ended or f'is {p.state}'}" for p in ranks if p.state != RUNNING]
-    return ", ".join(said) or "torch is still being imported"
+    return ", ".join(said) or "torch is still starting"
 
 
 def _merged(everyone: Mapping[int, Any]) -> tuple[Progress, ...]:
