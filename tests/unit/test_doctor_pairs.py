@@ -1,4 +1,4 @@
-"""TCP between pairs of nodes: what works takes a row for each node, what fails one for each pair."""
+"""TCP between pairs of nodes: what works takes a row per node, what fails one per pair."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
     attempts = {
         0: [connection(1), connection(2)],
         1: [connection(0), connection(2, "no answer within 3 s")],
-        2: [connection(0, "Connection refused"), connection(1, "connects, and 64 KiB do not come back")],
-    }  # fmt: skip
+        2: [
+            connection(0, "Connection refused"),
+            connection(1, "connects, and 64 KiB do not come back"),
+        ],
+    }
     found = {f.name: f for f in pairs.findings(names, attempts)}  # type: ignore[arg-type]
     assert found["TCP a → b, c"].status is Status.OK
     assert found["TCP b → a"].status is Status.OK
