@@ -20,8 +20,7 @@ from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.process_group.pending import pending
-from elastic.training.checkpointing.due import StepFlags
-from elastic.training.gradients.control_flags import ControlFlags, ask
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
 from elastic.training.gradients.wrap import ElasticDDP
 
 WAYS = ("nothing", "words", "all-reduce")

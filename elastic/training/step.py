@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from elastic.errors import TrainingError
-from elastic.training.data.loader import BatchInfo
 
 
 @dataclass
@@ -21,9 +20,45 @@ class Progress:
     epoch: int = 0
 
 
+class Batch(Protocol):
+    """What one batch of this rank is; :class:`elastic.training.data.loader.BatchInfo` is one."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the step belongs to, counted from 0."""
+
+    @property
+    def step(self) -> int:
+        """Within the epoch, from 0."""
+
+    @property
+    def micro_batch(self) -> int:
+        """The number of this micro-batch within the step, from 0."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of this step, the same on every rank."""
+
+    @property
+    def rank_indices(self) -> tuple[int, ...]:
+        """The dataset indices of this rank in the whole step."""
+
+    @property
+    def rank_samples(self) -> int:
+        """The samples of this rank in the whole step."""
+
+    @property
+    def weight(self) -> float:
+        """The weight of this micro-batch's mean loss within the rank's share, 0 to 1."""
+
+    @property
+    def rank_weight(self) -> float:
+        """The weight of the rank's share within the global batch, 0 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnBatch:
-    """Data that the caller deals out itself, the same amount to every rank."""
+    """Data that the caller distributes itself, the same amount to every rank."""
 
     epoch: int
     step: int
@@ -39,8 +74,7 @@ class OwnBatch:
         return 1.0 / self.size
 
 
-Batch = BatchInfo | OwnBatch
-Batches = Iterator[tuple[BatchInfo, Any]]
+Batches = Iterator[tuple[Batch, Any]]
 
 
 class Step:

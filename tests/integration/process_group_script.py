@@ -30,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
-from elastic.training.checkpointing.due import StepFlags
-from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.recovery import transfer
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.training.checkpointing.due import StepFlags
-from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 from elastic.training.gradients.reduction import Reduction
 
 

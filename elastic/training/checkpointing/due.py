@@ -8,22 +8,12 @@ and nobody waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from checkpoints import SaveContext, SavePolicy
 from checkpoints.policies.save import split_by_agreement
 from elastic.clock import Clock
+from elastic.training.gradients.control_flags import StepFlags
 
 _SMOOTHING = 0.3  # of the cost of a save
-
-
-@dataclass(frozen=True)
-class StepFlags:
-    """What a rank says to all others with a step's gradients; heard, what anybody said."""
-
-    save: bool = False  # rank 0's policy: save after this step
-    leaving: bool = False  # this rank's node was told to go
-    stuck: bool = False  # this rank has no buffer to save from: its disk hangs
 
 
 class Due:

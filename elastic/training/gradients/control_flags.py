@@ -9,12 +9,24 @@ gradient is copied (docs/decisions/0014).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from elastic.process_group.collectives import all_sum
-from elastic.training.checkpointing.due import StepFlags
 
 _COUNT = 3
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """What one rank tells all others with a step's gradients; or, received, what any rank told."""
+
+    save: bool = False  # rank 0's policy: save after this step
+    leaving: bool = False  # this rank's node was told to leave
+    stuck: bool = False  # this rank has no buffer to save from: its disk hangs
+
+
 _NOTHING = StepFlags()
 
 

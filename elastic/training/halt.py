@@ -32,6 +32,8 @@ class Halt:
 
     def __init__(self) -> None:
         self.place: Place | None = None
+        self.is_preempted = False  # this process was told to leave, and does so at a boundary
+        self.has_left = False  # it has saved, and is about to exit
         self._is_requested = threading.Event()
         self._may_interrupt: Callable[[], bool] | None = None
         self._saving = threading.Lock()
