@@ -1,8 +1,8 @@
-"""Holds the main thread still, so that another thread can save a state that nobody changes.
+"""Stops the main thread, so that another thread can save a state that does not change.
 
-For a process that ends: whoever stops here does not go on. A step's boundary is the best place;
-where none comes in time, a signal interrupts the script in the middle of a step, as long as no
-optimizer has stepped in it.
+For a process that ends: a thread that stops here does not continue. A step's boundary is the best
+place; where none comes in time, a signal interrupts the script in the middle of a step, as long as
+no optimizer has stepped in it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from elastic.errors import TrainingError
 
 @dataclass
 class Progress:
-    """Where the job stands: what is committed. Saved with every checkpoint."""
+    """How much of the job is committed. Saved with every checkpoint."""
 
     step: int = 0  # steps committed since the job began
     epoch: int = 0
@@ -78,7 +78,7 @@ Batches = Iterator[tuple[Batch, Any]]
 
 
 class Step:
-    """What ``run.steps(loader)`` yields: iterate it for this rank's micro-batches.
+    """What ``run.steps(loader)`` yields: iterate over it for this rank's micro-batches.
 
     With one micro-batch ``loss.backward()`` is exact. With several, use ``step.backward(loss)``
     or ``(loss * step.weight).backward()``, where ``loss`` is the mean over the micro-batch.

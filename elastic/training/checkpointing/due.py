@@ -1,4 +1,4 @@
-"""When a job saves: its policy, asked between two steps so that all ranks get the same answer.
+"""When a job saves: its policy, evaluated between two steps so that all ranks get one answer.
 
 What depends on the step alone each rank knows by itself. What depends on time, or on what is in
 flight, rank 0 decides one step ahead; its decision travels with the gradients of that step

@@ -1,4 +1,4 @@
-"""Saves into the memory of the nodes between two saves to disk: cheap, often, and never waited for.
+"""Saves into the memory of the nodes between two saves to disk: cheap, frequent, asynchronous.
 
 The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
 agent's copy of another's parts survives a node. When nobody is left who holds the state, a new
@@ -97,7 +97,7 @@ class MemoryTier:
             self._engine.poll()
 
     def close(self) -> None:
-        """What is half written is lost, and whole elsewhere or older."""
+        """Incomplete writes are lost; the other tiers and older checkpoints have the state."""
         if self._engine is not None:
             self._engine.close(0.0)
 

@@ -112,9 +112,9 @@ class Saver:
             self._folder.check_writable(world.rank)
 
     def resolve(self, world: World) -> Source:
-        """Complete what a dead world left, and choose the checkpoint to go on from: rank 0's task.
+        """Complete what a broken world left, and choose the checkpoint to resume from, on rank 0.
 
-        Raises CheckpointRequired if there is none and one was required, or none is whole, and
+        Raises CheckpointRequired if there is none and one was required, or none is complete, and
         ConfigError if another job saves into the folder.
         """
         if self._folder is None or self._policy is None or self.due is None:
@@ -181,12 +181,12 @@ class Saver:
                 self.due.failures += 1
 
     def _may_commit(self, writers: _Writers) -> bool:
-        """Asked by the writer's thread. False: no newer world may be harmed by this one."""
+        """On the engine's thread. False: a newer world exists, or the agent does not permit it."""
         is_stale = writers.is_over or (writers is self._writers and self.is_superseded())
         return not is_stale and self.is_permitted()
 
     def _sweep(self, generation: int, nonce: str) -> None:
-        """On the writer's thread: complete or remove what the broken world has left."""
+        """On the engine's thread: complete or remove what the broken world has left."""
         assert self._folder is not None
         try:
             checkpoints.collect_garbage(self._folder.storage, generation=generation, nonce=nonce)
@@ -196,9 +196,9 @@ class Saver:
     # -- steps --------------------------------------------------------------------------------
 
     def at_boundary(self, job: JobState, heard: StepFlags | None) -> None:
-        """Between two steps: report what ended, and save if it is time, as all ranks agree.
+        """Between two steps: report saves that ended, and save if it is due, on all ranks alike.
 
-        ``heard`` is what all ranks together said during the last step; None if there was none.
+        ``heard`` are the control flags of all ranks in the last step; None if there was none.
         """
         if self.due is None or self.engine is None:
             return
@@ -206,7 +206,7 @@ class Saver:
         in_flight = int(self.engine.is_busy)
         is_stuck = heard is not None and heard.stuck
         if is_stuck and not self._others_are_stuck:
-            reason = "the disk of a rank hangs: nobody saves until it goes on"
+            reason = "the disk of a rank hangs: no rank saves until it responds"
             self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
         if self.due.is_due(job.progress.step, self._saved_step, heard, in_flight):
@@ -220,7 +220,7 @@ class Saver:
         return self.due is not None and self.due.needs_agreement
 
     def flags(self, step: int, *, leaving: bool) -> StepFlags:
-        """What this rank says to all others during ``step``."""
+        """The control flags that this rank sends during ``step``."""
         assert self.due is not None and self.engine is not None
         wants = self.due.wants(step + 1, self._saved_step, int(self.engine.is_busy))
         return StepFlags(save=wants, leaving=leaving, stuck=self.engine.is_stuck)
@@ -243,7 +243,7 @@ class Saver:
         return self.save_again(job, wait_s=wait_s)
 
     def save_again(self, job: JobState, *, wait_s: float) -> SaveHandle | None:
-        """Write this rank's share of the present step though a save of it came to nothing."""
+        """Write this rank's share of the present step again, after a save of it was skipped."""
         assert self._writers is not None
         self._latest = self.begin(job, self._writers.group, wait_s=wait_s)
         return self._latest
@@ -251,7 +251,7 @@ class Saver:
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """Hand this rank's share of a checkpoint of ``world`` to the writer."""
+        """Hand this rank's share of a checkpoint of ``world`` to the engine."""
         assert self.engine is not None
         return self.engine.save(
             job.tree(),
@@ -293,7 +293,7 @@ class Saver:
 
     @property
     def generation(self) -> int:
-        """That this rank's state belongs to."""
+        """The generation that this rank's state belongs to."""
         return self._generation
 
     def has_committed(self, step: int) -> bool:
@@ -305,13 +305,13 @@ class Saver:
         return self._latest if self._latest is not None and self._latest.step == step else None
 
     def world_of_one(self, nonce: str) -> checkpoints.WriterGroup:
-        """For a rank that saves everything by itself."""
+        """The writers of a checkpoint that this rank writes alone."""
         return checkpoints.WriterGroup(
             nonce=nonce, generation=self._generation, lineage=self._lineage
         )
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
-        """Call back with the names in the folder, on the writer's thread."""
+        """Call back with the names in the folder, on the engine's thread."""
         assert self._folder is not None and self.engine is not None
         storage = self._folder.storage
 
@@ -326,7 +326,7 @@ class Saver:
         self.engine.submit(look)
 
     def poll(self) -> None:
-        """Report what has ended, and notice what hangs."""
+        """Report saves that ended, and detect hung ones."""
         if self.engine is not None:
             self.engine.poll()
         if self._memory is not None:
@@ -372,7 +372,7 @@ class Saver:
 
 
 class _AmendableRetention(RetentionPolicy):
-    """The policy as it is at the moment: a script may change it while it trains."""
+    """The present policy: a script may change it while it trains."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
