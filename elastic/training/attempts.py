@@ -11,8 +11,9 @@ from elastic.training.listeners import Listeners
 from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
-from elastic.training.recovery.entry import Entry, Strategies
+from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
 from elastic.training.state.job_state import JobState
 from elastic.training.state.registry import Registry
 from elastic.training.step import OwnBatch, Step
@@ -28,7 +29,7 @@ class Attempts:
         scope: Scope,
         lifecycle: Lifecycle,
         strategies: Strategies,
-        entry: Entry,
+        bootstrap: Bootstrap,
         progress: RankProgress,
         loop: StepLoop,
         callbacks: StepCallbacks,
@@ -39,7 +40,7 @@ class Attempts:
         self._scope = scope
         self._lifecycle = lifecycle
         self._strategies = strategies
-        self._entry = entry
+        self._bootstrap = bootstrap
         self._progress = progress
         self._loop = loop
         self._callbacks = callbacks
@@ -64,7 +65,7 @@ class Attempts:
         """Within retry, once model, optimizer and loader are registered: restore the state, so
         that the function can read it before its first loop."""
         if self._scope.in_retry and self._registry.is_complete:
-            self._entry.enter_loop()
+            self._bootstrap.enter_loop()
 
     # -- attempts -----------------------------------------------------------------------------
 
@@ -80,15 +81,15 @@ class Attempts:
         if not self._lifecycle.is_restored:
             self._strategies.begin_retry()
         if self._registry.has_data_or_model:
-            self._entry.enter_loop()  # the function may ask run.state how far the job is
+            self._bootstrap.enter_loop()  # the function may ask run.state how far the job is
         elif not self._strategies.active.waits_for_registration:
-            self._entry.enter_world()
+            self._bootstrap.enter_world()
 
     def _register_again(self) -> None:
         """The function makes model, optimizer and loader by itself, and does so again: the new
         objects inherit the state of those that its last call has made."""
         assert self._outside is not None
-        self._entry.inherit_later(self._job.tree())
+        self._bootstrap.inherit_later(self._job.tree())
         self._registry.go_back_to(self._outside)
         self._progress.register_again()
         self._lifecycle.register_again()
@@ -105,7 +106,7 @@ class Attempts:
         if not self._scope.in_retry:
             self._scope.in_retry = True
             self.begin()
-        self._entry.enter_loop()
+        self._bootstrap.enter_loop()
         progress = self._job.progress
         info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.size)
         self._progress.script_has_run()

@@ -21,10 +21,11 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
 from elastic.training.preemption import Preemption
-from elastic.training.recovery.entry import Entry, Strategies
+from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.in_process import InProcess
 from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.restart import Restart
+from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.step_timer import StepTimer
 from elastic.training.shutdown import Shutdown
 from elastic.training.state.job_state import JobState
@@ -44,7 +45,7 @@ class Components:
     checkpoints: CheckpointManager
     progress: RankProgress
     strategies: Strategies
-    entry: Entry
+    bootstrap: Bootstrap
     loop: StepLoop
     attempts: Attempts
     callbacks: StepCallbacks
@@ -90,7 +91,7 @@ def assemble(
             job, current, worlds, group, lifecycle, checkpoints, progress, timer, journal
         )
     strategies = Strategies(restart, in_process, group)
-    entry = Entry(job, lifecycle, checkpoints, progress, strategies)
+    bootstrap = Bootstrap(job, lifecycle, checkpoints, progress, strategies)
     commits = Commits(
         registry, current, lifecycle, strategies, progress, checkpoints, callbacks, ledger
     )
@@ -100,7 +101,7 @@ def assemble(
         scope=scope,
         lifecycle=lifecycle,
         strategies=strategies,
-        entry=entry,
+        bootstrap=bootstrap,
         progress=progress,
         checkpoints=checkpoints,
         commits=commits,
@@ -113,7 +114,7 @@ def assemble(
         scope=scope,
         lifecycle=lifecycle,
         strategies=strategies,
-        entry=entry,
+        bootstrap=bootstrap,
         progress=progress,
         loop=loop,
         callbacks=callbacks,
@@ -154,7 +155,7 @@ def assemble(
         checkpoints=checkpoints,
         progress=progress,
         strategies=strategies,
-        entry=entry,
+        bootstrap=bootstrap,
         loop=loop,
         attempts=attempts,
         callbacks=callbacks,

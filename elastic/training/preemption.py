@@ -20,8 +20,8 @@ from elastic.training.checkpointing.manager import LEAVING_S, CheckpointManager,
 from elastic.training.current_step import CurrentStep
 from elastic.training.halt import Halt, Place
 from elastic.training.lifecycle import Lifecycle
-from elastic.training.recovery.entry import Strategies
 from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
 from elastic.training.state.job_state import JobState
 from elastic.worker.sigterm import (
     ENDING_FILE,

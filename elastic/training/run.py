@@ -142,7 +142,7 @@ class Run:
         and in which order a sampler draws has no effect. A rank may get nothing: keep collectives
         (:meth:`mean`) out of the loop over it.
         """
-        return shard_by(loader, self._parts.entry.rank_and_size)
+        return shard_by(loader, self._parts.bootstrap.rank_and_size)
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Run:
         Every rank calls it, with the same names. A rank of weight 0 counts for nothing, whatever
         its values are.
         """
-        self._parts.entry.enter_world()
+        self._parts.bootstrap.enter_world()
         names = sorted(values)
         parts = [float(values[name]) * weight if weight else 0.0 for name in names]
         total, *sums = all_sum([weight, *parts])

@@ -11,8 +11,8 @@ from elastic.training.current_step import CurrentStep
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.step_loop import StepLoop
-from elastic.training.recovery.entry import Strategies
 from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
 from elastic.training.state.registry import Registry
 from elastic.worker.worlds import Worlds
 

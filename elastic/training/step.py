@@ -20,7 +20,7 @@ class Progress:
     epoch: int = 0
 
 
-class Batch(Protocol):
+class StepBatch(Protocol):
     """What one batch of this rank is; :class:`elastic.training.data.loader.BatchInfo` is one."""
 
     @property
@@ -74,7 +74,7 @@ class OwnBatch:
         return 1.0 / self.size
 
 
-Batches = Iterator[tuple[Batch, Any]]
+Batches = Iterator[tuple[StepBatch, Any]]
 
 
 class Step:
@@ -87,7 +87,7 @@ class Step:
     def __init__(
         self,
         number: int,
-        first: tuple[Batch, Any],
+        first: tuple[StepBatch, Any],
         rest: Batches,
         begin_micro_batch: Callable[[Step], object],
         masked: tuple[str, ...] = (),
@@ -97,7 +97,7 @@ class Step:
         self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
         self._masked = Counter(masked) if masked else None
         self.is_weighted = False  # whether the user's losses carry the weight
-        self._info: Batch
+        self._info: StepBatch
         self._info, self._data = first
         self._count = self._info.micro_batches
         self._rest = rest

@@ -18,8 +18,8 @@ from elastic.training.current_step import CurrentStep
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.callbacks import StepCallbacks
-from elastic.training.recovery.entry import Strategies
 from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
 from elastic.training.state.registry import Registry
 from elastic.training.state.replicas import (
     compare,

@@ -24,7 +24,7 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
     An epoch is over when the next one is asked for: what the script does after the loader
     (evaluation, schedulers) belongs to it, and happens again if it was interrupted.
     """
-    loop.entry.enter_loop()
+    loop.bootstrap.enter_loop()
     loop.scope.owns_epochs = True
     try:
         while loop.epoch < count:
@@ -41,7 +41,7 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     A step begins when it is handed out and commits when the next is asked for, or when the loop
     is left after an optimizer has stepped. So a peek costs nothing.
     """
-    loop.entry.enter_loop()
+    loop.bootstrap.enter_loop()
     loop.begin_pass(loader)
     world = loop.lifecycle.world
     batches = loader.batches(world.rank, world.size, keeps_workers=True)
@@ -104,7 +104,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
 def index(loop: StepLoop, loader: ElasticLoader) -> int:
     """Within the epoch: of the present step of the loader, or else of the next one."""
     if not loop.is_peek:
-        loop.entry.enter_loop()
+        loop.bootstrap.enter_loop()
     position = loader.position
     left = loop.current.left_step(loader)
     if left is not None and left.optimizer_stepped:

@@ -17,10 +17,11 @@ from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.commits import Commits
 from elastic.training.loop.scope import Scope
-from elastic.training.recovery.entry import Entry, Strategies
+from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
 from elastic.training.state.registry import Registry
-from elastic.training.step import Batch, Batches, Step
+from elastic.training.step import Batches, Step, StepBatch
 from elastic.worker.worlds import Worlds
 from elastic.world.world import World
 
@@ -36,7 +37,7 @@ class StepLoop:
         scope: Scope,
         lifecycle: Lifecycle,
         strategies: Strategies,
-        entry: Entry,
+        bootstrap: Bootstrap,
         progress: RankProgress,
         checkpoints: CheckpointManager,
         commits: Commits,
@@ -47,7 +48,7 @@ class StepLoop:
         self.current = current
         self.scope = scope
         self.lifecycle = lifecycle
-        self.entry = entry
+        self.bootstrap = bootstrap
         self._registry = registry
         self._job = registry.job
         self._strategies = strategies
@@ -133,7 +134,9 @@ class StepLoop:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def begin(self, loader: ElasticLoader | None, first: tuple[Batch, Any], rest: Batches) -> Step:
+    def begin(
+        self, loader: ElasticLoader | None, first: tuple[StepBatch, Any], rest: Batches
+    ) -> Step:
         """A step is handed out. Saves first, if it is time: everything before it is complete."""
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)

@@ -1,9 +1,9 @@
 """From one world to the next: by a restart, or in process.
 
-Start with ``strategy``, the interface of ``restart`` and ``in_process``; ``entry`` chooses between
-them and enters the first world. ``progress`` knows which step a rank's weights belong to and undoes
-an interrupted one; ``reconfiguration`` brings the ranks of a new world to one state
-(``agreement``, ``transfer``); ``step_timer`` measures steps for heartbeats.
+Start with ``strategy``, the interface of ``restart`` and ``in_process``; ``selection`` knows which
+of them is in force, ``bootstrap`` enters the first world. ``progress`` knows which step a rank's
+weights belong to and undoes an interrupted one; ``reconfiguration`` brings the ranks of a new
+world to one state (``agreement``, ``transfer``); ``step_timer`` measures steps for heartbeats.
 
 May import ``lifecycle``, ``checkpointing`` and everything below them; neither the loops nor
 ``run``.

@@ -1,42 +1,19 @@
-"""How a process comes to its first world and to its state, by the strategy that is in force."""
+"""Brings a process into its first world, and the job's state into the process."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from elastic.process_group.group import ProcessGroup
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.lifecycle import Lifecycle
-from elastic.training.recovery.in_process import InProcess
 from elastic.training.recovery.progress import RankProgress
-from elastic.training.recovery.restart import Restart
-from elastic.training.recovery.strategy import RecoveryStrategy
+from elastic.training.recovery.selection import Strategies
 from elastic.training.state.job_state import JobState
 from elastic.world.world import World
 
 
-class Strategies:
-    """The strategy in force. Without ``in_process`` it is always ``restart``."""
-
-    def __init__(self, restart: Restart, in_process: InProcess | None, group: ProcessGroup) -> None:
-        self._restart = restart
-        self._in_process = in_process
-        self._group = group
-        self.active: RecoveryStrategy = restart
-
-    def begin_retry(self) -> None:
-        """A call of run.retry begins, and no state is restored yet: recover in process from now
-        on, if that is possible."""
-        if self._in_process is None:
-            return
-        if self._group.is_foreign:
-            self._restart.warn_of_foreign_group()
-        else:
-            self.active = self._in_process
-
-
-class Entry:
+class Bootstrap:
     """One per process."""
 
     def __init__(
