@@ -16,7 +16,6 @@ from run_kit import job, process, steps_of_job
 import checkpoints
 from elastic.agent.permission import Permission
 from elastic.clock import ManualClock
-from elastic.config import AgentOptions
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
 from elastic.membership.decision import Policy
@@ -27,6 +26,7 @@ from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.memory_store import MemoryStore
 from elastic.training.step import Step
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
 
