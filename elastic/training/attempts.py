@@ -51,7 +51,7 @@ class Attempts:
     # -- registration -------------------------------------------------------------------------
 
     def note_registration(self, call: str) -> None:
-        """``run.call()`` registers something. Raises TrainingError if the state is restored."""
+        """The script registers something. Raises TrainingError if the state is restored already."""
         if self._lifecycle.is_restored:
             raise TrainingError(
                 f"run.{call}() comes too late: the first loop, or run.begin(), has restored the "

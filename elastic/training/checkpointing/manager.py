@@ -158,7 +158,7 @@ class CheckpointManager:
             return None
         received = None
         if self._has_stepped:
-            received = self._flags.heard()
+            received = self._flags.received()
             if received is None and self._saver.needs_agreement:
                 received = ask(self._sent)
         self._has_stepped = False
@@ -222,4 +222,4 @@ class CheckpointManager:
 
     def _send(self, flags: StepFlags) -> None:
         self._sent = flags
-        self._flags.say(flags)
+        self._flags.send(flags)

@@ -195,21 +195,21 @@ class Saver:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def at_boundary(self, job: JobState, heard: StepFlags | None) -> None:
+    def at_boundary(self, job: JobState, received: StepFlags | None) -> None:
         """Between two steps: report saves that ended, and save if it is due, on all ranks alike.
 
-        ``heard`` are the control flags of all ranks in the last step; None if there was none.
+        ``received`` are the control flags of all ranks in the last step; None if there was none.
         """
         if self.due is None or self.engine is None:
             return
         self.engine.poll()
         in_flight = int(self.engine.is_busy)
-        is_stuck = heard is not None and heard.stuck
+        is_stuck = received is not None and received.stuck
         if is_stuck and not self._others_are_stuck:
             reason = "the disk of a rank hangs: no rank saves until it responds"
             self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
-        if self.due.is_due(job.progress.step, self._saved_step, heard, in_flight):
+        if self.due.is_due(job.progress.step, self._saved_step, received, in_flight):
             self.save(job)
         if self._memory is not None and self._writers is not None and not self._writers.is_over:
             self._memory.at_boundary(job, self._writers.group)

@@ -34,22 +34,22 @@ class ControlFlags:
     """One per process: the flags that this rank sends in the current step, and those received."""
 
     def __init__(self) -> None:
-        self._said = StepFlags()
+        self._sent = StepFlags()
         self._ends: list[torch.Tensor] = []
 
-    def say(self, flags: StepFlags) -> None:
+    def send(self, flags: StepFlags) -> None:
         """A step begins: send these flags with its gradients."""
-        self._said = flags
+        self._sent = flags
         self._ends.clear()
 
     def write(self, end: torch.Tensor) -> None:
         """Write the flags into ``end``, which follows gradients that are about to be summed; the
         flags of all ranks are read from there once they are."""
-        said = self._said
-        if said == _NOTHING:
+        sent = self._sent
+        if sent == _NOTHING:
             end.zero_()
         else:
-            numbers = [float(said.save), float(said.leaving), float(said.stuck)]
+            numbers = [float(sent.save), float(sent.leaving), float(sent.stuck)]
             end.copy_(torch.tensor(numbers, dtype=end.dtype))
         self._ends.append(end)
 
@@ -61,7 +61,7 @@ class ControlFlags:
         """The collectives have ended: copy from a GPU now, before more is queued behind them."""
         self._ends = [end.cpu() for end in self._ends]
 
-    def heard(self) -> StepFlags | None:
+    def received(self) -> StepFlags | None:
         """The flags of all ranks in this step; None if no bucket has carried any."""
         if not self._ends:
             return None
