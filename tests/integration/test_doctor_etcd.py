@@ -12,10 +12,13 @@ from etcd_certificates import Authority
 from etcd_fixtures import PATIENCE_S
 
 from elastic.cli.main import main
+from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor import etcd as doctor_etcd
+from elastic.doctor.etcd import StepFacts
 from elastic.store.embedded.etcd import EmbeddedEtcd, EtcdCertificates
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.store import EtcdStore
+from elastic.store.keyvalue import KeyValue
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +84,29 @@ def test_the_embedded_etcd_works_with_a_warning_and_keeps_nothing(
     assert found.findings["etcd alarms"]["measured"] == "none"
     assert "median of" in found.findings["etcd latency"]["measured"]
     assert store.list(root).entries == ()
+
+
+def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
+    doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_etcd, "CALL_WITHIN_S", 2.0)
+    began = SYSTEM_CLOCK.monotonic()
+    permissions = doctor_etcd.permissions
+
+    def paused(store: KeyValue, root: str) -> Iterator[StepFacts]:
+        own_etcd.pause()  # every connection stays open
+        return permissions(store, root)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor_etcd, "permissions", paused)
+        in_the_middle = doctor(f"--rdzv-endpoint={own_etcd.endpoint}")
+    from_the_start = doctor(f"--rdzv-endpoint={own_etcd.endpoint}")
+    assert SYSTEM_CLOCK.monotonic() - began < PATIENCE_S
+    assert in_the_middle.code == from_the_start.code == 1
+    steps = in_the_middle.findings["etcd permissions"]
+    assert steps["status"] == "failed" and "within" in steps["measured"]
+    member = from_the_start.findings[f"etcd {own_etcd.endpoint}"]
+    assert member["status"] == "failed" and "no answer within" in member["measured"]
 
 
 def test_an_alarm_is_a_failure(
