@@ -26,7 +26,7 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
             connection(1, "connects, and 64 KiB do not come back"),
         ],
     }
-    found = {f.name: f for f in pairs.findings(names, attempts)}  # type: ignore[arg-type]
+    found = {f.name: f for f in pairs.findings(names, attempts)}
     assert found["TCP a → b, c"].status is Status.OK
     assert found["TCP b → a"].status is Status.OK
     assert found["TCP b → c"].measured == "10.0.0.2:29500: no answer within 3 s"
@@ -39,7 +39,7 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
 def test_sixty_nodes_that_reach_each_other_are_sixty_rows() -> None:
     names = [f"n{i}" for i in range(60)]
     attempts = {n: [connection(to) for to in range(60) if to != n] for n in range(60)}
-    found = pairs.findings(names, attempts)  # type: ignore[arg-type]
+    found = pairs.findings(names, attempts)
     assert len(found) == 60 and found[0].name == "TCP n0 → 59 nodes"
 
 
