@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from elastic.hangs.facts import Flag, Phase, RankFacts
 
 # A rank may take so many times longer than the longest of its last steps. (The longest decays by
-# half in about 70 steps: elastic/hangs/progress.py.)
+# half in about 70 steps: elastic/hangs/phases.py.)
 _TIMES_LONGEST = 10.0
 # The first steps of a world allocate, tune and compile; what they take says nothing of later ones.
 _FIRST_STEPS = 3

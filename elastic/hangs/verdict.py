@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s, suspicion_s
-from elastic.hangs.facts import Phase, RankFacts
+from elastic.hangs.facts import Flag, Phase, RankFacts
 
 _IDLE = 0.05  # of a core: less is no work
 
@@ -98,8 +98,18 @@ def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
     over: whoever is still in it is not released, and keeps the others."""
     if facts.phase is Phase.FORMING:
         return True
-    newest = max(r.generation for r in ranks)
-    return facts.phase is Phase.COLLECTIVE and facts.generation == newest
+    if facts.generation != max(r.generation for r in ranks):
+        return False
+    return facts.phase is Phase.COLLECTIVE or _may_wait_for_device(facts, ranks)
+
+
+def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
+    """Where collectives are queued on a device, a script waits for them anywhere: ``loss.item()``.
+    It waits for others if it has queued as many as any of them."""
+    if not facts.flags & Flag.ON_STREAM or facts.phase is Phase.DATA:
+        return False
+    in_collective = [r.collective for r in ranks if r.phase is Phase.COLLECTIVE]
+    return bool(in_collective) and facts.collective >= max(in_collective)
 
 
 def _wait(reason: str) -> Verdict:
@@ -178,13 +188,17 @@ def _why(facts: RankFacts) -> str:
 
 
 def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Verdict:
-    in_collective = [r for r in waiting if r.phase is Phase.COLLECTIVE]
-    if len(in_collective) < len(waiting):
+    if any(r.phase is Phase.FORMING for r in waiting):
         return _wait("the world is being changed")  # the building of a group has its own timeout
     # Whoever came last says how long all have been waiting.
     quiet_s = min(r.quiet_s for r in waiting)
     calls = Counter(r.call for r in waiting)
-    if len(calls) == 1:
+    # Ranks of different subgroups are in different collectives, and so are those of which only
+    # some wait visibly for a device.
+    is_told_apart = all(
+        r.phase is Phase.COLLECTIVE and not r.flags & Flag.SUBGROUPS for r in waiting
+    )
+    if len(calls) == 1 or not is_told_apart:
         if quiet_s < max(lost_message_s(r, policy) for r in waiting):
             return _wait("all ranks wait in the same collective, and it may be a long one")
         return Verdict(
