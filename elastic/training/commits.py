@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic.errors import TrainingError
+from elastic.hangs.phases import phases
 from elastic.telemetry.log import get_logger
 from elastic.training.accumulation import Accumulation
 from elastic.training.callbacks import StepCallbacks
@@ -50,6 +51,7 @@ class Commits:
         session.drop_step()
         session.job.progress.step += 1
         session.between.has_stepped = True
+        phases.committed(session.job.progress.step)
         if loader is not None:
             loader.advance()
             for other in session.job.loaders.values():

@@ -8,6 +8,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from elastic.errors import TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.training.consumers import Consumer, consumer_of
 from elastic.training.following import Pass, follow
 from elastic.training.loader import ElasticLoader
@@ -47,12 +49,16 @@ def steps(session: Session, loader: ElasticLoader) -> Generator[Step]:
     session.begin_pass(loader)
     world = session.world
     batches = loader.batches(world.rank, world.size, keeps_workers=True)
+    phases.enter(Phase.DATA)
     try:
         for first in batches:
             yield session.begin(loader, first, batches)
             session.commit()
+            phases.enter(Phase.DATA)
+        phases.enter(Phase.SCRIPT)
         session.script_goes_on()
     except GeneratorExit:
+        phases.enter(Phase.SCRIPT)
         session.leave(world, loader)
         raise
 

@@ -16,6 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from elastic.training.control_flags import ControlFlags, Room
 from elastic.worker.pending import pending
 from elastic.worker.torch_private import call_after_backward, current_backward
+from elastic.worker.wait_phase import queued
 
 _OUTSIDE = -1  # of every backward pass
 _NEARLY = 1e-12  # n/N times the size, where it is 1 but for rounding
@@ -129,6 +130,7 @@ class Reduction:
         assert self.group is not None
         work = self.group.allreduce([tensor], options)
         self.works.append(work)
+        queued()
         return work
 
     def _is_late(self, backward: int) -> bool:
@@ -194,6 +196,7 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     work = dist.all_reduce(state.with_words(gradients), async_op=True)
     assert work is not None  # None only on ranks outside the group
     state.works.append(work)
+    queued()
     on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda future: _without_words(future.value()[0], gradients.numel())
     )

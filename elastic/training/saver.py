@@ -18,6 +18,8 @@ import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import CheckpointSaved, CheckpointSkipped
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpoint_folder import CheckpointFolder, Source
@@ -198,6 +200,7 @@ class Saver:
         """
         if self.due is None or self.writer is None:
             return
+        phases.enter(Phase.CHECKPOINT)
         self.writer.poll()
         in_flight = int(self.writer.is_busy)
         is_stuck = heard is not None and heard.stuck
@@ -359,6 +362,7 @@ class Saver:
             return
         self._failures_in_a_row = 0
         self._committed_step = max(self._committed_step, outcome.step)
+        phases.saved(self._committed_step)
         if self.due is not None:
             self.due.measured(outcome.stall_s)
         for note in outcome.notes:

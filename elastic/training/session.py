@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from elastic.errors import NoWorld, TrainingError
+from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
@@ -222,6 +223,7 @@ class Session:
         self._is_restored = True
         self.commits.enter_world()
         self.between.enter_world()
+        phases.begin_world(world.rank)
         self.ledger.start(
             generation=world.generation,
             step=self.job.progress.step,
@@ -377,6 +379,7 @@ class Session:
         for module in self.job.modules.values():
             module.begin_step(step.share)
         self.step, self._loader = step, loader
+        phases.begin_step(number)
         if self._in_process:
             self.changes.raise_if_due(step)
         if self.ledger.is_on:
