@@ -15,7 +15,7 @@ from elastic.errors import LinkError
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 

@@ -8,8 +8,8 @@ from elastic.hangs import stacks
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.link.protocol import ProgressPage
+from elastic.process_group import torch_private
 from elastic.telemetry.log import get_logger
-from elastic.worker import torch_private
 
 
 def offer_page() -> ProgressPage | None:
