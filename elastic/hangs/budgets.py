@@ -12,6 +12,7 @@ collective; their thresholds say when to publish what is known.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from elastic.hangs.facts import Flag, Phase, RankFacts
@@ -49,6 +50,8 @@ def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
             measured_s = max(floor_s, _TIMES_LONGEST * max(facts.longest_s, facts.longest_step_s))
         case Phase.DATA:
             measured_s = max(_DATA_FLOORS * floor_s, _TIMES_LONGEST * facts.longest_s)
+        case Phase.NO_WORLD:
+            return math.inf  # nobody waits for it
         case Phase.COLLECTIVE:
             return lost_message_s(facts, policy)
         case _:

@@ -14,7 +14,7 @@ class Phase(IntEnum):
     """What the main thread of a worker is doing."""
 
     STARTING = 0  # it is in no world yet: imports, data sets, the model
-    FORMING = 1  # it waits for its next world, builds its group, agrees on the state
+    FORMING = 1  # it builds the group of a world, and agrees on the state
     DATA = 2  # waits for a batch
     COMPUTE = 3  # forward and backward pass
     COLLECTIVE = 4  # waits for the other ranks
@@ -22,7 +22,7 @@ class Phase(IntEnum):
     SCRIPT = 6  # the script's own code, outside of forward and backward pass
     EVALUATION = 7
     CHECKPOINT = 8
-    ENDING = 9
+    NO_WORLD = 9  # it has left one, or none has come yet: its agent will say which is next
 
     @property
     def label(self) -> str:
@@ -40,7 +40,7 @@ _LABELS = {
     Phase.SCRIPT: "the script's own code",
     Phase.EVALUATION: "evaluation",
     Phase.CHECKPOINT: "a checkpoint",
-    Phase.ENDING: "its end",
+    Phase.NO_WORLD: "waiting for its next world",
 }
 
 

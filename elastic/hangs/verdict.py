@@ -55,6 +55,7 @@ class Verdict:
     action: Action
     kind: Kind
     culprits: tuple[int, ...]  # ranks
+    culprit: RankFacts | None = None  # the first of them: what is done, is done to it
     confidence: Confidence
     reason: str
 
@@ -88,6 +89,7 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Verdict
         action=Action.KILL,
         kind=Kind.STOPPED,
         culprits=(facts.rank,),
+        culprit=facts,
         confidence=Confidence.HIGH,
         reason=f"{facts.name} is stopped: its process is in state T (SIGSTOP)",
     )
@@ -133,6 +135,7 @@ def _leave_alone(debugged: Sequence[RankFacts]) -> Verdict:
         action=Action.LEAVE_ALONE,
         kind=Kind.DEBUGGED,
         culprits=tuple(sorted(r.rank for r in debugged)),
+        culprit=first,
         confidence=Confidence.HIGH,
         reason=f"{first.name} is being debugged ({by}): the job waits for it",
     )
@@ -147,6 +150,7 @@ def _kill(over: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Verdict:
         action=Action.KILL,
         kind=Kind.ABSENT,
         culprits=(culprit.rank,),
+        culprit=culprit,
         confidence=Confidence.HIGH if len(over) == 1 else Confidence.MEDIUM,
         reason=f"{culprit.name} hangs in {culprit.phase.label}{where}, {_why(culprit)}, "
         f"while {victims}",

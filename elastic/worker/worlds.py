@@ -157,7 +157,7 @@ class Worlds:
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
-        phases.enter(Phase.FORMING)
+        phases.enter(Phase.NO_WORLD)
         with self._changed:
             if not self._said_ready:
                 self._said_ready = True
