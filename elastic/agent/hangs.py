@@ -29,8 +29,9 @@ from elastic.tuning import timeouts
 
 @dataclass(frozen=True)
 class RanksAreQuiet:
-    """These ranks of this node show no progress; none: all go on."""
+    """These ranks of this node show no progress in the world; none: all go on."""
 
+    generation: int
     ranks: tuple[RankFacts, ...]
 
 
@@ -79,14 +80,15 @@ class Hangs:
             policy=policy_of(options),
             node=node.name,
             tick_s=min(timeouts.HANG_TICK_S, options.hang_timeout_s / 5),
-            on_facts=lambda ranks: context.post(RanksAreQuiet(ranks)),
+            on_facts=lambda generation, ranks: context.post(RanksAreQuiet(generation, ranks)),
             on_stopped=lambda worker, facts, stopped_s: self._response.on_stopped(
                 self._watch, worker, facts, stopped_s
             ),
             on_error=context.status.fail,
             clock=context.clock,
         )
-        self._ranks: tuple[RankFacts, ...] = ()
+        self._generation = 0
+        self._quiet = RanksAreQuiet(0, ())
         self._is_due = False
         self._is_written = False
 
@@ -113,15 +115,18 @@ class Hangs:
 
     def learn(self, world: World | None) -> None:
         """The newest world that the workers know."""
+        if world is None or world.generation == self._generation:
+            return
+        self._generation = world.generation
         node_id = self._at.status.node.node_id
-        is_member = world is not None and node_id in world.node_ids
-        self._watch.set_first_rank(world.first_rank_of(node_id) if is_member and world else None)
+        first_rank = world.first_rank_of(node_id) if node_id in world.node_ids else None
+        self._watch.enter_world(world.generation, first_rank)
 
     # ── what is known, for the leader ────────────────────────────────────────────────────
 
-    def on_quiet(self, ranks: tuple[RankFacts, ...]) -> None:
+    def on_quiet(self, found: RanksAreQuiet) -> None:
         """What the watch has found."""
-        self._ranks, self._is_due = ranks, True
+        self._quiet, self._is_due = found, True
 
     def publish(self, lease: Lease) -> None:
         """Write it, or take it back. Called with the node's live lease."""
@@ -129,8 +134,10 @@ class Hangs:
             return
         node_id = self._at.status.node.node_id
         key = self._at.keys.hang(node_id)
-        if self._ranks:
-            record = HangFacts(node_id=node_id, ranks=self._ranks)
+        if self._quiet.ranks:
+            record = HangFacts(
+                node_id=node_id, generation=self._quiet.generation, ranks=self._quiet.ranks
+            )
             self._at.store.put(key, encode(record), lease=lease)
             self._is_written = True
         elif self._is_written:
@@ -140,7 +147,7 @@ class Hangs:
 
     def register_again(self) -> None:
         """The lease is new: what was on the old one is gone."""
-        self._is_written, self._is_due = False, bool(self._ranks)
+        self._is_written, self._is_due = False, bool(self._quiet.ranks)
 
     # ── what the leader says ─────────────────────────────────────────────────────────────
 

@@ -276,9 +276,9 @@ class NodeLoop:
                     self._hangs.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
-            case RanksAreQuiet(ranks):
+            case RanksAreQuiet():
                 if self._hangs is not None:
-                    self._hangs.on_quiet(ranks)
+                    self._hangs.on_quiet(message)
             case WorkerHung(pid, reason):
                 if self._workers is not None:
                     self._workers.is_hung(pid, reason)

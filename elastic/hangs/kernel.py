@@ -62,9 +62,13 @@ def wait_channel(pid: int) -> str:
 
 def data_workers(pid: int) -> str:
     """The states of its child processes, one letter each: a DataLoader's workers, mostly."""
-    children = _read(f"/proc/{pid}/task/{pid}/children").split()
-    found = (process_times(int(child)) for child in children[:64])
+    found = (process_times(child) for child in children(pid)[:64])
     return "".join(sorted(times.state for times in found if times is not None))
+
+
+def children(pid: int) -> list[int]:
+    """The processes that the main thread has started and that live."""
+    return [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
 
 
 def describe_process(pid: int) -> dict[str, str]:

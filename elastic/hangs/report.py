@@ -33,6 +33,7 @@ class HangReport:
     time: str  # UTC
     ranks: tuple[RankFacts, ...]  # those that show no progress
     stacks: Mapping[int, str]  # by rank
+    data_workers: Mapping[int, Mapping[int, str]]  # stacks by pid, by the rank they belong to
     native_stacks: Mapping[int, str]
     processes: Mapping[int, Mapping[str, str]]
     node: Mapping[str, str]
@@ -162,8 +163,11 @@ def _stacks(report: HangReport) -> list[str]:
             continue
         said += [f"{title} of this node's ranks, outliers first", ""]
         for ranks, text in stacks.group(list(taken.items())):
-            shown = text.strip() or "none: it is stopped, or blocked in the kernel"
+            shown = stacks.main_first(text) or "none: it is stopped, or blocked in the kernel"
             said += [f"rank {', '.join(map(str, ranks))}:", shown, ""]
+    for rank, children in report.data_workers.items():
+        for pid, text in children.items():
+            said += [f"data worker {pid} of rank {rank}:", stacks.main_first(text), ""]
     return said
 
 

@@ -24,6 +24,8 @@ from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 
+_MOST = 4  # data workers whose stacks are taken
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
@@ -125,6 +127,7 @@ class HangResponse:
             time=_utc(self._clock.wall()),
             ranks=judged.ranks,
             stacks={rank: stacks.take(w.pid, w.stacks) for rank, w in workers.items()},
+            data_workers=_data_workers(watch, judged),
             native_stacks={rank: stacks.take_native(w.pid) for rank, w in workers.items()},
             processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
             node={},
@@ -156,6 +159,16 @@ class HangResponse:
 
 def _utc(wall_s: float) -> str:
     return datetime.datetime.fromtimestamp(wall_s, datetime.timezone.utc).isoformat("T", "seconds")
+
+
+def _data_workers(watch: HangWatch, judged: Judged) -> dict[int, dict[int, str]]:
+    """Stacks of the culprit's children that were forked: they have its handler, and its file."""
+    culprit = judged.verdict.culprit
+    worker = watch.worker(culprit.pid) if culprit is not None else None
+    if worker is None or culprit is None:
+        return {}
+    taken = {pid: stacks.take(pid, worker.stacks) for pid in kernel.children(worker.pid)[:_MOST]}
+    return {culprit.rank: {pid: text for pid, text in taken.items() if text}}
 
 
 def _write_error_file(path: str, reason: str, wall_s: float) -> None:

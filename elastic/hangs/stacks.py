@@ -128,6 +128,12 @@ def main_thread(stacks: str) -> tuple[str, ...]:
     return tuple(f"{f['file']}:{f['line']} {f['name']}" for f in frames if f is not None)
 
 
+def main_first(stacks: str) -> str:
+    """The same, with the main thread first: it is what a reader looks for."""
+    threads = re.split(r"\n+(?=(?:Current thread|Thread) )", stacks.strip())
+    return "\n\n".join(reversed(threads))
+
+
 def group(by_rank: Sequence[tuple[int, str]]) -> list[tuple[tuple[int, ...], str]]:
     """Ranks whose main threads are at the same place, the fewest first: outliers stand out.
 

@@ -26,6 +26,8 @@ from elastic.hangs.stacks import StackSource
 
 _SMOOTHING = 0.3  # of the use of CPU, over about a second
 _MOST_TICKS = 2  # that one may count for
+# Of a tick. A worker that has waited for a core for less of it has had its share of one.
+_STARVED = 0.75
 _NO_STACKS = StackSource(-1, 0)
 
 
@@ -84,9 +86,9 @@ class WatchedWorker:
 class HangWatch:
     """Owned by whoever calls ``close``. Callbacks run on the thread ``elastic-hangs``.
 
-    ``on_facts`` gets the facts of all ranks of this node that show no progress, whenever a verdict
-    over them may change; an empty tuple once they all go on. ``on_stopped`` gets a worker in state
-    T, with every tick.
+    ``on_facts`` gets the newest generation and the facts of all ranks of this node that show no
+    progress, whenever a verdict over them may change; none once they all go on. ``on_stopped`` gets
+    a worker in state T, with every tick.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class HangWatch:
         policy: BudgetPolicy,
         node: str,
         tick_s: float,
-        on_facts: Callable[[tuple[RankFacts, ...]], object],
+        on_facts: Callable[[int, tuple[RankFacts, ...]], object],
         on_stopped: Callable[[WatchedWorker, RankFacts, float], object],
         on_error: Callable[[BaseException], object],
         clock: Clock = SYSTEM_CLOCK,
@@ -110,6 +112,7 @@ class HangWatch:
         self._workers: dict[int, WatchedWorker] = {}  # of this thread
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._published: tuple[object, ...] = ()
+        self._generation = 0  # of the newest world
         self._first_rank: int | None = None
         self._supervised: tuple[Supervised, ...] = ()
         self._last_tick_s = clock.monotonic()
@@ -146,9 +149,9 @@ class HangWatch:
         """A worker has ended."""
         self.post(lambda: self._remove(pid))
 
-    def set_first_rank(self, rank: int | None) -> None:
-        """The rank of local rank 0 in the present world."""
-        self._first_rank = rank
+    def enter_world(self, generation: int, first_rank: int | None) -> None:
+        """There is a newer world; the rank of local rank 0 in it, if this node is a member."""
+        self.post(lambda: self._enter_world(generation, first_rank))
 
     def worker(self, pid: int) -> WatchedWorker | None:
         """On the thread only."""
@@ -158,6 +161,12 @@ class HangWatch:
     def workers(self) -> tuple[WatchedWorker, ...]:
         """On the thread only."""
         return tuple(self._workers.values())
+
+    def _enter_world(self, generation: int, first_rank: int | None) -> None:
+        """What was quiet in the last world waits for this one now: its time begins anew."""
+        self._generation, self._first_rank = generation, first_rank
+        for worker in self._workers.values():
+            worker.quiet_s, worker.level = 0.0, 0
 
     def _add(self, pid: int, local_rank: int, page_fd: int, stacks: StackSource) -> None:
         worker = self._open(pid, local_rank)
@@ -227,7 +236,7 @@ class HangWatch:
         state = tuple((w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid) for w in stuck)
         if state != self._published:
             self._published = state
-            self._on_facts(tuple(self.facts(worker) for worker in stuck))
+            self._on_facts(self._generation, tuple(self.facts(worker) for worker in stuck))
 
     def _look(self, worker: WatchedWorker, passed_s: float) -> None:
         times = kernel.process_times(worker.pid)
@@ -250,8 +259,8 @@ class HangWatch:
         if worker.reading is None or reading.count != worker.reading.count:
             worker.quiet_s, worker.tracer_pid = 0.0, 0
             worker.starved_s = kernel.starved_s(worker.pid)
-        elif not has_faulted:
-            worker.quiet_s += max(0.0, passed_s - self._starved_s(worker))
+        elif not has_faulted and self._starved_s(worker) < _STARVED * passed_s:
+            worker.quiet_s += passed_s
         worker.reading = reading
         facts = self._facts(worker, reading, KernelFacts())
         limits_s = thresholds_s(facts, self._policy)

@@ -52,12 +52,10 @@ class HangJudge:
         """Write a verdict if there is one that has not been written yet."""
         if world is None or not self._facts:
             return
+        # What was known of the last world was answered by this one.
+        fresh = {n: f.ranks for n, f in self._facts.items() if f.generation >= world.generation}
         world = self._running(world)
-        known = {
-            node_id: self._facts[node_id].ranks
-            for node_id in world.node_ids
-            if node_id in self._facts
-        }
+        known = {node_id: fresh[node_id] for node_id in world.node_ids if node_id in fresh}
         ranks = tuple(r for of_node in known.values() for r in of_node)
         if not ranks:
             return

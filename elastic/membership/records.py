@@ -225,6 +225,7 @@ class HangFacts:
     there only while there are some."""
 
     node_id: str
+    generation: int  # the newest that the node knows: the quiet time counts from then at most
     ranks: tuple[RankFacts, ...]
     version: int = RECORD_VERSION
 

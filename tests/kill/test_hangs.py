@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
@@ -83,7 +82,9 @@ def hurt(job: TrainingJob, kind: str, index: int = 1) -> tuple[dict[str, Any], f
         lambda: job.training_nodes()[0] > generation, 120, f"training after the hang ({kind})"
     )
     assert went_on
-    (verdict,) = found(job, since_s)
+    verdicts = found(job, since_s)
+    assert len(verdicts) == 1, verdicts
+    (verdict,) = verdicts
     return verdict, paused_s(job, generation + 1), pid
 
 
@@ -94,6 +95,87 @@ def test_a_stopped_worker_costs_two_seconds(job: TrainingJob) -> None:
     assert pause_s < STOPPED_S * measure_slowness()
     report = Path(verdict["report"]).read_text()
     assert f"pid {pid}" in report
-    world = job.world()
-    assert world is not None
-    job.wait_training(nodes=3)
+
+
+@pytest.mark.parametrize("kind", ["loop", "sleep", "locked"])
+def test_who_is_not_in_the_collective_is_the_culprit(job: TrainingJob, kind: str) -> None:
+    verdict, pause_s, pid = hurt(job, kind)
+    assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
+    assert "the forward and backward pass" in verdict["reason"]
+    says = "endless loop" if kind == "loop" else "asleep"
+    assert says in verdict["reason"]
+    assert pause_s < HUNG_S * measure_slowness()
+    report = Path(verdict["report"]).read_text()
+    assert f"pid {pid}" in report
+    assert "in hang" in report, "the stack of the culprit"
+
+
+@pytest.mark.parametrize("kind", ["skip", "order"])
+def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kind: str) -> None:
+    verdict, pause_s, pid = hurt(job, kind)
+    assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
+    assert pause_s < HUNG_S * measure_slowness()
+    assert obeyed(job, kind)[0] == pid
+    assert any(pid == n.workers()[0].pid for n in job.running), "nobody was ended"
+
+
+def test_a_deadlocked_data_worker(job: TrainingJob) -> None:
+    verdict, _, pid = hurt(job, "loader")
+    assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
+    assert "its data loader gives no batch (data workers in state" in verdict["reason"]
+    assert "in __getitem__" in Path(verdict["report"]).read_text(), "the data worker's stack"
+    died = [e for e in read_journal(job.folder / "journal") if e["event"] == "worker-died"]
+    reasons = [e["reason"] for e in died if e["pid"] == pid]
+    assert reasons == [f"{verdict['reason']}; report: {verdict['report']}"]
+
+
+def test_a_message_that_nobody_sends(job: TrainingJob) -> None:
+    job.bring_to(3)
+    job.wait_progress(30)
+    generation, since_s = job.generation(), time.monotonic()
+    staged = job.folder / "lost.new"
+    staged.write_text(str(job.ledger().last_step + 30))
+    staged.rename(job.folder / "lost-in-step")
+    job.wait_for(lambda: job.training_nodes()[0] > generation, 120, "training after that")
+    verdicts = found(job, since_s)
+    assert [(v["kind"], v["action"]) for v in verdicts] == [("lost-message", "abort-and-reform")]
+    assert "all 3 ranks wait in recv" in verdicts[0]["reason"]
+
+
+def test_a_person_at_a_prompt_is_left_alone(job: TrainingJob) -> None:
+    """For longer than any budget of a step."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    victim, generation, since_s = nodes[1], job.generation(), time.monotonic()
+    os.mkfifo(job.folder / "answers")
+    order(job, "breakpoint", victim.name)
+    with (job.folder / "answers").open("w") as answers:
+        job.wait_for(lambda: found(job, since_s), 60, "what the person is told")
+        time.sleep(2 * HUNG_S)
+        assert {(v["kind"], v["action"]) for v in found(job, since_s)} == {
+            ("debugged", "leave-alone")
+        }
+        answers.write("c\n")
+    job.wait_progress(30)
+    assert job.generation() == generation, "nobody was ended"
+    assert "is being debugged" in victim.log_text()
+
+
+def test_what_is_long_by_nature_is_waited_for(job: TrainingJob) -> None:
+    """Evaluation on one rank, a checkpoint, a garbage collection, a freeze of the whole job."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    generation, since_s = job.generation(), time.monotonic()
+    for kind in ("evaluation", "garbage", "checkpoint"):
+        order(job, kind, nodes[0].name)
+        obeyed(job, kind)
+        job.wait_progress(10)
+    frozen = [p for p in job.processes() if p.pid != os.getpid()]
+    for process in frozen:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(2.5)  # less than the lease
+    for process in frozen:
+        os.kill(process.pid, signal.SIGCONT)
+    job.wait_progress(100)
+    assert found(job, since_s) == []
+    assert job.generation() == generation
