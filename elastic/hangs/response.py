@@ -66,7 +66,7 @@ class HangResponse:
     def on_stopped(
         self, watch: HangWatch, worker: WatchedWorker, facts: RankFacts, stopped_s: float
     ) -> None:
-        """A worker is in state T: nobody else has to be asked."""
+        """A worker is in state T or t: nobody else has to be asked."""
         verdict = judge_stopped(facts, stopped_s, self._stop_grace_s)
         if verdict.action is Action.WAIT:
             return
@@ -77,7 +77,9 @@ class HangResponse:
         """Once per verdict, however often it is heard of."""
         verdict = judged.verdict
         culprit = verdict.culprit
-        key = (judged.generation, verdict.kind, culprit and (culprit.pid, culprit.progress))
+        key: tuple[object, ...] = (judged.generation, verdict.kind, culprit and culprit.pid)
+        if verdict.action is not Action.LEAVE_ALONE:  # that is said once
+            key += (culprit and culprit.progress,)
         if key in self._answered:
             return
         self._answered.add(key)

@@ -88,7 +88,7 @@ class HangWatch:
 
     ``on_facts`` gets the newest generation and the facts of all ranks of this node that show no
     progress, whenever a verdict over them may change; none once they all go on. ``on_stopped`` gets
-    a worker in state T, with every tick.
+    a worker that is stopped, also by a debugger, with every tick.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class HangWatch:
         has_faulted = times.major_faults != worker.major_faults
         worker.state, worker.cpu_s = times.state, times.cpu_s
         worker.major_faults = times.major_faults
-        if times.state == "T":
+        if times.state in "Tt":
             worker.stopped_s += passed_s
             worker.tracer_pid = kernel.tracer_pid(worker.pid)
             self._on_stopped(worker, self.facts(worker), worker.stopped_s)
