@@ -167,7 +167,8 @@ def _where_they_wait(waiting: Sequence[RankFacts]) -> str:
     who = f"rank {shown.rank} waits" if count == 1 else f"{count} ranks wait"
     if shown.phase is Phase.FORMING:
         return f"{who} for it in the next world"
-    return f"{who} in {_call(shown)}"
+    # Without its number, which differs when the same step is done again.
+    return f"{who} in {shown.operation or 'a collective'}"
 
 
 def _call(facts: RankFacts) -> str:
