@@ -5,9 +5,9 @@ Who does what: each worker keeps a page of shared memory up to date (``page.py``
 and /proc a few times a second (``watch.py``, ``kernel.py``). A node whose ranks do not go on
 publishes what it knows (``facts.py``); the leader judges over the facts of all nodes
 (``verdict.py``, with the budgets of ``budgets.py``: both pure), and the agent of the culprit acts
-and writes the hang report (``stacks.py``, ``report.py``). The agent's part, which talks to etcd, is
-in ``elastic/agent``.
+and writes the hang report (``response.py``, ``stacks.py``, ``report.py``). The agent's part, which
+talks to etcd, is in :mod:`elastic.agent.hangs`.
 
-Start reading with ``facts.py`` and ``verdict.py``. This package is used by workers and agents, so
-it imports neither, and nothing of ``elastic.coordination``.
+Start reading with ``facts.py`` and ``verdict.py``. Workers and agents use this package, so it
+imports neither; of ``elastic`` it may import telemetry, and what is below that.
 """

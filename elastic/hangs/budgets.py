@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from elastic.hangs.facts import Flag, Phase, RankFacts
 
-# A rank may take so many times longer than the longest of its last steps. (The longest decays by
-# half in about 70 steps: elastic/hangs/phases.py.)
-_TIMES_LONGEST = 10.0
+# A phase may take so many times longer than it takes, and than the longest of the last ones. (The
+# longest decays by half in about 35 steps: elastic/hangs/phases.py.)
+_TIMES_TYPICAL = 20.0
+_TIMES_LONGEST = 4.0
+_TIMES_COLLECTIVE = 10.0
 # The first steps of a world allocate, tune and compile; what they take says nothing of later ones.
-_FIRST_STEPS = 3
+FIRST_STEPS = 3
 # A loader's first batches, and those of each epoch, fill buffers and start workers.
 _DATA_FLOORS = 10.0
 # A collective that all ranks are in can be a large one on a slow network.
@@ -47,30 +49,32 @@ def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
         return max(policy.outside_step_s, floor_s)
     match facts.phase:
         case Phase.COMPUTE | Phase.OPTIMIZER:
-            measured_s = max(floor_s, _TIMES_LONGEST * max(facts.longest_s, facts.longest_step_s))
+            measured_s = max(floor_s, _own_s(facts), _step_s(facts))
         case Phase.DATA:
-            measured_s = max(_DATA_FLOORS * floor_s, _TIMES_LONGEST * facts.longest_s)
+            measured_s = max(_DATA_FLOORS * floor_s, _own_s(facts))
         case Phase.NO_WORLD:
             return math.inf  # nobody waits for it
         case Phase.COLLECTIVE:
             return lost_message_s(facts, policy)
         case _:
             return max(policy.outside_step_s, floor_s)
-    if facts.steps_in_world < _FIRST_STEPS:
+    if facts.steps_in_world < FIRST_STEPS:
         return max(policy.first_steps_s, measured_s)
     return measured_s
 
 
 def mismatch_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     """How long all ranks may wait, each in another collective."""
-    return max(policy.hang_timeout_s, _TIMES_LONGEST * facts.collective_s, _wait_s(facts, policy))
+    return max(
+        policy.hang_timeout_s, _TIMES_COLLECTIVE * facts.collective_s, _wait_s(facts, policy)
+    )
 
 
 def lost_message_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     """How long all ranks may wait in one collective."""
-    first_s = policy.first_steps_s if facts.steps_in_world < _FIRST_STEPS else 0.0
+    first_s = policy.first_steps_s if facts.steps_in_world < FIRST_STEPS else 0.0
     floor_s = _LOST_MESSAGE_FLOORS * policy.hang_timeout_s
-    measured_s = _TIMES_LONGEST * facts.collective_s
+    measured_s = _TIMES_COLLECTIVE * facts.collective_s
     return max(first_s / 10, floor_s, measured_s, _wait_s(facts, policy))
 
 
@@ -86,8 +90,15 @@ def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
 
 def _wait_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     """How long a rank waits for the others' steps without anything being wrong."""
-    limit_s = max(policy.hang_timeout_s, _TIMES_LONGEST * facts.longest_step_s)
-    return max(_LEAST_SUSPICION_S, _SUSPICION * limit_s)
+    return max(_LEAST_SUSPICION_S, _SUSPICION * max(policy.hang_timeout_s, _step_s(facts)))
+
+
+def _own_s(facts: RankFacts) -> float:
+    return max(_TIMES_TYPICAL * facts.typical_s, _TIMES_LONGEST * facts.longest_s)
+
+
+def _step_s(facts: RankFacts) -> float:
+    return max(_TIMES_TYPICAL * facts.typical_step_s, _TIMES_LONGEST * facts.longest_step_s)
 
 
 def thresholds_s(facts: RankFacts, policy: BudgetPolicy) -> tuple[float, ...]:

@@ -86,7 +86,9 @@ class RankFacts:
     operation: str  # its name
     steps_in_world: int  # committed in this world by this process
     longest_s: float  # the longest that this phase took lately
-    longest_step_s: float  # the longest that a forward and backward pass took lately
+    typical_s: float  # how long it takes, smoothed
+    longest_step_s: float  # the same of forward and backward pass
+    typical_step_s: float
     collective_s: float  # how long collectives take, smoothed
     checkpoint_step: int  # the last one that this rank knows to be saved; -1: none
     kernel: KernelFacts

@@ -27,8 +27,8 @@ _HEAD = struct.Struct("<QqqiiiiqqqdqQ")
 # By themselves: whoever sets a flag is not always the thread that trains.
 _FLAGS = struct.Struct("<i")
 _FLAGS_AT = 128
-_LONGEST = struct.Struct(f"<{len(Phase)}d")
-_LONGEST_AT = 256
+_DURATIONS = struct.Struct(f"<{2 * len(Phase)}d")
+_DURATIONS_AT = 256
 _READS = 5
 
 
@@ -50,6 +50,7 @@ class Reading:
     since_ns: int
     flags: Flag
     longest_s: tuple[float, ...]  # by phase
+    typical_s: tuple[float, ...]
 
 
 class Page:
@@ -99,9 +100,9 @@ class Page:
         """No sign of life: an endless loop collects garbage, too."""
         _FLAGS.pack_into(self._memory, _FLAGS_AT, flags)
 
-    def write_longest(self, longest_s: list[float]) -> None:
+    def write_durations(self, longest_s: list[float], typical_s: list[float]) -> None:
         """How long the phases took lately."""
-        _LONGEST.pack_into(self._memory, _LONGEST_AT, *longest_s)
+        _DURATIONS.pack_into(self._memory, _DURATIONS_AT, *longest_s, *typical_s)
 
     def close(self) -> None:
         """Let go of it."""
@@ -135,6 +136,7 @@ class PageReader:
         return None
 
     def _reading(self, head: tuple[int, ...]) -> Reading:
+        durations_s = _DURATIONS.unpack_from(self._memory, _DURATIONS_AT)
         (flags,) = _FLAGS.unpack_from(self._memory, _FLAGS_AT)
         return Reading(
             count=head[0],
@@ -150,7 +152,8 @@ class PageReader:
             collective_s=float(head[10]),
             since_ns=head[11],
             flags=Flag(flags & sum(Flag)),
-            longest_s=_LONGEST.unpack_from(self._memory, _LONGEST_AT),
+            longest_s=durations_s[: len(Phase)],
+            typical_s=durations_s[len(Phase) :],
         )
 
     def close(self) -> None:

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.page import Page
 
-# Of the longest that a phase took, what is left after each step: half after 70.
-_KEPT_PER_STEP = 0.99
-_SMOOTHING = 0.1  # of how long collectives take
+# Of the longest that a phase took, what is left after each step: half after 35.
+_KEPT_PER_STEP = 0.98
+_SMOOTHING = 0.1
 _OLDEST_GENERATION = 2  # a full collection: the younger ones take microseconds
 
 # By number, so that the page holds no text. c10d's OpType (torch/csrc/distributed/c10d/Work.hpp).
@@ -72,6 +73,7 @@ class PhaseRecorder:
         self._since_ns = time.monotonic_ns()
         self._flags = Flag.NONE
         self._longest_s = [0.0] * len(Phase)
+        self._typical_s = [0.0] * len(Phase)
         self._sees_compilation = False
 
     # -- the beginning ------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class PhaseRecorder:
         took_s = (now_ns - self._since_ns) * 1e-9
         if took_s > self._longest_s[before]:
             self._longest_s[before] = took_s
-            self._page.write_longest(self._longest_s)
+        self._typical_s[before] += _SMOOTHING * (took_s - self._typical_s[before])
         self._phase, self._since_ns = phase, now_ns
         self._write()
         return before
@@ -128,17 +130,23 @@ class PhaseRecorder:
         self._step = step
         self._steps_in_world += 1
         if self._page is not None:
-            self._longest_s = [_KEPT_PER_STEP * took_s for took_s in self._longest_s]
-            self._page.write_longest(self._longest_s)
             self.enter(Phase.SCRIPT)
+            if self._steps_in_world == FIRST_STEPS:  # they say nothing of later ones
+                self._forget_durations()
+            self._page.write_durations(self._longest_s, self._typical_s)
+            self._longest_s = [_KEPT_PER_STEP * took_s for took_s in self._longest_s]
 
     def enter_generation(self, generation: int) -> None:
         """Another world is entered: its group is built next."""
         self._generation = generation
         self._steps_in_world = 0
         self._collective_s = 0.0
-        self._longest_s = [0.0] * len(Phase)
+        self._forget_durations()
         self.enter(Phase.FORMING)
+
+    def _forget_durations(self) -> None:
+        self._longest_s = [0.0] * len(Phase)
+        self._typical_s = [0.0] * len(Phase)
 
     def begin_world(self, rank: int) -> None:
         """The state is agreed: training goes on."""

@@ -28,6 +28,7 @@ _SMOOTHING = 0.3  # of the use of CPU, over about a second
 _MOST_TICKS = 2  # that one may count for
 # Of a tick. A worker that has waited for a core for less of it has had its share of one.
 _STARVED = 0.75
+_UNKNOWN_S = (0.0,) * len(Phase)
 _NO_STACKS = StackSource(-1, 0)
 
 
@@ -259,8 +260,11 @@ class HangWatch:
         if worker.reading is None or reading.count != worker.reading.count:
             worker.quiet_s, worker.tracer_pid = 0.0, 0
             worker.starved_s = kernel.starved_s(worker.pid)
-        elif not has_faulted and self._starved_s(worker) < _STARVED * passed_s:
+        elif not has_faulted:
+            starved_s = self._starved_s(worker)
             worker.quiet_s += passed_s
+            if starved_s > _STARVED * passed_s:
+                worker.quiet_s -= min(starved_s, passed_s)
         worker.reading = reading
         facts = self._facts(worker, reading, KernelFacts())
         limits_s = thresholds_s(facts, self._policy)
@@ -299,7 +303,8 @@ class HangWatch:
         if first_rank is not None:
             rank = first_rank + worker.local_rank
         phase = Phase.STARTING if reading is None else reading.phase
-        longest_s = (0.0,) * len(Phase) if reading is None else reading.longest_s
+        longest_s = _UNKNOWN_S if reading is None else reading.longest_s
+        typical_s = _UNKNOWN_S if reading is None else reading.typical_s
         return RankFacts(
             rank=rank,
             node=self._node,
@@ -316,7 +321,9 @@ class HangWatch:
             operation="" if reading is None else operation_name(reading.operation),
             steps_in_world=0 if reading is None else reading.steps_in_world,
             longest_s=longest_s[phase],
+            typical_s=typical_s[phase],
             longest_step_s=longest_s[Phase.COMPUTE],
+            typical_step_s=typical_s[Phase.COMPUTE],
             collective_s=0.0 if reading is None else reading.collective_s,
             checkpoint_step=-1 if reading is None else reading.checkpoint_step,
             kernel=of_kernel,

@@ -43,6 +43,8 @@ def fact(rank: int, **changes: object) -> RankFacts:
         steps_in_world=50,
         longest_s=0.02,
         longest_step_s=0.02,
+        typical_s=0.01,
+        typical_step_s=0.01,
         collective_s=0.002,
         checkpoint_step=50,
         kernel=KernelFacts(),
@@ -85,6 +87,8 @@ def draw(seed: int) -> World:
         collective=rng.randint(10, 9000),
         longest_s=step_s,
         longest_step_s=step_s,
+        typical_s=step_s / 2,
+        typical_step_s=step_s / 2,
         collective_s=step_s / 10,
     )
     kinds = [loop, sleep, file_system, data_workers, left_behind, skipped, lost_message]
@@ -211,7 +215,8 @@ def test_nobody_is_ended_while_the_others_may_be_going_on(seed: int) -> None:
         {"phase": Phase.COMPUTE, "quiet_s": 400.0, "flags": Flag.COMPILING},
         {"phase": Phase.COMPUTE, "quiet_s": 60.0, "steps_in_world": 1},
         {"phase": Phase.DATA, "quiet_s": 30.0},
-        {"phase": Phase.COMPUTE, "quiet_s": 15.0, "longest_s": 2.0},
+        {"phase": Phase.COMPUTE, "quiet_s": 15.0, "longest_s": 4.0},
+        {"phase": Phase.COMPUTE, "quiet_s": 15.0, "typical_s": 1.0},
     ],
     ids=str,
 )

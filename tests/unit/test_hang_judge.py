@@ -94,6 +94,8 @@ def rank(number: int, phase: Phase = Phase.COLLECTIVE, quiet_s: float = 4.0) -> 
         steps_in_world=50,
         longest_s=0.02,
         longest_step_s=0.02,
+        typical_s=0.01,
+        typical_step_s=0.01,
         collective_s=0.002,
         checkpoint_step=50,
         kernel=KernelFacts(state="R", cpu_share=1.0),

@@ -19,7 +19,7 @@ import pytest
 
 from elastic.hangs import stacks
 from elastic.hangs.facts import Flag, Phase
-from elastic.hangs.page import Page, PageReader
+from elastic.hangs.page import Page, PageReader, Reading
 from elastic.hangs.phases import PhaseRecorder
 from elastic.hangs.stacks import StackSource
 from elastic.testing.waiting import eventually
@@ -65,19 +65,25 @@ def test_what_is_written_is_read(recorder: PhaseRecorder) -> None:
 
 def test_the_longest_of_a_phase_is_remembered_and_fades(recorder: PhaseRecorder) -> None:
     reader = reader_of(recorder)
-    recorder.enter(Phase.COMPUTE)
-    time.sleep(0.02)
-    recorder.enter(Phase.SCRIPT)
-    long = reader.read()
-    assert long is not None
-    assert long.longest_s[Phase.COMPUTE] >= 0.02
-    for step in range(200):
-        recorder.committed(step)
-    recorder.enter(Phase.COMPUTE)
-    time.sleep(0.001)
-    recorder.enter(Phase.SCRIPT)
-    faded = reader.read()
-    assert faded is not None
+
+    def step(number: int, compute_s: float) -> Reading:
+        recorder.begin_step(number)
+        time.sleep(compute_s)
+        recorder.committed(number + 1)
+        reading = reader.read()
+        assert reading is not None
+        return reading
+
+    recorder.enter_generation(1)
+    first = step(0, 0.05)
+    assert first.longest_s[Phase.COMPUTE] >= 0.05
+    for number in range(1, 10):
+        early = step(number, 0.0)
+    assert early.longest_s[Phase.COMPUTE] < 0.05, "a first step says nothing of later ones"
+    long = step(10, 0.05)
+    assert long.longest_s[Phase.COMPUTE] >= 0.05 > long.typical_s[Phase.COMPUTE]
+    for number in range(11, 200):
+        faded = step(number, 0.0)
     assert faded.longest_s[Phase.COMPUTE] < long.longest_s[Phase.COMPUTE] / 4
 
 
