@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPTS, TrainingJob, Workload
+from training_job import PLAIN, SCRIPTS, TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "hangs.py"
 WORKLOAD = Workload(samples=480, epochs=400, step_s=0.02, save_every=20)
+LEASE_S = 4.0
+FREEZE_S = 5.0
+SOAK_S = 1800.0
 STOPPED_S = 2.0  # promised for a stopped worker
 HUNG_S = 5.0  # promised for an endless loop, and a skipped collective, in steps of 20 ms
 
@@ -33,6 +39,7 @@ def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         workload=WORKLOAD,
         min_nodes=2,
         max_nodes=3,
+        env={"HANGS_EVALUATION_S": "30", "HANGS_CHECKPOINT_S": "20", "HANGS_GARBAGE_S": "10"},
     ) as job:
         yield job
 
@@ -41,6 +48,10 @@ def found(job: TrainingJob, since_s: float) -> list[dict[str, Any]]:
     """Verdicts since a moment on the monotonic clock."""
     events = read_journal(job.folder / "journal")
     return [e for e in events if e["event"] == "hang-found" and e["monotonic"] >= since_s]
+
+
+def pids(nodes: list[LocalNode]) -> dict[str, int]:
+    return {node.name: node.workers()[0].pid for node in nodes}
 
 
 def order(job: TrainingJob, kind: str, node: str) -> None:
@@ -161,21 +172,81 @@ def test_a_person_at_a_prompt_is_left_alone(job: TrainingJob) -> None:
     assert "is being debugged" in victim.log_text()
 
 
-def test_what_is_long_by_nature_is_waited_for(job: TrainingJob) -> None:
-    """Evaluation on one rank, a checkpoint, a garbage collection, a freeze of the whole job."""
-    nodes = job.bring_to(3)
-    job.wait_progress(30)
-    generation, since_s = job.generation(), time.monotonic()
+@pytest.fixture
+def load() -> Iterator[None]:
+    """A machine at 100 %."""
+    burning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    yield
+    for process in burning:
+        process.kill()
+        process.wait()
+
+
+def endure(job: TrainingJob, node: LocalNode) -> None:
+    """Everything that is long by nature, one after the other."""
     for kind in ("evaluation", "garbage", "checkpoint"):
-        order(job, kind, nodes[0].name)
+        (job.folder / f"done-{kind}").unlink(missing_ok=True)
+        order(job, kind, node.name)
         obeyed(job, kind)
         job.wait_progress(10)
-    frozen = [p for p in job.processes() if p.pid != os.getpid()]
+    frozen = job.processes()
     for process in frozen:
         os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(2.5)  # less than the lease
+    time.sleep(FREEZE_S)
     for process in frozen:
         os.kill(process.pid, signal.SIGCONT)
-    job.wait_progress(100)
+    job.wait_progress(50)
+
+
+def test_what_is_long_by_nature_is_waited_for(job: TrainingJob, load: None) -> None:
+    """Evaluation and a checkpoint on one rank, a garbage collection, a freeze of the whole job."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    since_s, workers = time.monotonic(), pids(nodes)
+    endure(job, nodes[0])
     assert found(job, since_s) == []
-    assert job.generation() == generation
+    assert pids(job.running) == workers
+
+
+@pytest.mark.soak
+def test_half_an_hour_without_a_false_alarm(job: TrainingJob, load: None) -> None:
+    nodes = job.bring_to(3)
+    since_s, workers = time.monotonic(), pids(nodes)
+    while time.monotonic() < since_s + SOAK_S:
+        endure(job, nodes[0])
+        assert found(job, since_s) == []
+    assert pids(job.running) == workers
+
+
+def test_a_stopped_node_costs_its_lease(job: TrainingJob) -> None:
+    """Its agent is stopped, too: nobody is left there to notice."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    generation, victim = job.generation(), nodes[1]
+    victim.pause()
+    job.wait_for(lambda: job.training_nodes()[0] > generation, 120, "training without the node")
+    pause_s = paused_s(job, generation + 1)
+    victim.kill()
+    assert pause_s < (LEASE_S + 1.5) * measure_slowness()
+
+
+def test_a_stopped_worker_of_a_script_that_knows_nothing_of_this_project(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """There is no page; what the kernel says is enough."""
+    with TrainingJob(
+        [etcd.endpoint], tmp_path, script=PLAIN, workload=Workload(), min_nodes=1, max_nodes=2
+    ) as plain:
+        plain.start_nodes(2)
+        generation = plain.wait_training(nodes=2)
+        stopped = plain.nodes[1].workers()[0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        plain.wait_training(nodes=2, after_generation=generation)
+        (verdict,) = found(plain, 0.0)
+        assert (verdict["kind"], verdict["node"]) == ("stopped", "node1")
+        assert "is stopped: its process is in state T" in plain.nodes[1].log_text()
+        arrived = [e for e in read_journal(tmp_path / "journal") if e["event"] == "node-arrived"]
+        assert any("state T" in (e["failure"] or "") for e in arrived), "torchrun's own account"

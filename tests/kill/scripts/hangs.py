@@ -146,7 +146,7 @@ def main() -> None:
                 hang(orders)
                 wait_for_nobody(orders, step.number)
                 loss = F.mse_loss(model(x), y)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if orders.take("evaluation"):
                     time.sleep(EVALUATION_S)
