@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic.config import AgentOptions
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.facts import RankFacts
 from elastic.hangs.report import ReportFolder
@@ -25,6 +24,7 @@ from elastic.membership.records import HangFacts, HangVerdict, World, decode, en
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning import timeouts
+from elastic.tuning.agent_options import AgentOptions
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import pytest
 from membership_nodes import node, world
 
 from elastic.clock import ManualClock
-from elastic.config import AgentOptions
 from elastic.events import Event
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
 from elastic.hangs.verdict import Action
@@ -30,6 +29,7 @@ from elastic.node.status import NodeStatus
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
 from elastic.testing.memory_store import MemoryStore
+from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
 WORLD = replace(world("n1", "n2", "n3"), generation=7)
