@@ -54,7 +54,7 @@ def torchrun(
 
 
 @pytest.mark.cluster
-def test_a_sick_node_is_refused_with_71_before_anybody_hears_of_it_and_a_well_one_trains(
+def test_a_sick_node_is_refused_with_71_before_anybody_hears_of_it(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str, connect: Callable[..., EtcdStore]
 ) -> None:
     sick = torchrun(tmp_path, shared_etcd, root, conf="preflight=1", descriptors=TOO_FEW)
