@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.process_group.pending import Pending, pending
+from elastic.process_group.waiting import make_waits_end_with_the_group
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import POISON, StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
@@ -194,3 +195,14 @@ def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> No
     own.abort()
     with pytest.raises(GroupAborted):
         own.settle()
+
+
+def test_a_script_waits_through_the_patched_wait(groups: Any) -> None:
+    """torch's own wait is called by the package below: the test double must recognise it."""
+    make_waits_end_with_the_group()
+    pending.open(is_on_stream=True)
+    tensor, work = reduce(groups[0], 1.0)
+    reduce(groups[1], 2.0)
+    assert work.wait()
+    pending.settle()
+    assert tensor.item() == 3.0
