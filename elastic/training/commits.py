@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic.errors import TrainingError
-from elastic.process_group.pending import pending
 from elastic.telemetry.log import get_logger
 from elastic.training.callbacks import StepCallbacks
 from elastic.training.data.loader import ElasticLoader
@@ -118,7 +117,7 @@ class Commits:
         """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
         for callback in self.callbacks.last(left):
             callback(step)
-            pending.settle()  # it may have used what an abort has left of a collective
+            self._session.group.settle()  # it may have used what an abort has left of a collective
             left -= 1
             if self._session.can_roll_back:
                 self._session.recovery.called_back(left)

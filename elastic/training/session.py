@@ -14,9 +14,7 @@ from typing import Any
 from torch import nn
 
 from elastic.errors import NoWorld, TrainingError
-from elastic.process_group.collectives import all_sum
-from elastic.process_group.group import ProcessGroup
-from elastic.process_group.pending import pending
+from elastic.process_group import ProcessGroup, all_sum
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
@@ -296,7 +294,7 @@ class Session:
     def end_attempt(self) -> None:
         """The training function has returned. Nobody is done before everybody is: a rank that
         fails in the last step still finds peers that have its state."""
-        pending.settle()
+        self.group.settle()
         self.finish()
         if self._in_process:
             if self.has_world and self.world.size > 1 and not self.recovery.is_catching_up:
@@ -310,7 +308,7 @@ class Session:
         if is_world_fault(error) or is_switch(error):
             return True
         # Whatever the script makes of results that an abort has left is not its mistake.
-        return pending.may_be_garbage and may_come_of_garbage(error)
+        return self.group.may_be_garbage and may_come_of_garbage(error)
 
     def recover(self, error: BaseException) -> None:
         """Go on in the next world, after a fault or a switch."""
@@ -366,7 +364,7 @@ class Session:
             raise self._second_step(loader)
         number = self.job.progress.step
         if self.commits.accumulated_since is None:
-            pending.settle()  # what the script has done since the last step counts from here on
+            self.group.settle()  # what the script has done since the last step counts from here on
             self.commits.call_back_again()
             if self.worlds is not None:
                 self.worlds.wait_until_permitted()
@@ -405,7 +403,7 @@ class Session:
             if module.reduction.failure is not None:
                 raise module.reduction.failure  # the script has swallowed it
             module.reduction.wait()
-        pending.settle()  # what was queued may have ended because the group was aborted
+        self.group.settle()  # what was queued may have ended because the group was aborted
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
@@ -496,7 +494,7 @@ class Session:
         """Training is complete so far: save what is not saved yet."""
         self.settle()
         if self.in_retry:
-            pending.settle()
+            self.group.settle()
         if not self._is_restored or self.step is not None:
             return
         self.commits.finish()

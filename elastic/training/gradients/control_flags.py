@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.process_group.collectives import all_sum
+from elastic.process_group import all_sum
 from elastic.training.checkpointing.due import StepFlags
 
 _COUNT = 3

@@ -11,7 +11,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import Heartbeat, WorldMessage
-from elastic.process_group.group import GroupSpec
+from elastic.process_group import GroupSpec
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import TlsFiles
 from elastic.training.recovery.reconfiguration import Recovery
