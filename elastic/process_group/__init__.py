@@ -11,9 +11,10 @@ change that is made to torch, and how it is undone; ``reducer`` what DDP's reduc
 ``sockets`` finds and shuts down a group's connections (gloo), ``communicators`` aborts NCCL's,
 within a ``deadline``; ``nccl_environment`` keeps torch's own error handling out of that.
 ``semantics`` says what the end of a collective means on each backend, and ``collectives`` are those
-for small JSON values and for tensors.
+for small JSON values and for tensors. ``wait_phase`` writes waits for other ranks to the page that
+the agent judges hangs by.
 
-May import world, link (for sockets in forked children), tuning and telemetry.
+May import world, link (for sockets in forked children), hangs, tuning and telemetry.
 """
 
 from elastic.process_group.collectives import (
@@ -35,6 +36,7 @@ from elastic.process_group.patches import remove_reducer_hooks
 from elastic.process_group.pending import PendingWorks, keep_for_ever, pending_works
 from elastic.process_group.reducer import ReleasableGroup
 from elastic.process_group.semantics import Semantics, register_semantics, semantics_of
+from elastic.process_group.wait_phase import queued
 
 __all__ = [
     "COLLECTIVE_TIMEOUT_S",
@@ -53,6 +55,7 @@ __all__ = [
     "control_device",
     "keep_for_ever",
     "pending_works",
+    "queued",
     "register_semantics",
     "remove_reducer_hooks",
     "semantics_of",

@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 from elastic import torch_private
 from elastic.process_group.pending import pending_works
+from elastic.process_group.wait_phase import begin_wait, end_wait
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -69,16 +70,24 @@ def restore_waits() -> None:
 def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
     """As torch's: true, or raises what went wrong; GroupAborted once the world is over."""
     if timeout != _NO_TIMEOUT:
-        return _in_torch(work, timeout)  # it ends by itself
+        return _wait_in_torch(work, timeout)  # it ends by itself
     try:
         future = work.get_future()
     except RuntimeError:  # sends and receives have none
-        return _in_torch(work, timeout)
+        return _wait_in_torch(work, timeout)
     if future.done():  # it has ended, or runs on a stream: such futures are done from the start
         pending_works().queue(work)
     else:
         pending_works().wait(work)
     return True
+
+
+def _wait_in_torch(work: dist.Work, timeout: datetime.timedelta) -> bool:
+    before = begin_wait(work)
+    try:
+        return _in_torch(work, timeout)
+    finally:
+        end_wait(work, before)
 
 
 # DDP's reducer -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.process_group.wait_phase import begin_wait, describe_group, end_wait, queued
 from elastic.world.faults import GroupAborted
 
 _WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
@@ -65,14 +66,25 @@ class PendingWorks:
 
     def finish(self) -> None:
         """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
-        for work in self._begun:
-            self._wait_in_slices(work)
+        if not self._begun:
+            return
+        last = self._begun[-1]
+        before = begin_wait(last)
+        try:
+            for work in self._begun:
+                self._wait_in_slices(work)
+        finally:
+            end_wait(last, before)
         self._begun.clear()
 
     def finish_one(self, work: dist.Work) -> None:
         """As :meth:`finish`, of this one only, which was not begun here."""
         self._begun.append(work)  # until it comes back
-        self._wait_in_slices(work)
+        before = begin_wait(work)
+        try:
+            self._wait_in_slices(work)
+        finally:
+            end_wait(work, before)
         self._begun.remove(work)
 
     def _wait_in_slices(self, work: dist.Work) -> None:
@@ -97,6 +109,7 @@ class PendingWorks:
         if not self._is_on_stream:
             return  # it has ended
         self.raise_if_aborted()
+        queued()
         if len(self._queued) >= _QUEUED_UNTIL_PRUNED:
             self._queued = [queued for queued in self._queued if not queued.is_completed()]
         self._queued.append(work)
@@ -112,9 +125,13 @@ class PendingWorks:
         """
         if work is None:  # this rank is not in the group
             return
-        while not work.is_completed():
-            self.raise_if_aborted()
-            SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        before = begin_wait(work)
+        try:
+            while not work.is_completed():
+                self.raise_if_aborted()
+                SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        finally:
+            end_wait(work, before)
         _wait_in_torch(work)
         self.raise_if_aborted()
 
@@ -172,8 +189,12 @@ class PendingWorks:
             ended.set()
 
         self.start(work, done)
-        while not ended.wait(_WAIT_SLICE_S):
-            pass
+        before = begin_wait(work)
+        try:
+            while not ended.wait(_WAIT_SLICE_S):
+                pass
+        finally:
+            end_wait(work, before)
         if errors:
             raise errors[0]
 
@@ -218,6 +239,7 @@ def open_works(*, is_on_stream: bool = False) -> PendingWorks:
     """
     global _of_default_group
     _of_default_group = works = PendingWorks(is_on_stream=is_on_stream)
+    describe_group(is_on_stream=is_on_stream)
     return works
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from elastic.process_group import pending_works
+from elastic.process_group import pending_works, queued
 from elastic.torch_private import call_after_backward, current_backward
 from elastic.training.gradients.control_flags import ControlFlags, Room
 
@@ -129,6 +129,7 @@ class Reduction:
         assert self.group is not None
         work = self.group.allreduce([tensor], options)
         self.works.append(work)
+        queued()
         return work
 
     def _is_late(self, backward: int) -> bool:
@@ -194,6 +195,7 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     work = dist.all_reduce(state.with_words(gradients), async_op=True)
     assert work is not None  # None only on ranks outside the group
     state.works.append(work)
+    queued()
     on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda future: _without_words(future.value()[0], gradients.numel())
     )

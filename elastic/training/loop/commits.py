@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic.errors import TrainingError
+from elastic.hangs.phases import phases
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
@@ -66,6 +67,7 @@ class Commits:
             waiting = []
         self._current.drop()
         self._job.progress.step += 1
+        phases.committed(self._job.progress.step)
         self._checkpoints.step_ended()
         if loader is not None:
             loader.advance()
