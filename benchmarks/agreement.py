@@ -20,6 +20,7 @@ from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.process_group.pending import pending
+from elastic.testing.reaper import reap_descendants
 from elastic.training.checkpointing.due import StepFlags
 from elastic.training.gradients.control_flags import ControlFlags, ask
 from elastic.training.gradients.wrap import ElasticDDP
@@ -28,6 +29,7 @@ WAYS = ("nothing", "words", "all-reduce")
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)

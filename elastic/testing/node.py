@@ -18,10 +18,11 @@ from elastic.testing.processes import (
     marked_with,
     send,
 )
+from elastic.testing.reaper import OWNERS, owners
 
 
 class LocalNode:
-    """A node that can be hurt.
+    """A node that can be hurt. Nothing of it outlives this process, however this one ends.
 
     Args:
         name: what people see, and ``ELASTIC_NODE_NAME``.
@@ -51,7 +52,7 @@ class LocalNode:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
-                env={**environment, TOKEN: token},
+                env={**environment, TOKEN: token, OWNERS: owners()},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
