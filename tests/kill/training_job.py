@@ -91,6 +91,11 @@ class TrainingJob(LocalCluster):
         """Train at full speed from now on."""
         (self.folder / "hurry").touch()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether :meth:`hurry` was called."""
+        return (self.folder / "hurry").exists()
+
     def bring_to(self, count: int) -> list[LocalNode]:
         """Start nodes until ``count`` run, and wait until exactly those train together."""
         generation = self.training_nodes()[0]
