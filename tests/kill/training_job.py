@@ -7,6 +7,7 @@ half of a job is slower still: :mod:`elastic.testing.pacing`.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.testing.cluster import LocalCluster
+from elastic.testing.fork_server import ForkServer
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S
@@ -33,6 +35,17 @@ NOTHING_LEFT_WITHIN_S = 5.0  # after the last agent, on an idle machine
 # All agents, after the last step, on an idle machine. Promised are 5 s (benchmarks/restart.py
 # measures it); what this must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
 EXIT_WITHIN_S = 20.0
+
+
+@functools.cache
+def shared_fork_server() -> ForkServer | None:
+    """Of all jobs, unless the environment has COLD_STARTS: what forks them has imported torch.
+
+    Jobs with ``fork_server=None`` start every process as in production.
+    """
+    if os.environ.get("COLD_STARTS"):
+        return None
+    return ForkServer()
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ class TrainingJob(LocalCluster):
         **settings: Any,
     ) -> None:
         self.workload = workload or Workload()
+        settings.setdefault("fork_server", shared_fork_server())
         # More faults in a minute than any job should survive: budget and cool-down are not the
         # subject.
         conf = {"failure_budget": 1000, "cool_down_s": 0.5, **settings.pop("conf", {})}
