@@ -219,14 +219,16 @@ def _fork_workers() -> None:
         _leave(serve(theirs))
     theirs.close()
     client = Client(ours)
-    start = subprocess_handler.Popen
+    names = vars(subprocess_handler)
+    start = names["Popen"]
 
     def popen(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         if can_fork(args, options["env"]):
             return ForkedPopen(client, args, **options)
-        return start(args, **options)
+        process: subprocess.Popen[bytes] = start(args, **options)
+        return process
 
-    subprocess_handler.Popen = popen
+    names["Popen"] = popen
 
 
 class _Area:

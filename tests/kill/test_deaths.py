@@ -40,6 +40,7 @@ def jobs(
             min_nodes=2,
             max_nodes=3,
             conf={"mode": request.param},
+            fork_server=None,  # every process starts as in production
         ),
         undisturbed,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -159,15 +158,9 @@ def train_undisturbed(
         **(env or {}),
     }
     command = [sys.executable, str(script), *workload.arguments(folder)]
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = folder / "log"
+    alone = LocalNode("alone", command, environment, "", log, fork_server=shared_fork_server())
+    assert alone.wait(2 * PATIENCE_S) == 0, alone.log_text()
     return folder / FINAL
 
 
