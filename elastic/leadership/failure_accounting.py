@@ -1,14 +1,17 @@
 """What the leader holds against the job and its nodes: failures, flapping, failed builds.
 
 State without I/O, for one term of leadership. Every broken world is charged once, with what was
-known when its successor was decided; that says whether the job must stop, and who cools down.
+known when its successor was decided; that says whether the job must stop, and which node is
+quarantined. The first failure of a world is judged by its text (:mod:`elastic.failures`): a machine
+that cannot work is quarantined at once, an error that every attempt repeats ends the job.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.config import AgentOptions
+from elastic.failures.rules import Action, Confidence
+from elastic.failures.verdict import FailureFacts, FailureVerdict, judge_failure
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
@@ -16,6 +19,7 @@ from elastic.membership.member_status import MemberStatus
 from elastic.membership.records import BreakageRecord, Cause, FailureRecord, World
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
+from elastic.tuning.agent_options import AgentOptions
 
 # What a world's record remembers: enough to tell three times in a row, bounded in size.
 _REMEMBERED = 16
@@ -44,22 +48,24 @@ class FailureAccounting:
     """Charged with every broken world; asked who cools down."""
 
     def __init__(self, options: AgentOptions) -> None:
-        self._cool_down_s = options.cool_down_s
+        self._quarantine_s = options.quarantine_s
         self._policy = budget.BudgetPolicy(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
             healthy_s=options.healthy_s,
         )
         self._breakages: list[budget.Breakage] = []
-        self._flaps = budget.FlapTracker(budget.FlapPolicy(cool_down_s=options.cool_down_s))
+        self._flaps = budget.FlapTracker(budget.FlapPolicy(quarantine_s=options.quarantine_s))
         self._builds = FailedBuilds()
         self._joined_s: dict[str, float] = {}  # node_id -> when it came into a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
         self._charged = 0  # the newest generation that was charged
+        self._has_trained = False  # workers of this job have made steps on some node
+        self._verdict: tuple[Failed, FailureVerdict] | None = None
 
-    def cooling(self, now: float) -> dict[str, float]:
+    def quarantined(self, now: float) -> dict[str, float]:
         """Node id or name -> until when it is left out."""
-        return self._flaps.cooling(now)
+        return self._flaps.quarantined(now)
 
     def remember(self, world: World | None, now: float, wall_s: float) -> None:
         """Begin a term with what the last leader knew. (A leader whose own workers fail hands
@@ -74,8 +80,14 @@ class FailureAccounting:
         latest = self._breakages[-_REMEMBERED:]
         return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
 
+    @property
+    def verdict(self) -> tuple[Failed, FailureVerdict] | None:
+        """On the failure that broke the world charged last; None if no worker failed by itself."""
+        return self._verdict
+
     def saw(self, step_rate: StepRate | None) -> None:
         """The first step seen is where counting begins."""
+        self._has_trained |= step_rate is not None and step_rate.step > (self._step or 0)
         if self._step is None and step_rate is not None:
             self._step = step_rate.step
 
@@ -89,7 +101,7 @@ class FailureAccounting:
 
     def formed(self, before: World | None, world: World, now: float) -> None:
         """A world was written: remember who came into a running job."""
-        horizon = now - self._cool_down_s
+        horizon = now - self._quarantine_s
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
         if before is not None and before.members and world.mode == "in-process":
             self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
@@ -97,6 +109,7 @@ class FailureAccounting:
     def charge(self, broken: Broken, step_rate: StepRate | None, now: float) -> budget.Stop | None:
         """Once per world, however often its successor has to be proposed. Says whether the job
         has to stop."""
+        self._verdict = None
         world = broken.members.world
         if not broken.is_broken or world.generation <= self._charged:
             return None
@@ -122,7 +135,33 @@ class FailureAccounting:
             self._flaps.accused(broken.failures[0].node, now)
         # No more than these can ever matter.
         self._breakages = [*self._breakages, breakage][-(self._policy.budget + 1) :]
-        return budget.verdict(self._breakages, now, self._policy)
+        stop = self._judge(broken, breakage, now)
+        return stop or budget.verdict(self._breakages, now, self._policy)
+
+    def _judge(self, broken: Broken, breakage: budget.Breakage, now: float) -> budget.Stop | None:
+        """What the first failure means. It counts only if no node was lost: a survivor's error may
+        be a consequence of that, whatever it says."""
+        if not broken.failures or breakage.lost:
+            return None
+        first = broken.failures[0]
+        has_trained = self._has_trained or budget.healthy(breakage, self._policy)
+        others = len(broken.members.world.members) > 1
+        verdict = judge_failure(
+            FailureFacts(
+                text=first.text,
+                exit_code=first.exit_code,
+                works_elsewhere=has_trained and others,
+            )
+        )
+        self._verdict = first, verdict
+        if verdict.action is Action.EXCLUDE_NODE:
+            self._flaps.cool(first.node_id, now)
+        if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
+            return budget.Stop(
+                reason=f"the script failed on {first.node}, and would fail again: {verdict}",
+                exit_code=budget.exit_code_of((first.exit_code,)),
+            )
+        return None
 
     def _steps_made(self, step_rate: StepRate | None) -> int | None:
         """Since the last breakage. A restart from a checkpoint that does not get beyond where the
@@ -133,10 +172,10 @@ class FailureAccounting:
         return None if before is None else self._step - before
 
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
-        """A crash-looping newcomer may disturb a healthy job once per cool-down.
+        """A crash-looping joining node may disturb a healthy job once per quarantine.
 
         Before the switch it cools down whatever ended it, afterwards if it failed by itself
-        within a cool-down: a node that somebody killed may come back at once.
+        within a quarantine: a node that somebody killed may come back at once.
         """
         members = broken.members
         failed = {f.node_id: f for f in broken.failures}
@@ -145,7 +184,7 @@ class FailureAccounting:
         lost = {g.node_id for g in members.gone if g.cause is Cause.LOST}
         for node_id in out | lost:
             joined_s = self._joined_s.get(node_id)
-            if joined_s is None or now - joined_s >= self._cool_down_s:
+            if joined_s is None or now - joined_s >= self._quarantine_s:
                 continue
             failure = failed.get(node_id)
             by_itself = failure is not None and failure.exit_code not in _FROM_OUTSIDE

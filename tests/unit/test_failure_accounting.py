@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from membership_nodes import NOW, missing, node, proposal, seen, view, world
 
-from elastic.config import AgentOptions
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
@@ -16,8 +15,9 @@ from elastic.membership.member_status import classify_members
 from elastic.membership.records import FailureReport, NodeState, World
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
+from elastic.tuning.agent_options import AgentOptions
 
-OPTIONS = AgentOptions(cool_down_s=30.0, failure_budget=5)
+OPTIONS = AgentOptions(quarantine_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
 
@@ -56,28 +56,28 @@ def with_n3_out(code: int = 1) -> Broken:
     return broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT, code)))
 
 
-def test_a_newcomer_that_fails_by_itself_cools_down() -> None:
+def test_a_joining_node_that_fails_by_itself_cools_down() -> None:
     accounting = joined_s_ago(10.0)
     accounting.charge(with_n3_out(), None, NOW)
-    assert accounting.cooling(NOW) == {"id-n3": NOW + 30.0}
-    assert accounting.cooling(NOW + 30.0) == {}
+    assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.quarantined(NOW + 30.0) == {}
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 40.0)])
 def test_who_was_killed_or_failed_later_may_come_back_at_once(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
     accounting.charge(with_n3_out(code), None, NOW)
-    assert accounting.cooling(NOW) == {}
+    assert accounting.quarantined(NOW) == {}
 
 
-def test_members_of_the_first_world_are_no_newcomers() -> None:
+def test_members_of_the_first_world_are_no_joining_nodes() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(None, EIGHT, NOW - 1)
     accounting.charge(with_n3_out(), None, NOW)
-    assert accounting.cooling(NOW) == {}
+    assert accounting.quarantined(NOW) == {}
 
 
-def test_a_newcomer_whose_agent_dies_before_the_switch_cools_down_by_name() -> None:
+def test_a_joining_node_whose_agent_dies_before_the_switch_cools_down_by_name() -> None:
     """It comes back with another id."""
     pending = world("n1", "n2", "n3", generation=8, mode="in-process", switch_at_step=50)
     accounting = FailureAccounting(OPTIONS)
@@ -86,7 +86,7 @@ def test_a_newcomer_whose_agent_dies_before_the_switch_cools_down_by_name() -> N
     accounting.charge(
         broken(view(pending, runs("n1", SEVEN), runs("n2", SEVEN), gone=gone)), None, NOW
     )
-    assert accounting.cooling(NOW) == {"n3": NOW + 30.0}
+    assert accounting.quarantined(NOW) == {"n3": NOW + 30.0}
 
 
 def charge_again_and_again(accounting: FailureAccounting, times: int, *, steps: int) -> Stop | None:
@@ -155,4 +155,54 @@ def test_whom_all_waited_for_is_left_out_by_id() -> None:
         )
         members = [runs(n, group) for n in ("n1", "n2", "n3")]
         accounting.charge(broken(view(group, *members, failure_reports=reports)), None, NOW)
-    assert set(accounting.cooling(NOW)) == {"id-n2"}
+    assert set(accounting.quarantined(NOW)) == {"id-n2"}
+
+
+# ── verdicts on failures ─────────────────────────────────────────────────────────────────────
+
+
+def failed_with(text: str, group: World = EIGHT) -> Broken:
+    loser = seen(node("n3", arrived_for=group.generation, failure=text, exit_code=1))
+    return broken(view(group, runs("n1", group), runs("n2", group), loser))
+
+
+def test_an_error_that_every_attempt_repeats_stops_the_job_at_once() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    stop = accounting.charge(failed_with("NameError: name 'lr' is not defined"), None, NOW)
+    assert stop is not None and stop.exit_code == 1
+    assert "n3" in stop.reason and "name 'lr' is not defined" in stop.reason
+
+
+def test_a_faulty_gpu_quarantines_its_node_at_once() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    text = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    assert accounting.charge(failed_with(text), None, NOW) is None
+    assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.verdict is not None and accounting.verdict[1].rule == "gpu-hardware"
+
+
+def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_trained() -> None:
+    text = "ModuleNotFoundError: No module named 'flash_attn'"
+    at_the_start = FailureAccounting(OPTIONS)
+    assert at_the_start.charge(failed_with(text), None, NOW) is not None
+    later = FailureAccounting(OPTIONS)
+    later.saw(StepRate(8, 40, 0.1, NOW))
+    assert later.charge(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
+    assert "id-n3" in later.quarantined(NOW)
+
+
+def test_an_error_of_a_survivor_is_judged_by_nothing_if_a_node_was_lost() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    loser = seen(node("n3", arrived_for=8, failure="NameError: name 'x' is not defined"))
+    gone = [missing("n2", proved_dead=True)]
+    lost = broken(view(EIGHT, runs("n1", EIGHT), loser, gone=gone))
+    assert accounting.charge(lost, None, NOW) is None
+    assert accounting.verdict is None
+
+
+def test_a_verdict_is_reported_once() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
+    assert accounting.verdict is not None
+    accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
+    assert accounting.verdict is None
