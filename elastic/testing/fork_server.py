@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import gc
 import importlib
 import inspect
@@ -102,6 +103,13 @@ class Client:
 
     def close(self) -> None:
         self._connection.close()
+
+
+@functools.cache
+def shared_fork_server() -> ForkServer | None:
+    """One for all tests of this process; None, so that all start processes as in production, if
+    the environment has ``COLD_STARTS``."""
+    return None if os.environ.get("COLD_STARTS") else ForkServer()
 
 
 class ForkedPopen(subprocess.Popen[bytes]):

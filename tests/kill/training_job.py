@@ -7,7 +7,6 @@ half of a job is slower still: :mod:`elastic.testing.pacing`.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.testing.cluster import LocalCluster
-from elastic.testing.fork_server import ForkServer
+from elastic.testing.fork_server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S
@@ -34,17 +33,6 @@ NOTHING_LEFT_WITHIN_S = 5.0  # after the last agent, on an idle machine
 # All agents, after the last step, on an idle machine. Promised are 5 s (benchmarks/restart.py
 # measures it); what this must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
 EXIT_WITHIN_S = 20.0
-
-
-@functools.cache
-def shared_fork_server() -> ForkServer | None:
-    """Of all jobs, unless the environment has COLD_STARTS: what forks them has imported torch.
-
-    Jobs with ``fork_server=None`` start every process as in production.
-    """
-    if os.environ.get("COLD_STARTS"):
-        return None
-    return ForkServer()
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,10 @@ class Workload:
 
 
 class TrainingJob(LocalCluster):
-    """A LocalCluster that trains a Workload with one of the scripts."""
+    """A LocalCluster that trains a Workload with one of the scripts.
+
+    With ``fork_server=None`` its processes start as in production, and import torch for seconds.
+    """
 
     def __init__(
         self,
