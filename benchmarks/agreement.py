@@ -19,6 +19,7 @@ from measurement import Report, Row
 from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from elastic.testing.reaper import reap_descendants
 from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
 from elastic.training.gradients.wrap import ElasticDDP
 
@@ -26,6 +27,7 @@ WAYS = ("nothing", "words", "all-reduce")
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "elastic/rendezvous/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/launch/flags.py": {"_actions"},  # argparse
     "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
+    "elastic/testing/fork_server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
 OF_PYTHON = {"_exit", "_getframe"}  # os and sys: documented there
