@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from elastic.training.gradients.wrap import ElasticDDP
 ALONE, OURS = "torch alone", "elastic.process_group"
 CALLBACK, SLICES = "registered, waits by a callback", "registered, waits in slices"
 GLOOS_FUTURE, OWN_FUTURE = "registered, gloo's futures", "registered, futures of its own"
+BUCKET_MB = 1
 SIZES = {"all_reduce of 4 B": 1, "all_reduce of 1 MB": 1 << 18}
 DDP_CASE = "DDP, forward and backward"
 WARM_UP = 10
@@ -93,7 +94,7 @@ class RegisteredGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     def getBackendName(self) -> str:
         return "registered"
@@ -126,7 +127,7 @@ def main() -> None:
     ports = [_free_port() for _ in range(2 * args.rounds)]
     samples: Samples = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(
+        multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
             _measure, args=(store.port, ports, folder, args), nprocs=args.ranks, join=True
         )
         for found in Path(folder).iterdir():
@@ -150,23 +151,25 @@ def _measure(rank: int, port: int, ports: list[int], folder: str, args: argparse
     samples: Samples = defaultdict(list)
     registered = partial(at.torchs, "registered")
     for _ in range(args.rounds):
-        for subject, group in {
+        collectives: dict[str, Callable[[], AbstractContextManager[object]]] = {
             ALONE: at.torchs,
             OURS: at.ours,
             CALLBACK: partial(registered, in_slices=False),
             SLICES: registered,
-        }.items():
+        }
+        for subject, group in collectives.items():
             with group():
                 for case, count in SIZES.items():
                     tensor = torch.ones(count)
                     act = partial(dist.all_reduce, tensor.zero_())
                     samples[case, subject, "ms"] += timed_ms(act, args.turns)
-        for subject, group in {
+        passes: dict[str, Callable[[], AbstractContextManager[object]]] = {
             ALONE: at.torchs,
             OURS: at.ours,
             GLOOS_FUTURE: registered,
             OWN_FUTURE: partial(registered, has_own_future=True),
-        }.items():
+        }
+        for subject, group in passes.items():
             with group(), _model(is_ours=subject == OURS) as step:
                 samples[DDP_CASE, subject, "ms"] += timed_ms(step, args.passes)
     rows = [[*key, values] for key, values in samples.items()]
@@ -230,13 +233,14 @@ def _model(*, is_ours: bool) -> Iterator[Callable[[], None]]:
     hidden = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())]
     module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), *hidden, nn.Linear(512, 10))
     batch = torch.randn(16, 256)
-    options = {"bucket_cap_mb": 1}
     if is_ours:
-        ours = ElasticDDP(module, **options)
+        ours = ElasticDDP(module, bucket_cap_mb=BUCKET_MB)
         ours.enter_world()
         model: nn.Module = ours
     else:
-        model = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+        model = DistributedDataParallel(
+            module, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB
+        )
 
     def step() -> None:
         if is_ours:
