@@ -6,8 +6,8 @@
 
 Three nodes on this machine, one worker each, gloo, min 2, max 3. The script is
 benchmarks/scripts/hanging.py: 1.05 million parameters, AdamW, steps of about 20 ms with a barrier
-in each. Once with all settings at their defaults but ``quarantine_s`` and ``failure_budget`` (a node
-here hangs more often than any node should), once with the shortest ``hang_timeout_s``.
+in each. Once with all settings at their defaults but ``quarantine_s`` and ``failure_budget`` (a
+node here hangs more often than any node should), once with the shortest ``hang_timeout_s``.
 
 How each number is measured:
 
@@ -36,6 +36,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from measurement import Report, Row
