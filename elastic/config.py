@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic.errors import ConfigError
-from elastic.tuning import timeouts
+from elastic.tuning import profiles, timeouts
 from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
@@ -72,6 +72,7 @@ OTHER_VARIABLES = frozenset(
         "NODE_NAME",
         "NONCE",
         "STOCK_ETCD",
+        "TUNED",
     }
 )
 
@@ -104,6 +105,9 @@ class AgentOptions:
     # Of this node's memory: own parts of checkpoints, and as much for copies of another node's.
     node_memory_share: float = 0.25  # 0: no memory tier
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
+    # Of the network: the variables that workers get (elastic/tuning/profiles.py).
+    profile: str | None = None  # None: chosen by what the machine has
+    interface: str | None = None  # for NCCL and gloo; None: by the route to the leader
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
 
@@ -148,6 +152,8 @@ class AgentOptions:
                 f"mode={self.mode} is none of {', '.join(MODES)}",
                 hint=timeouts.where_to_set("mode"),
             )
+        if self.profile is not None:
+            profiles.check_name(self.profile)
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):
                 raise ConfigError(

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from elastic.agent import torch_private
+from elastic.agent import torch_private, worker_tuning
 from elastic.agent.endings import ending
 from elastic.agent.launch import Launch
 from elastic.agent.leaving import Phase, told_to_leave
@@ -61,6 +61,7 @@ def create(
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
     keys = Keys.of(options.prefix, run_id)
+    worker_tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
     launches: list[Launch] = []  # filled later: the store comes first
@@ -172,7 +173,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.workers_start_again()
         if world is None:
             return self._warm_up(launch)
-        launch.set_world(world.generation, world.nonce, world.lineage)
+        peers = launch.service.peer_addresses(world)
+        launch.set_world(world.generation, world.nonce, world.lineage, peers)
         launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         launch.memory.look()
         launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
@@ -210,7 +212,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         Their real ranks come over the link. A script that builds a group from the environment
         nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
         """
-        launch.set_world(0, "", ())
+        launch.set_world(0, "", (), launch.service.peer_addresses(None))
         launch.service.warm_up()
         return RendezvousInfo(
             torch_private.private_store((launch.service.member,)),

@@ -100,6 +100,15 @@ class NodeService:
         """The world that this node's workers run."""
         return self._status.node.running
 
+    def peer_addresses(self, world: World | None) -> tuple[str, ...]:
+        """Where the other nodes of a world are reached, that of rank 0 first.
+
+        None: of the world that runs without this node.
+        """
+        world = world if world is not None else self._status.world.world
+        members = world.members if world is not None else ()
+        return tuple(m.liveness_host for m in members if m.node_id != self.node_id)
+
     def start(self) -> None:
         """Listen and begin to learn; the node registers with its first arrival."""
         port = self._loop.liveness_port
