@@ -19,10 +19,10 @@ from measurement import Report, Row
 from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.training.control_flags import ControlFlags, ask
-from elastic.training.due import StepFlags
-from elastic.training.wrap import ElasticDDP
-from elastic.worker.pending import pending
+from elastic.process_group.pending import pending
+from elastic.training.checkpointing.due import StepFlags
+from elastic.training.gradients.control_flags import ControlFlags, ask
+from elastic.training.gradients.wrap import ElasticDDP
 
 WAYS = ("nothing", "words", "all-reduce")
 

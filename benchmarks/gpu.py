@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
-from elastic.training.wrap import ElasticDDP
-from elastic.worker.process_group import GroupSpec, ProcessGroup
+from elastic.training.gradients.wrap import ElasticDDP
 
 RESULTS = Path(__file__).parent / "results"
 TURNS, STEPS, GROUPS = 20, 50, 20

@@ -74,8 +74,8 @@ from recovery_job import (
 )
 from restart import measure_c10d, say
 
-from elastic.coordination.embedded import EmbeddedEtcd
 from elastic.secure_channel.keys import SecretKey
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout
 
 EVENTS_A_JOB = 36  # what a job has written down is read again and again: no job grows old
@@ -155,8 +155,8 @@ def measure_floor(rounds: int) -> Row:
 def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
     import torch
 
-    from elastic.training.wrap import ElasticDDP
-    from elastic.worker.process_group import GroupSpec, ProcessGroup
+    from elastic.process_group.group import GroupSpec, ProcessGroup
+    from elastic.training.gradients.wrap import ElasticDDP
 
     sys.path.insert(0, str(SCRIPT.parent))
     from mlp import network

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic.errors import CheckpointRequired, ConfigError, ElasticError, NoWorld, TrainingError
-    from elastic.training.loader import ElasticLoader
+    from elastic.training.checkpointing.options import Checkpoints
+    from elastic.training.data.loader import ElasticLoader
+    from elastic.training.data.sampler import ElasticSampler
     from elastic.training.run import Run, join
-    from elastic.training.sampler import ElasticSampler
-    from elastic.training.saving import Checkpoints
     from elastic.training.step import Step
-    from elastic.worker.world import World
+    from elastic.world.world import World
 
 __all__ = [
     "CheckpointRequired",
@@ -34,16 +34,16 @@ __all__ = [
 
 _HOMES = {
     "CheckpointRequired": "elastic.errors",
-    "Checkpoints": "elastic.training.saving",
+    "Checkpoints": "elastic.training.checkpointing.options",
     "ConfigError": "elastic.errors",
     "ElasticError": "elastic.errors",
-    "ElasticLoader": "elastic.training.loader",
-    "ElasticSampler": "elastic.training.sampler",
+    "ElasticLoader": "elastic.training.data.loader",
+    "ElasticSampler": "elastic.training.data.sampler",
     "NoWorld": "elastic.errors",
     "Run": "elastic.training.run",
     "Step": "elastic.training.step",
     "TrainingError": "elastic.errors",
-    "World": "elastic.worker.world",
+    "World": "elastic.world.world",
     "join": "elastic.training.run",
 }
 

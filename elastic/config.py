@@ -95,7 +95,7 @@ class AgentOptions:
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
-    # TLS between nodes, and nothing to do with etcd's (elastic/agent/node_tls.py). All or none.
+    # TLS between nodes, and nothing to do with etcd's (elastic/node/tls_options.py). All or none.
     node_cacert: str | None = None
     node_cert: str | None = None
     node_key: str | None = None
@@ -117,7 +117,7 @@ class AgentOptions:
     hung_after_s: float = _TIMES.hung_after_s  # an agent's thread that does not turn is hung
     park: bool = False  # stay when the job is done, for whoever would start this node again
     pod_ip: str | None = None  # what the other nodes reach this one at, without --local-addr
-    pod_uid: str | None = None  # tells pods of one machine apart (agent/identity.py)
+    pod_uid: str | None = None  # tells pods of one machine apart (node/identity.py)
     memory_limit_bytes: int | None = None  # of this node, workers and shared memory included
 
     def __post_init__(self) -> None:

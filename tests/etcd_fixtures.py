@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import pytest
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.coordination.keyvalue import (
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.store.keyvalue import (
     Deleted,
     Disconnected,
     Put,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from elastic.agent.context import NodeContext
 from elastic.agent.workers import Workers
 from elastic.errors import StoreUnreachable
+from elastic.node.context import NodeContext
 
 _AWAY_S = 2.0
 # The node's thread turns every second. After a longer pause it may have been frozen, and not etcd

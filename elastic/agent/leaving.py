@@ -14,7 +14,6 @@ from enum import Enum
 from types import FrameType
 from typing import NoReturn, Protocol
 
-from elastic.agent import torch_private
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import Preempted
 from elastic.telemetry.log import get_logger
@@ -73,6 +72,7 @@ class Leaving:
         kill_workers: Callable[[], object],
         clock: Clock = SYSTEM_CLOCK,
         *,
+        claim_signal: Callable[[str], object],
         tell_workers: Callable[[], object] = lambda: None,
         end: Callable[[], BaseException] = told_to_leave,
     ) -> None:
@@ -83,6 +83,7 @@ class Leaving:
         self._node = node
         self._grace_s = grace_s
         self._kill_workers = kill_workers
+        self._claim_signal = claim_signal  # torchrun installs no handler of its own for it
         self._tell_workers = tell_workers  # that torchrun's SIGTERM is for good
         self._clock = clock
         self._in_order = False
@@ -93,7 +94,7 @@ class Leaving:
         handler with each start of workers. (Signals belong to the main thread.)"""
         if threading.current_thread() is not threading.main_thread():
             return
-        torch_private.leave_signal_to_us("SIGTERM")
+        self._claim_signal("SIGTERM")
         if signal.getsignal(signal.SIGTERM) != self:
             signal.signal(signal.SIGTERM, self)
 

@@ -11,10 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from elastic.agent.context import NodeContext
 from elastic.agent.isolation import IsolationDetector
-from elastic.agent.leadership import NodesEvent, Probed
-from elastic.agent.liveness import LivenessServer
 from elastic.agent.messages import (
     BaseEvent,
     ChangeNode,
@@ -26,13 +23,28 @@ from elastic.agent.messages import (
     PushedWorld,
     WorkersStart,
 )
-from elastic.agent.node_status import NodeStatus, WorldEntry
 from elastic.agent.permission import Permission
-from elastic.agent.succession import LeaderProbed, Succession
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
 from elastic.config import AgentOptions
-from elastic.coordination.keyvalue import (
+from elastic.errors import (
+    CoordinationError,
+    ElasticError,
+    LeaseGone,
+    RecordError,
+    StoreUnreachable,
+)
+from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.leadership.leader import NodesEvent, Probed
+from elastic.leadership.succession import LeaderProbed, Succession
+from elastic.liveness.channel import LivenessServer
+from elastic.membership.decision import Policy
+from elastic.membership.records import Done, Keys, NodeState, decode, encode
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import LIVENESS, RunSecret
+from elastic.node.status import NodeStatus, WorldEntry
+from elastic.secure_channel.tls import Tls
+from elastic.store.keyvalue import (
     Deleted,
     Disconnected,
     Entry,
@@ -44,18 +56,6 @@ from elastic.coordination.keyvalue import (
     Watch,
     WatchEvent,
 )
-from elastic.coordination.membership import Policy
-from elastic.coordination.records import Done, Keys, NodeState, decode, encode
-from elastic.coordination.run_secret import LIVENESS, RunSecret
-from elastic.errors import (
-    CoordinationError,
-    ElasticError,
-    LeaseGone,
-    RecordError,
-    StoreUnreachable,
-)
-from elastic.events import JobEnded, LeaseLost, StoreProblem
-from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 
 RETRY_S = 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.coordination.keyvalue import WatchEvent
-from elastic.coordination.records import Node
+from elastic.membership.records import Node
+from elastic.store.keyvalue import WatchEvent
 
 
 @dataclass(frozen=True)

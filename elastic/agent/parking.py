@@ -9,10 +9,10 @@ back but its process, says what became of the job (log, ``/readyz``) and waits t
 from __future__ import annotations
 
 from elastic.agent.leaving import Leaving, Phase
-from elastic.agent.node_status import NodeStatus
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.coordination.records import Done
 from elastic.events import NodeParked
+from elastic.membership.records import Done
+from elastic.node.status import NodeStatus
 from elastic.telemetry.journal import EventSink
 
 SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run

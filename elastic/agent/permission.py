@@ -20,8 +20,8 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from elastic.agent.context import NodeContext
-from elastic.coordination.keyvalue import Lease
+from elastic.node.context import NodeContext
+from elastic.store.keyvalue import Lease
 from elastic.tuning.timeouts import permission_s
 
 _RENEWALS = 64  # of takeover_s: often enough to lose little of it, and rare

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elastic.agent.health import Routes, routes_of
 from elastic.agent.leaving import Leaving
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
-from elastic.agent.node_status import NodeStatus
 from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.config import AgentOptions
-from elastic.coordination.keyvalue import Entry, KeyValue
-from elastic.coordination.membership import Policy, refusal
-from elastic.coordination.records import (
+from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
+from elastic.events import NodeArrived, NodeLeaving, WorldEntered
+from elastic.health.endpoints import Routes, routes_of
+from elastic.membership.decision import Policy, refusal
+from elastic.membership.records import (
     Done,
     Keys,
     Member,
@@ -30,10 +30,10 @@ from elastic.coordination.records import (
     WorldState,
     decode,
 )
-from elastic.coordination.run_secret import RunSecret
-from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
-from elastic.events import NodeArrived, NodeLeaving, WorldEntered
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
+from elastic.store.keyvalue import Entry, KeyValue
 from elastic.telemetry.journal import EventSink
 
 # Main-thread waits are sliced so that signal handlers run.

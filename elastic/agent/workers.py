@@ -12,12 +12,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from elastic.agent.context import NodeContext
 from elastic.agent.messages import ChangeNode
-from elastic.coordination.keyvalue import Lease
-from elastic.coordination.records import FailureReport, Node, NodeState, World, WorldState, encode
-from elastic.coordination.run_secret import STORE
-from elastic.coordination.step_rate import StepRate
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
     Bye,
@@ -34,6 +29,11 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.membership.records import FailureReport, Node, NodeState, World, WorldState, encode
+from elastic.membership.step_rate import StepRate
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import STORE
+from elastic.store.keyvalue import Lease
 
 IN_PROCESS = "in-process"
 

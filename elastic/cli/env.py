@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from elastic.cli.flags import node_range
+from elastic.cli.launch.flags import node_range
 from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError
 from elastic.tuning.network import Network, read_network, source_address

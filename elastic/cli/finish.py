@@ -22,8 +22,10 @@ import tenacity
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
 from elastic.config import AgentOptions, read_options
-from elastic.coordination.etcd_options import etcd_config
-from elastic.coordination.keyvalue import (
+from elastic.errors import ConfigError, StoreUnreachable
+from elastic.membership.records import Done, Keys, Outcome, decode
+from elastic.store.etcd.options import etcd_config
+from elastic.store.keyvalue import (
     Disconnected,
     KeyValue,
     Put,
@@ -31,8 +33,6 @@ from elastic.coordination.keyvalue import (
     Reset,
     WatchEvent,
 )
-from elastic.coordination.records import Done, Keys, Outcome, decode
-from elastic.errors import ConfigError, StoreUnreachable
 
 BACKOFF_CAP_S = 30.0
 TERMINATED = 128 + signal.SIGTERM
@@ -82,7 +82,7 @@ def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
 def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
     """Until the job has ended, however long that takes. Raises CoordinationError, but not for an
     etcd that does not answer: it will."""
-    from elastic.coordination.etcd import EtcdStore
+    from elastic.store.etcd.store import EtcdStore
 
     config = etcd_config(endpoint, options)
     retrying = tenacity.Retrying(

@@ -28,13 +28,15 @@ class Command:
 
 COMMANDS = {
     "checkpoints": Command("elastic.cli.checkpoints", "list, check, compare and convert them"),
-    "run": Command("elastic.cli.run", "start a training job: torchrun's flags, and a local etcd"),
+    "run": Command(
+        "elastic.cli.launch.run", "start a training job: torchrun's flags, and a local etcd"
+    ),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
     "kube": Command("elastic.cli.kube", "manifests for Kubernetes from a few flags"),
     "env": Command("elastic.cli.env", "what NCCL, torch and gloo are told here, and why"),
-    "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
+    "demo": Command("elastic.cli.demo.command", "train on three local nodes, kill one, add one"),
     "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }
 

@@ -20,7 +20,7 @@ import tenacity
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
 from elastic.link import forks
-from elastic.link.greeting import Welcomed, key_path, read_key, say_hello
+from elastic.link.handshake import Welcomed, key_path, read_key, say_hello
 from elastic.link.outbox import Outbox
 from elastic.link.peer import has_ended
 from elastic.link.protocol import (

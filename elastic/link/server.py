@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
-from elastic.link.greeting import key_path
+from elastic.link.handshake import key_path
 from elastic.link.peer import Peer, calls_itself, has_ended, how_it_ended, peer_of
 from elastic.link.protocol import (
     FROM_WORKER,

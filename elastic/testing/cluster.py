@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.coordination.keyvalue import KeyValue
-from elastic.coordination.records import Keys, Leader, Node, World, decode
+from elastic.membership.records import Keys, Leader, Node, World, decode
+from elastic.store.keyvalue import KeyValue
 from elastic.testing.ledger import Ledger, LedgerReader
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
@@ -329,7 +329,7 @@ class LocalCluster:
 
     def _open_etcd(self) -> KeyValue:
         # Here, not above: grpc has no place in a process that tests another backend and forks.
-        from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
+        from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
 
         return EtcdStore(EtcdConfig(endpoints=parse_endpoints(",".join(self.endpoints))))
 

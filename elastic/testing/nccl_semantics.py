@@ -12,7 +12,7 @@ would be, and runs behind the collectives that the stream was made to wait for (
 What reads memory without an operation (``tolist``, ``numpy``) is a host that reads without having
 synchronised: it sees the poison that outputs hold until their collective has run.
 
-:func:`register` makes it known to torch and to :mod:`elastic.worker.semantics`;
+:func:`register` makes it known to torch and to :mod:`elastic.process_group.semantics`;
 :func:`use_by_default` makes it the backend of ``elastic.join()`` in this process.
 """
 
@@ -36,8 +36,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.worker import process_group, semantics
-from elastic.worker.pending import keep_for_ever
+from elastic.process_group import group as process_group
+from elastic.process_group import semantics
+from elastic.process_group.pending import keep_for_ever
 
 NAME = "nccl_semantics"
 POISON = -77  # of integers; a size that was read too early is negative, and fails at once

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from checkpoints import Root
 from elastic.errors import TrainingError
 from elastic.events import CheckpointSkipped
-from elastic.training.control_flags import ControlFlags, ask
-from elastic.training.due import StepFlags
-from elastic.training.halt import Halt
-from elastic.training.last_save import END_S, LastSave
-from elastic.training.saver import Saver
-from elastic.training.saving import KeepGiven, WhenGiven, checkpoints_from
+from elastic.training.checkpointing.due import StepFlags
+from elastic.training.checkpointing.halt import Halt
+from elastic.training.checkpointing.last_save import END_S, LastSave
+from elastic.training.checkpointing.options import KeepGiven, WhenGiven, checkpoints_from
+from elastic.training.checkpointing.saver import Saver
+from elastic.training.gradients.control_flags import ControlFlags, ask
 from elastic.tuning import timeouts
 from elastic.worker.sigterm import EXIT_CODE
 

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic.errors import TrainingError
+from elastic.process_group.pending import pending
 from elastic.telemetry.log import get_logger
-from elastic.training.accumulation import Accumulation
 from elastic.training.callbacks import StepCallbacks
-from elastic.training.loader import ElasticLoader
-from elastic.training.replicas import compare, differing_names, is_compared_after, warn_of_differing
-from elastic.training.rollback import PARTIAL
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.accumulation import Accumulation
+from elastic.training.gradients.replicas import (
+    compare,
+    differing_names,
+    is_compared_after,
+    warn_of_differing,
+)
+from elastic.training.state.rollback import PARTIAL
 from elastic.training.step import Step
-from elastic.worker.pending import pending
 
 if TYPE_CHECKING:
     from elastic.training.session import Session

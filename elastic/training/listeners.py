@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic.worker.world import World
+from elastic.world.world import World
 
 
 class Listeners:

@@ -8,12 +8,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from elastic.errors import TrainingError
-from elastic.training.consumers import Consumer, consumer_of
-from elastic.training.following import Pass, follow
-from elastic.training.loader import ElasticLoader
-from elastic.training.plan import Position
+from elastic.training.data.consumers import Consumer, consumer_of
+from elastic.training.data.following import Pass, follow
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.plan import Position
 from elastic.training.step import Step
-from elastic.worker.world import world_from_environment
+from elastic.world.world import world_from_environment
 
 if TYPE_CHECKING:
     from elastic.training.session import Session

@@ -19,23 +19,28 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from checkpoints import Root
+from elastic.process_group import torch_private
+from elastic.process_group.collectives import all_sum
+from elastic.process_group.group import ProcessGroup, choose_device
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.ledger import Ledger
 from elastic.training import loop
-from elastic.training.evaluation import shard_by
-from elastic.training.loader import ElasticLoader
-from elastic.training.preemption import Preemption
-from elastic.training.saver import Saver
-from elastic.training.saving import Checkpoints, KeepGiven, WhenGiven, checkpoints_from
+from elastic.training.checkpointing.options import (
+    Checkpoints,
+    KeepGiven,
+    WhenGiven,
+    checkpoints_from,
+)
+from elastic.training.checkpointing.preemption import Preemption
+from elastic.training.checkpointing.saver import Saver
+from elastic.training.data.evaluation import shard_by
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.session import Session
 from elastic.training.step import Step
-from elastic.training.wrap import ElasticDDP
-from elastic.worker import torch_private
-from elastic.worker.collectives import all_sum
-from elastic.worker.failure import FailureHook
 from elastic.worker.node_first import node_first
-from elastic.worker.process_group import ProcessGroup, choose_device
-from elastic.worker.world import World, node_name, world_from_environment
+from elastic.world.failure import FailureHook
+from elastic.world.world import World, node_name, world_from_environment
 
 T = TypeVar("T")
 

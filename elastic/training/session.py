@@ -14,30 +14,30 @@ from typing import Any
 from torch import nn
 
 from elastic.errors import NoWorld, TrainingError
+from elastic.process_group.collectives import all_sum
+from elastic.process_group.group import ProcessGroup
+from elastic.process_group.pending import pending
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training import loop
 from elastic.training.between_steps import BetweenSteps
-from elastic.training.changes import Changes, is_switch
+from elastic.training.checkpointing.saver import Saver
 from elastic.training.commits import Commits
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.randomness import derive_seed, seed_all
+from elastic.training.gradients.optimizers import OptimizerGuard, inner_optimizers
+from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.listeners import Listeners
-from elastic.training.loader import ElasticLoader
-from elastic.training.optimizers import OptimizerGuard, inner_optimizers
-from elastic.training.randomness import derive_seed, seed_all
-from elastic.training.recovery import Recovery
-from elastic.training.restore import restore
-from elastic.training.saver import Saver
-from elastic.training.state import JobState
+from elastic.training.recovery.changes import Changes, is_switch
+from elastic.training.recovery.reconfiguration import Recovery
+from elastic.training.recovery.restore import restore
+from elastic.training.state.job_state import JobState
 from elastic.training.step import Batch, Batches, OwnBatch, Step
 from elastic.training.without_retry import say_without_retry
-from elastic.training.wrap import ElasticDDP
-from elastic.worker.collectives import all_sum
-from elastic.worker.faults import is_world_fault, may_come_of_garbage
-from elastic.worker.pending import pending
-from elastic.worker.process_group import ProcessGroup
-from elastic.worker.world import World, largest_world
 from elastic.worker.worlds import Worlds
+from elastic.world.faults import is_world_fault, may_come_of_garbage
+from elastic.world.world import World, largest_world
 
 
 class Session:

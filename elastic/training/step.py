@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elastic.errors import TrainingError
-from elastic.training.loader import BatchInfo
+from elastic.training.data.loader import BatchInfo
 
 
 @dataclass

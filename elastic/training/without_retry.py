@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.telemetry.log import get_logger
-from elastic.worker.world import World
+from elastic.world.world import World
 
 
 def say_without_retry(world: World) -> None:

@@ -27,7 +27,7 @@ from elastic.errors import ConfigError
 # The agent's own end: the others go on without it (2 s), one call to a silent etcd (5 s), the
 # guard's end and the interpreter's (3 s).
 FAREWELL_S = 10.0
-# A planned change waits at most so long for the duration of a step (agent/leadership.py), and is
+# A planned change waits at most so long for the duration of a step (leadership/leader.py), and is
 # then announced two steps ahead, in the middle of a third.
 ANNOUNCE_S = 1.0
 STEPS_TO_BOUNDARY = 3

@@ -27,8 +27,8 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.telemetry.log import get_logger
-from elastic.worker.faults import GroupBuildFailed
-from elastic.worker.world import World, node_name
+from elastic.world.faults import GroupBuildFailed
+from elastic.world.world import World, node_name
 
 SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
 AGENT_DIED_EXIT_CODE = 1

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from store_kinds import Backend, ClusterBackend, MemoryBackend, SingleBackend
 
-from elastic.coordination.embedded import EmbeddedCluster
-from elastic.coordination.keyvalue import KeyValue
+from elastic.store.embedded.etcd import EmbeddedCluster
+from elastic.store.keyvalue import KeyValue
 
 
 @pytest.fixture(scope="session")

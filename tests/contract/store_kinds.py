@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elastic.coordination.embedded import EmbeddedCluster, EmbeddedEtcd
-from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.coordination.keyvalue import KeyValue, Lease
-from elastic.coordination.memory import MemoryServer, MemoryStore
+from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
+from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.store.keyvalue import KeyValue, Lease
+from elastic.testing.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 
@@ -53,7 +53,7 @@ def open_etcd(endpoint: str) -> EtcdStore:
 
 def revoke(endpoint: str, lease: Lease) -> None:
     """What an expiry does in etcd, without the wait."""
-    from elastic.coordination.etcd_compat import load_grpc, load_rpc
+    from elastic.store.etcd.compat import load_grpc, load_rpc
 
     def attempt() -> bool:
         for address in endpoint.split(","):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.coordination.keyvalue import KeyValue
 from elastic.errors import CoordinationError
+from elastic.store.keyvalue import KeyValue
 
 
 def test_a_missing_key_is_none_and_lists_empty(store: KeyValue, root: str) -> None:

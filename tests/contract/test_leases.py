@@ -10,8 +10,8 @@ from etcd_fixtures import PATIENCE_S, Recorder
 from store_kinds import Backend
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.coordination.keyvalue import KeyValue
 from elastic.errors import CoordinationError, LeaseGone
+from elastic.store.keyvalue import KeyValue
 from elastic.testing.waiting import eventually
 
 

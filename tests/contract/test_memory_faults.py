@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from etcd_fixtures import Recorder
 
-from elastic.coordination.keyvalue import Disconnected, Reconnected, Reset
-from elastic.coordination.memory import MemoryServer, MemoryStore
 from elastic.errors import LeaseGone, StoreUnreachable
+from elastic.store.keyvalue import Disconnected, Reconnected, Reset
+from elastic.testing.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 

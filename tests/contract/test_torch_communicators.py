@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from elastic.worker import communicators, semantics
+from elastic.process_group import communicators, semantics
 
 ABORT = inspect.getsource(distributed_c10d._abort_process_group)
 NCCL_BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
@@ -60,7 +60,7 @@ def test_the_region_is_the_backends_own_where_it_has_one() -> None:
 
 
 def test_every_backend_named_nccl_runs_on_a_stream() -> None:
-    """A new name is to be looked at, and added to elastic/worker/semantics.py."""
+    """A new name is to be looked at, and added to elastic/process_group/semantics.py."""
     names = {name for name in dist.Backend.backend_list if "nccl" in name}
     assert names
     for name in names:

@@ -27,12 +27,12 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.utils import store as store_util
 
-from elastic.agent import torch_private
-from elastic.agent.entrypoint import create_handler
-from elastic.agent.replacement import Replacement
-from elastic.coordination.records import Cause, Member, ProcessIdentity, World, WorldState
 from elastic.errors import ConfigError
 from elastic.events import Event
+from elastic.membership.records import Cause, Member, ProcessIdentity, World, WorldState
+from elastic.rendezvous import torch_private
+from elastic.rendezvous.entrypoint import create_handler
+from elastic.rendezvous.replacement import Replacement
 
 PROCESS = ProcessIdentity(
     host="h", machine_id="m", boot_id="b", pod_uid="", pid_namespace=1, pid=1, start_ticks=1
@@ -247,7 +247,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from elastic.agent import torch_private
+from elastic.rendezvous import torch_private
 
 def create(parameters):
     print(torch_private.launcher().name, flush=True)
@@ -301,7 +301,7 @@ def test_a_signal_that_arrives_while_workers_are_forked_is_not_lost() -> None:
 SIGNAL_IN_A_FORK = """
 import os, signal
 from torch.distributed.elastic.multiprocessing import api
-from elastic.agent.torch_private import signals_deferred
+from elastic.rendezvous.torch_private import signals_deferred
 
 is_wanted = True
 os.register_at_fork(after_in_parent=lambda: is_wanted and os.kill(os.getpid(), signal.SIGINT))

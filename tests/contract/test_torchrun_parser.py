@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic.cli import torchrun_parser as module
-from elastic.cli.torchrun_parser import imported_parser, torchrun_parser
+from elastic.cli.launch import torchrun_parser as module
+from elastic.cli.launch.torchrun_parser import imported_parser, torchrun_parser
 
 COMMAND = """
 import sys

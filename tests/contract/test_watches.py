@@ -8,7 +8,7 @@ from collections.abc import Callable
 from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads
 from store_kinds import Backend
 
-from elastic.coordination.keyvalue import Deleted, KeyValue, Put, Reset, WatchEvent
+from elastic.store.keyvalue import Deleted, KeyValue, Put, Reset, WatchEvent
 
 
 def follow(store: KeyValue, *prefixes: str, name: str = "test") -> Recorder:

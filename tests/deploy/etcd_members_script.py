@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import read_options
-from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_options import etcd_config
-from elastic.coordination.keys import Keys
 from elastic.errors import StoreRefused
+from elastic.membership.keys import Keys
+from elastic.store.etcd.options import etcd_config
+from elastic.store.etcd.store import EtcdStore
 
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 PATIENCE_S = 60.0

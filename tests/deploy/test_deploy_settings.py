@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 import pytest
 from manifests import Pod, Rendered
 
-from elastic.cli.flags import build_parser, node_range
+from elastic.cli.launch.flags import build_parser, node_range
 from elastic.config import OTHER_VARIABLES, AgentOptions, read_options
-from elastic.coordination.etcd_endpoints import Endpoint, parse_endpoints
+from elastic.store.etcd.endpoints import Endpoint, parse_endpoints
 from elastic.tuning.timeouts import for_pod
 
 POD_IP = "10.1.2.3"

@@ -12,7 +12,7 @@ from pod_security import violations
 from test_deploy_network import ETCD, MONITORING, OUTSIDE, ours
 
 from elastic.config import read_options
-from elastic.coordination.etcd_endpoints import parse_endpoints
+from elastic.store.etcd.endpoints import parse_endpoints
 
 JOBS = ("several prod", "several job", "several jobset", "several trainer")
 LLAMA, BERT = ours("worker", "llama"), ours("worker", "bert")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elastic.testing.small_world import SmallWorld
+from elastic.testing.small_world.world import SmallWorld
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elastic.process_group.collectives import complete
+from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
-from elastic.training.reduction import Reduction
-from elastic.training.wrap import ElasticDDP
-from elastic.worker.collectives import complete
-from elastic.worker.faults import GroupAborted
-from elastic.worker.process_group import GroupSpec, ProcessGroup
+from elastic.training.gradients.reduction import Reduction
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.world.faults import GroupAborted
 
 DEVICE = torch.device("cuda", 0)
 SLEEP_CYCLES = 4_000_000_000  # some seconds on any GPU

@@ -12,7 +12,7 @@ from typing import Any
 import gpu_script
 import pytest
 
-from elastic.testing.small_world import Death, SmallWorld
+from elastic.testing.small_world.world import Death, SmallWorld
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 

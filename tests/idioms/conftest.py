@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from idiom_runs import IdiomRuns
 
-from elastic.testing.small_world import SmallWorld
+from elastic.testing.small_world.world import SmallWorld
 
 
 @pytest.fixture(scope="session")

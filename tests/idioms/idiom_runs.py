@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from catalogue import Idiom
 
-from elastic.testing.small_world import CALLS, LINES, Death, Outcome, SmallWorld
+from elastic.testing.small_world.world import CALLS, LINES, Death, Outcome, SmallWorld
 
 SIZE = 3
 

@@ -8,7 +8,7 @@ import pytest
 from catalogue import GROUPS, PAGE, REFUSED, Idiom, idioms, page
 from idiom_runs import SIZE, IdiomRuns, assert_same
 
-from elastic.testing.small_world import CALLS, LINES
+from elastic.testing.small_world.world import CALLS, LINES
 
 SOAK_SEEDS = range(2, 12)
 

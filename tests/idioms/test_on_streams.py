@@ -17,7 +17,7 @@ from catalogue import Idiom, idioms
 from idiom_runs import SIZE, IdiomRuns, assert_same
 from test_worst_places import BY_ITSELF, HEAD, LOOPS, STEP, TRAINED, script_of
 
-from elastic.testing.small_world import LINES, SmallWorld
+from elastic.testing.small_world.world import LINES, SmallWorld
 
 # Sparse gradients need a special build of NCCL (ProcessGroupNCCL.cpp, allreduce_sparse).
 NOT_ON_NCCL = {"sparse_embedding"}
@@ -95,7 +95,7 @@ def test_a_death_at_the_worst_place(
 # The last rank dies between the two steps of the job; here, what happens in the others.
 HANGS = """
 from elastic.testing.nccl_semantics import control
-from elastic.training import changes
+from elastic.training.recovery import changes
 from elastic.tuning import timeouts
 changes.BUILD_TIMEOUT_S = 2.0
 timeouts.ABORT_S = timeouts.GIVEN_UP_BUILD_S = 1.0
@@ -160,7 +160,7 @@ def train():
 def test_activations_are_freed_before_a_state_is_sent(streams: IdiomRuns, tmp_path: Path) -> None:
     body = """
 import weakref
-from elastic.training import recovery
+from elastic.training.recovery import reconfiguration as recovery
 held, seen = [], []
 send = recovery.transfer
 def transfer(*args, **kwargs):

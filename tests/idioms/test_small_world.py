@@ -9,7 +9,7 @@ import torch
 from catalogue import SCRIPTS
 from idiom_runs import SIZE, IdiomRuns
 
-from elastic.testing.small_world import CALLS, Death
+from elastic.testing.small_world.world import CALLS, Death
 
 JOIN = """
 import elastic

@@ -9,7 +9,7 @@ import pytest
 import torch
 from idiom_runs import IdiomRuns
 
-from elastic.testing.small_world import Death
+from elastic.testing.small_world.world import Death
 
 BY_ITSELF = Death(rank=2, event=1 << 40)  # the script decides where
 HEAD = """

@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
-from elastic.training.control_flags import ControlFlags
-from elastic.training.due import StepFlags
-from elastic.training.wrap import ElasticDDP
-from elastic.worker import transfer
-from elastic.worker.faults import GroupBuildFailed, Superseded, is_world_fault
-from elastic.worker.process_group import GroupSpec, ProcessGroup
+from elastic.training.checkpointing.due import StepFlags
+from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.recovery import transfer
+from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
 
 DEADLINE_S = 180.0
 Result = dict[str, Any]

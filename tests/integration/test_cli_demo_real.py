@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli import processes
-from elastic.cli.demo_plan import NEWCOMER, STEPS, VICTIM
+from elastic.cli.demo.plan import NEWCOMER, STEPS, VICTIM
+from elastic.cli.launch import processes
 
 pytestmark = pytest.mark.cluster
 

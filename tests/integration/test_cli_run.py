@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli import processes
+from elastic.cli.launch import processes
 
 pytestmark = pytest.mark.cluster
 

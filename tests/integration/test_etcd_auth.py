@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from etcd_fixtures import PATIENCE_S, Recorder
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_compat import load_grpc, load_rpc
-from elastic.coordination.keys import Keys
-from elastic.coordination.run_secret import RunSecret
 from elastic.errors import StoreRefused
+from elastic.membership.keys import Keys
+from elastic.node.run_secret import RunSecret
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.etcd.store import EtcdStore
 
 Connect = Callable[..., EtcdStore]
 

@@ -14,16 +14,16 @@ import psutil
 import pytest
 from etcd_fixtures import PATIENCE_S
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.etcd import EtcdStore
 from elastic.errors import StoreUnreachable
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.store import EtcdStore
 from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]
 
 _OWNER = """
 import sys, time
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 etcd = EmbeddedEtcd(data_dir=sys.argv[1]).start()
 sys.stdout.write(f"{etcd.pid}\\n")
 sys.stdout.flush()

@@ -10,11 +10,11 @@ from concurrent import futures
 import pytest
 from etcd_fixtures import PATIENCE_S, elastic_threads
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.embedded_process import reserve_port
-from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_compat import load_grpc, load_rpc
 from elastic.errors import StoreTooOld, StoreUnreachable
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded.process import reserve_port
+from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.etcd.store import EtcdStore
 
 Connect = Callable[..., EtcdStore]
 

@@ -11,11 +11,11 @@ import pytest
 from etcd_fixtures import PATIENCE_S, Recorder
 from etcd_proxy import CuttingProxy
 
-from elastic.coordination.embedded import EmbeddedCluster, EmbeddedEtcd
-from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.etcd_compat import load_grpc, load_rpc
-from elastic.coordination.keyvalue import Disconnected, Reconnected, Reset
 from elastic.errors import LeaseGone, StoreUnreachable
+from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
+from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.etcd.store import EtcdStore
+from elastic.store.keyvalue import Disconnected, Reconnected, Reset
 from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]

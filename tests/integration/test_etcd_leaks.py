@@ -8,9 +8,9 @@ from collections.abc import Callable
 import psutil
 from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.coordination.keyvalue import WatchEvent
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.store.keyvalue import WatchEvent
 from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]

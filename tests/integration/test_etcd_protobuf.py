@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 
 _SMOKE = """
 import sys
 import google.protobuf
 assert google.protobuf.__version__.split(".")[0] == sys.argv[1], google.protobuf.__version__
-from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.coordination.etcd_compat import load_rpc
+from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.store.etcd.compat import load_rpc
 
 rpc = load_rpc()
 import etcd3
@@ -83,7 +83,7 @@ def test_nothing_leaks_into_the_environment_of_workers(shared_etcd: EmbeddedEtcd
     code = """if True:
         import os
         before = dict(os.environ)
-        from elastic.coordination.etcd import EtcdConfig, EtcdStore, parse_endpoints
+        from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
         import sys
         EtcdStore(EtcdConfig(endpoints=parse_endpoints(sys.argv[1]))).close()
         assert dict(os.environ) == before

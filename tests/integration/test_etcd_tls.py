@@ -10,9 +10,9 @@ import pytest
 from etcd_certificates import Authority, Pair
 from etcd_fixtures import PATIENCE_S, Recorder
 
-from elastic.coordination.embedded import EmbeddedEtcd, EtcdCertificates
-from elastic.coordination.etcd import EtcdStore
 from elastic.errors import ConfigError, StoreRefused
+from elastic.store.embedded.etcd import EmbeddedEtcd, EtcdCertificates
+from elastic.store.etcd.store import EtcdStore
 
 Connect = Callable[..., EtcdStore]
 

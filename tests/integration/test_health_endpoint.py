@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from elastic.agent.health_server import HealthServer
-from elastic.agent.identity import current_process
 from elastic.agent.service import NodeService
 from elastic.config import AgentOptions
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.keyvalue import Lease
-from elastic.coordination.memory import MemoryStore
-from elastic.coordination.records import Keys, Node, NodeState
-from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
+from elastic.health.server import HealthServer
+from elastic.membership.records import Keys, Node, NodeState
+from elastic.node.identity import current_process
+from elastic.node.run_secret import RunSecret
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.keyvalue import Lease
 from elastic.testing.journal import read_journal
+from elastic.testing.memory_store import MemoryStore
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import eventually
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.records import Keys
+from elastic.membership.records import Keys
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.store import EtcdStore
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster

@@ -15,9 +15,7 @@ from test_node_service import KEYS, OPTIONS, TestNode, eventually, leader_in, wo
 
 from elastic.agent.messages import ChangeNode
 from elastic.clock import SYSTEM_CLOCK
-from elastic.coordination.keyvalue import Put, WatchEvent
-from elastic.coordination.memory import MemoryServer, MemoryStore
-from elastic.coordination.records import (
+from elastic.membership.records import (
     Cause,
     Done,
     FailureReport,
@@ -28,7 +26,9 @@ from elastic.coordination.records import (
     decode,
     encode,
 )
-from elastic.coordination.step_rate import StepRate
+from elastic.membership.step_rate import StepRate
+from elastic.store.keyvalue import Put, WatchEvent
+from elastic.testing.memory_store import MemoryServer, MemoryStore
 
 
 class InProcess(TestNode):

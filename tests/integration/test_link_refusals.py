@@ -14,7 +14,7 @@ from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 from raw_peer import is_hung_up_on, prove
 
 from elastic.errors import LinkError
-from elastic.link.greeting import key_path, read_key
+from elastic.link.handshake import key_path, read_key
 from elastic.link.protocol import (
     MAX_MESSAGE,
     PROTOCOL_VERSION,

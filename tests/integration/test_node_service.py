@@ -17,16 +17,22 @@ from typing import Any
 import pytest
 from etcd_certificates import Authority
 
-from elastic.agent import probe as probes
-from elastic.agent.identity import current_process
 from elastic.agent.messages import Close
-from elastic.agent.node_status import JobSucceeded
-from elastic.agent.probe import Verdict
 from elastic.agent.service import NodeService
 from elastic.config import AgentOptions
-from elastic.coordination.membership import Liveness
-from elastic.coordination.memory import MemoryServer, MemoryStore
-from elastic.coordination.records import (
+from elastic.errors import (
+    CoordinationError,
+    JobFailed,
+    JoinTimeout,
+    NodeRefused,
+    RecordError,
+    StoreUnreachable,
+)
+from elastic.events import Event, NodeLost
+from elastic.liveness import probe as probes
+from elastic.liveness.probe import Verdict
+from elastic.membership.decision import Liveness
+from elastic.membership.records import (
     Cause,
     Done,
     Keys,
@@ -38,17 +44,11 @@ from elastic.coordination.records import (
     WorldState,
     decode,
 )
-from elastic.coordination.run_secret import RunSecret
-from elastic.errors import (
-    CoordinationError,
-    JobFailed,
-    JoinTimeout,
-    NodeRefused,
-    RecordError,
-    StoreUnreachable,
-)
-from elastic.events import Event, NodeLost
+from elastic.node.identity import current_process
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.testing.memory_store import MemoryServer, MemoryStore
 
 KEYS = Keys.of("/elastic", "job")
 OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
@@ -293,7 +293,7 @@ def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
             return Verdict(Liveness.SUSPECT, "refused by a firewall", refused=True)
         return real(host, port, node_id, **more)
 
-    monkeypatch.setattr("elastic.agent.leadership.probe", firewall)
+    monkeypatch.setattr("elastic.leadership.leader.probe", firewall)
     other.arrive("RuntimeError: Connection closed by peer")  # every member is asked
     assert refused.wait(DEADLINE_S)
     eventually(lambda: any("may be dead: the lease decides" in str(e) for e in leader.events))

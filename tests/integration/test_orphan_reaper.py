@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.orphan_reaper import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
+from elastic.node.orphan_reaper import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 
 AGENT = textwrap.dedent(
     """
     import os, subprocess, sys, time
-    from elastic.agent.orphan_reaper import OrphanReaper
+    from elastic.node.orphan_reaper import OrphanReaper
     guard = OrphanReaper(os.environ["TOKEN"], os.environ.get("LINK", ""),
                          os.environ.get("MEMORY", ""), os.environ.get("ENDING", ""))
     environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
@@ -157,7 +157,7 @@ def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent
 FORKING_AGENT = textwrap.dedent(
     """
     import os, signal, sys, time
-    from elastic.agent.orphan_reaper import OrphanReaper
+    from elastic.node.orphan_reaper import OrphanReaper
     guard = OrphanReaper(os.environ["TOKEN"])
     kinds = {}
     for kind in ("worker", "bystander"):

@@ -14,7 +14,7 @@ from typing import Any
 import process_group_script as script
 import pytest
 
-from elastic.agent.ports import PortReserve
+from elastic.node.ports import PortReserve
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 400  # a scenario takes seconds; a machine that is shared may take a hundred times that

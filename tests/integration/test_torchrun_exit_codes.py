@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.etcd import EtcdStore
-from elastic.coordination.records import Done, Keys, Outcome, encode
+from elastic.membership.records import Done, Keys, Outcome, encode
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.store import EtcdStore
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

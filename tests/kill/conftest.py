@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_job import PLAIN, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedCluster, EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
 
 
 @pytest.fixture(scope="module")

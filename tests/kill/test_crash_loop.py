@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 

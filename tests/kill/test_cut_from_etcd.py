@@ -14,7 +14,7 @@ import pytest
 from etcd_proxy import CuttingProxy
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S

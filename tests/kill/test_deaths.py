@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from training_job import TrainingJob, Workload
 
-from elastic.coordination.embedded import EmbeddedCluster
-from elastic.coordination.records import Cause, Member
+from elastic.membership.records import Cause, Member
+from elastic.store.embedded.etcd import EmbeddedCluster
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S

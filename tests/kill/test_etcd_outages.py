@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_job import TrainingJob, Workload
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_job import PLAIN, SESSION, TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 
 pytestmark = pytest.mark.cluster
 

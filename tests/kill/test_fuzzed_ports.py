@@ -13,11 +13,11 @@ from hostile import Attacker, Port, from_many_addresses, unix
 from raw_peer import prove
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.records import Node, decode
-from elastic.coordination.run_secret import LIVENESS, RunSecret
+from elastic.membership.records import Node, decode
+from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.keys import SecretKey
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S

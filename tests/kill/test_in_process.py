@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.records import Cause, WorldState
+from elastic.membership.records import Cause, WorldState
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness

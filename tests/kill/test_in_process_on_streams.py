@@ -22,7 +22,7 @@ from test_in_process_phases import (
 )
 from training_job import TrainingJob, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing import nccl_semantics
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.records import Cause, World
+from elastic.membership.records import Cause, World
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training_job import TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import freeze, is_alive
 from elastic.testing.waiting import PATIENCE_S
@@ -80,7 +80,7 @@ def test_a_newcomer_of_another_version_is_refused(
         "Metadata-Version: 2.1\nName: torch-elastic-harness\nVersion: 99.0\n"
     )
     (installed / "entry_points.txt").write_text(
-        "[torchrun.handlers]\netcd-v3 = elastic.agent.entrypoint:handlers\n"
+        "[torchrun.handlers]\netcd-v3 = elastic.rendezvous.entrypoint:handlers\n"
     )
     stranger = job.start_node("stranger", env={"PYTHONPATH": str(tmp_path)})
     assert stranger.wait(PATIENCE_S) == 2, stranger.log_tail()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_job import TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 
 GPUS = torch.cuda.device_count()
 KILLS = 10

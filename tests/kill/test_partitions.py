@@ -11,7 +11,7 @@ import pytest
 from etcd_proxy import CuttingProxy
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
 pytestmark = [

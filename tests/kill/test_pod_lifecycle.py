@@ -20,8 +20,8 @@ from fake_api_server import NAMESPACE, FakeApiServer
 from stateful_set import NAME, Probe, StatefulSet
 from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights, train_undisturbed
 
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.records import WorldState
+from elastic.membership.records import WorldState
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from training_job import PLAIN
 
-from elastic.coordination.embedded import EmbeddedEtcd, EtcdCertificates
-from elastic.coordination.etcd_compat import load_grpc, load_rpc
+from elastic.store.embedded.etcd import EmbeddedEtcd, EtcdCertificates
+from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster

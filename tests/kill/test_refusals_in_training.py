@@ -13,7 +13,7 @@ import pytest
 from training_job import TrainingJob, Workload
 
 import checkpoints
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster

@@ -9,8 +9,8 @@ import pytest
 from training_job import TrainingJob, Workload
 
 import checkpoints
-from elastic.coordination.embedded import EmbeddedEtcd
-from elastic.coordination.records import WorldState
+from elastic.membership.records import WorldState
+from elastic.store.embedded.etcd import EmbeddedEtcd
 
 pytestmark = pytest.mark.cluster
 

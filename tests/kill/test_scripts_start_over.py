@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import LocalCluster
 from elastic.testing.waiting import PATIENCE_S
 

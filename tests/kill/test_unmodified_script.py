@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_job import PLAIN, TrainingJob, Workload
 
-from elastic.coordination.embedded import EmbeddedEtcd
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.slowness import measure_slowness
 
 pytestmark = pytest.mark.cluster

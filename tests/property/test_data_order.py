@@ -24,10 +24,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from elastic.training.loader import ElasticLoader
-from elastic.training.permutation import MAX_N, Permutation
-from elastic.training.plan import EpochPlan
-from elastic.training.sampler import ElasticSampler, RankStep
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.permutation import MAX_N, Permutation
+from elastic.training.data.plan import EpochPlan
+from elastic.training.data.sampler import ElasticSampler, RankStep
 
 EPOCHS = 2
 

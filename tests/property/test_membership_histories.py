@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from membership_nodes import node, world
 
-from elastic.coordination.membership import (
+from elastic.membership.decision import (
     Decision,
     End,
     Liveness,
@@ -29,7 +29,7 @@ from elastic.coordination.membership import (
     View,
     decide,
 )
-from elastic.coordination.records import (
+from elastic.membership.records import (
     Cause,
     Node,
     NodeState,

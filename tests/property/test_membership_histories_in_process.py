@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from membership_nodes import node
 
-from elastic.coordination.membership import (
+from elastic.membership.decision import (
     End,
     Liveness,
     MissingMember,
@@ -37,7 +37,7 @@ from elastic.coordination.membership import (
     decide,
     world_of,
 )
-from elastic.coordination.records import (
+from elastic.membership.records import (
     Cause,
     FailureReport,
     Node,

@@ -23,23 +23,23 @@ from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_server import LIMITS as MEMORY_LIMITS
 from checkpoints.memory.peer_server import PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from elastic.agent.health import Verdict
-from elastic.agent.health_server import HealthServer
-from elastic.agent.liveness import LIMITS as LIVENESS_LIMITS
-from elastic.agent.liveness import LivenessServer
-from elastic.agent.probe import probe
-from elastic.coordination.view import Liveness
+from elastic.health.endpoints import Verdict
+from elastic.health.server import HealthServer
 from elastic.link.client import LinkClient
-from elastic.link.greeting import read_key
+from elastic.link.handshake import read_key
 from elastic.link.protocol import Heartbeat
 from elastic.link.server import LIMITS as LINK_LIMITS
 from elastic.link.server import LinkServer
+from elastic.liveness.channel import LIMITS as LIVENESS_LIMITS
+from elastic.liveness.channel import LivenessServer
+from elastic.liveness.probe import probe
+from elastic.membership.view import Liveness
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
-from elastic.worker import world_store
-from elastic.worker.world_store import StoreServer, connect
+from elastic.world import world_store
+from elastic.world.world_store import StoreServer, connect
 
 KEY = SecretKey.generate()
 DEADLINE_S = 30.0

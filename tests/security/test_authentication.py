@@ -14,7 +14,7 @@ from raw_peer import is_hung_up_on, prove, receive_frame
 
 from elastic.errors import LinkError
 from elastic.link.client import LinkClient
-from elastic.link.greeting import key_path
+from elastic.link.handshake import key_path
 from elastic.link.protocol import Heartbeat
 from elastic.secure_channel import private_files
 from elastic.secure_channel.errors import AuthenticationError

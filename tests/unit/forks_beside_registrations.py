@@ -16,7 +16,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic.training.loader import ElasticLoader
+from elastic.training.data.loader import ElasticLoader
 
 FORKS = 150
 HANGS_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from elastic.coordination.membership import (
+from elastic.membership.decision import (
     Liveness,
     MissingMember,
     NodeView,
@@ -15,7 +15,7 @@ from elastic.coordination.membership import (
     Wait,
     decide,
 )
-from elastic.coordination.records import (
+from elastic.membership.records import (
     Cause,
     FailureReport,
     Node,

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import Root
-from elastic.training.loader import ElasticLoader
+from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.run import Run, start
-from elastic.training.saving import Checkpoints
-from elastic.training.wrap import ElasticDDP
 
 SAMPLES = 52
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastic.agent.address import own_address
 from elastic.clock import ManualClock
-from elastic.coordination.etcd_endpoints import Endpoint
 from elastic.errors import ConfigError
+from elastic.node.address import own_address
+from elastic.store.etcd.endpoints import Endpoint
 
 LOCAL_ETCD = Endpoint("127.0.0.1", 2379)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from membership_nodes import node as node_of
 
-from elastic.agent.identity import current_process
-from elastic.agent.node_memory import AgentMemory, host_memory, neighbours, sweep
 from elastic.config import AgentOptions
-from elastic.coordination.records import Cause, Node, World, WorldState
 from elastic.errors import ConfigError
 from elastic.events import Event
+from elastic.membership.records import Cause, Node, World, WorldState
+from elastic.node.checkpoint_memory import AgentMemory, host_memory, neighbours, sweep
+from elastic.node.identity import current_process
 from elastic.secure_channel.keys import SecretKey
 
 

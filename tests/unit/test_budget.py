@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.health.budget import (
+from elastic.membership.failure_budget import (
     Breakage,
     BudgetPolicy,
     Failure,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elastic.training.change_watch import ChangeWatch, contents
+from elastic.training.state.change_watch import ChangeWatch, contents
 
 
 def weights() -> list[torch.nn.Parameter]:

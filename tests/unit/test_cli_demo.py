@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from elastic.cli.demo_journal import Entry, JournalReader
-from elastic.cli.demo_plan import (
+from elastic.cli.demo.journal import Entry, JournalReader
+from elastic.cli.demo.plan import (
     NEWCOMER,
     NODES,
     PATIENCE_S,
@@ -25,8 +25,8 @@ from elastic.cli.demo_plan import (
     Position,
     position_of,
 )
-from elastic.cli.demo_summary import Summary, summarize
-from elastic.cli.demo_view import LineView, NodeRow, TableView, print_summary, rows_of, sentence
+from elastic.cli.demo.summary import Summary, summarize
+from elastic.cli.demo.view import LineView, NodeRow, TableView, print_summary, rows_of, sentence
 from elastic.testing.ledger import End, Ledger, Start, Step
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch

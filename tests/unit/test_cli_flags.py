@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli import flags
+from elastic.cli.launch import flags
 from elastic.cli.main import main
 from elastic.errors import ConfigError
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli import leash, processes
-from elastic.cli.local_nodes import LocalNodes
-from elastic.cli.run import stop_on_signals
+from elastic.cli.launch import bound_to_parent as leash
+from elastic.cli.launch import processes
+from elastic.cli.launch.local_nodes import LocalNodes
+from elastic.cli.launch.run import stop_on_signals
 from elastic.testing.waiting import eventually
 
 # A child in a session of its own, as torchrun starts workers, that names itself and stays.

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
+from elastic.process_group import group as process_group
+from elastic.process_group.abort import BuildWatch
+from elastic.process_group.deadline import CallDeadline
+from elastic.process_group.group import GroupSpec, ProcessGroup
+from elastic.process_group.nccl_environment import leave_errors_to_us
+from elastic.process_group.pending import pending
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
 from elastic.tuning import profiles, timeouts
 from elastic.tuning.worker_environment import TUNED
-from elastic.worker import process_group
-from elastic.worker.abort import BuildWatch
-from elastic.worker.deadline import CallDeadline
-from elastic.worker.nccl_environment import leave_errors_to_us
-from elastic.worker.pending import pending
-from elastic.worker.process_group import GroupSpec, ProcessGroup
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0

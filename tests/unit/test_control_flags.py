@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.training.control_flags import ControlFlags
-from elastic.training.due import StepFlags
-from elastic.training.reduction import Reduction
+from elastic.training.checkpointing.due import StepFlags
+from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.reduction import Reduction
 
 
 def reduction(weight: float, said: StepFlags) -> Reduction:

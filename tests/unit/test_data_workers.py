@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic.errors import TrainingError
 from elastic.testing.processes import is_alive
-from elastic.training.loader import ElasticLoader
-from elastic.training.plan import Position
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.plan import Position
 
 N = 48
 

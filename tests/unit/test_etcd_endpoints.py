@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic.coordination.etcd_endpoints import Endpoint, EtcdConfig, parse_endpoints
 from elastic.errors import ConfigError
+from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.coordination.etcd_connection import check_version
-from elastic.coordination.etcd_failures import Failure, Remedy, classify_text
-from elastic.coordination.etcd_followed import Followed, without_covered
-from elastic.coordination.etcd_keys import bytes_of, key_of, range_of
-from elastic.coordination.keyvalue import Deleted, Entry, Put
+from elastic.store.etcd.connection import check_version
+from elastic.store.etcd.failures import Failure, Remedy, classify_text
+from elastic.store.etcd.followed_prefix import Followed, without_covered
+from elastic.store.etcd.keys import bytes_of, key_of, range_of
+from elastic.store.keyvalue import Deleted, Entry, Put
 
 
 def entry(key: str, revision: int, value: bytes = b"") -> Entry:

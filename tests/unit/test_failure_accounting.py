@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from membership_nodes import NOW, missing, node, proposal, seen, view, world
 
-from elastic.agent.failure_accounting import Broken, FailureAccounting
-from elastic.agent.roster import Failed
 from elastic.config import AgentOptions
-from elastic.coordination.member_status import classify_members
-from elastic.coordination.membership import NodeView
-from elastic.coordination.records import FailureReport, NodeState, World
-from elastic.coordination.step_rate import StepRate
-from elastic.coordination.view import View
-from elastic.health.budget import Stop
+from elastic.leadership.failure_accounting import Broken, FailureAccounting
+from elastic.leadership.roster import Failed
+from elastic.membership.decision import NodeView
+from elastic.membership.failure_budget import Stop
+from elastic.membership.member_status import classify_members
+from elastic.membership.records import FailureReport, NodeState, World
+from elastic.membership.step_rate import StepRate
+from elastic.membership.view import View
 
 OPTIONS = AgentOptions(cool_down_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")

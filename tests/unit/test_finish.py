@@ -15,9 +15,9 @@ from elastic.cli import finish
 from elastic.cli.main import main
 from elastic.cli.scale import PATIENCE_S, ApiServer, scale_statefulset
 from elastic.clock import ManualClock
-from elastic.coordination.memory import MemoryStore
-from elastic.coordination.records import Done, Keys, Outcome, encode
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
+from elastic.membership.records import Done, Keys, Outcome, encode
+from elastic.testing.memory_store import MemoryStore
 
 KEYS = Keys.of("/elastic", "job-1")
 

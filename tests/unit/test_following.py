@@ -14,9 +14,9 @@ from run_kit import Job, dataset, job, process
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.errors import TrainingError
-from elastic.training.following import same_shares
-from elastic.training.loader import ElasticLoader
-from elastic.training.plan import EpochPlan, Position
+from elastic.training.data.following import same_shares
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.plan import EpochPlan, Position
 from elastic.training.run import Run
 
 EPOCHS = 3
@@ -376,7 +376,7 @@ def test_shares_of_all_ranks_must_be_the_same() -> None:
 
 
 def test_batches_that_would_weigh_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.training.following.same_shares", lambda *given: False)
+    monkeypatch.setattr("elastic.training.data.following.same_shares", lambda *given: False)
     with process() as run, pytest.raises(TrainingError, match=r"10 samples .* 4 of the sec") as no:
         zipped(script(run))
     assert "drop_last=True" in no.value.hint and "global_batch=…" in no.value.hint

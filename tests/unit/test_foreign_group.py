@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.process_group.group import warn_of_a_shared_store
 from elastic.telemetry.log import get_logger
-from elastic.worker.process_group import warn_of_a_shared_store
 
 
 @pytest.mark.parametrize(

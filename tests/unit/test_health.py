@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
-from elastic.agent.health import Verdict, liveness, readiness
-from elastic.agent.health_server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
-from elastic.agent.watchdog import Watchdog
 from elastic.clock import ManualClock
-from elastic.coordination.records import Done, Node, NodeState, Outcome, World, WorldState
 from elastic.errors import ConfigError
+from elastic.health.endpoints import Verdict, liveness, readiness
+from elastic.health.server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
+from elastic.membership.records import Done, Node, NodeState, Outcome, World, WorldState
+from elastic.node.watchdog import Watchdog
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 WITHOUT_N1 = world("n2", "n3", generation=8, mode="in-process")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.agent.identity import current_process, proved_gone
+from elastic.node.identity import current_process, proved_gone
 from elastic.testing.waiting import eventually
 
 ME = current_process()
@@ -59,7 +59,7 @@ def test_what_is_unknown_on_both_sides_does_not_agree(unknown: dict[str, Any]) -
 
 def test_a_process_that_proc_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with hidepid, for a process of another user."""
-    monkeypatch.setattr("elastic.agent.identity._stat", lambda pid: None)
+    monkeypatch.setattr("elastic.node.identity._stat", lambda pid: None)
     assert not proved_gone(ME, ME)
     assert proved_gone(DEAD, ME)
 

@@ -6,18 +6,18 @@ import logging
 
 from membership_nodes import node, world
 
-from elastic.agent.context import NodeContext
 from elastic.agent.isolation import IsolationDetector
-from elastic.agent.node_status import NodeStatus
 from elastic.clock import ManualClock
 from elastic.config import AgentOptions
-from elastic.coordination.membership import Policy
-from elastic.coordination.memory import MemoryStore
-from elastic.coordination.records import Keys, NodeState
-from elastic.coordination.run_secret import RunSecret
 from elastic.errors import StoreUnreachable
 from elastic.events import Event
+from elastic.membership.decision import Policy
+from elastic.membership.records import Keys, NodeState
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.memory_store import MemoryStore
 
 KEYS = Keys.of("/elastic", "job")
 TAKEOVER_S = 40.0

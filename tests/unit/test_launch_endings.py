@@ -12,9 +12,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.agent.endings import ending, why_left
-from elastic.agent.node_status import JobSucceeded
-from elastic.agent.torch_private import Launcher
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
@@ -26,6 +23,9 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
+from elastic.node.status import JobSucceeded
+from elastic.rendezvous.endings import ending, why_left
+from elastic.rendezvous.torch_private import Launcher
 
 FAILURE = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
 ENDINGS = [

@@ -34,7 +34,11 @@ class Told:
         self.node = Node(in_order=in_order)
         self.clock = ManualClock()
         self.leaving = Leaving(
-            self.node, GRACE_S, lambda: self.node.said.append("killed"), self.clock
+            self.node,
+            GRACE_S,
+            lambda: self.node.said.append("killed"),
+            self.clock,
+            claim_signal=lambda name: None,
         )
         self.leaving.phase = phase
 
@@ -116,7 +120,13 @@ def test_a_second_signal_changes_nothing() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RUNNING, Phase.FINISHING])
 def test_a_program_is_told_with_an_exception_of_its_own(phase: Phase) -> None:
-    leaving = Leaving(Node(in_order=False), GRACE_S, lambda: None, end=lambda: ValueError("told"))
+    leaving = Leaving(
+        Node(in_order=False),
+        GRACE_S,
+        lambda: None,
+        claim_signal=lambda name: None,
+        end=lambda: ValueError("told"),
+    )
     leaving.phase = phase
     with pytest.raises(ValueError, match="told"):
         leaving(signal.SIGTERM, None)

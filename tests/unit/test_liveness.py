@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
-from elastic.agent.liveness import MAX_WORLD, LivenessServer
-from elastic.agent.probe import Verdict, probe
-from elastic.coordination.membership import Liveness
+from elastic.liveness.channel import MAX_WORLD, LivenessServer
+from elastic.liveness.probe import Verdict, probe
+from elastic.membership.decision import Liveness
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake
@@ -385,7 +385,7 @@ def unreachable() -> Iterator[int]:
 def test_who_connects_to_a_vanished_leader_still_answers(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.agent.liveness.CONNECT_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("elastic.liveness.channel.CONNECT_TIMEOUT_S", 10 * DEADLINE_S)
     follower.server.follow("leader", "127.0.0.1", unreachable)
     assert ask(follower.server.port, "follower") is Liveness.ALIVE
     assert follower.closed.empty()
@@ -394,6 +394,6 @@ def test_who_connects_to_a_vanished_leader_still_answers(
 def test_a_leader_that_cannot_be_reached_is_reported(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.agent.liveness.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("elastic.liveness.channel.CONNECT_TIMEOUT_S", 0.05)
     follower.server.follow("leader", "127.0.0.1", unreachable)
     assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)

@@ -26,11 +26,11 @@ from torch.utils.data import (
 )
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.training.evaluation import shard, shard_by
-from elastic.training.loader import BatchInfo, ElasticLoader
-from elastic.training.plan import Position
-from elastic.training.sampler import ElasticSampler
-from elastic.training.seeding import draws_nothing
+from elastic.training.data.evaluation import shard, shard_by
+from elastic.training.data.loader import BatchInfo, ElasticLoader
+from elastic.training.data.plan import Position
+from elastic.training.data.sampler import ElasticSampler
+from elastic.training.data.seeding import draws_nothing
 
 N = 53
 

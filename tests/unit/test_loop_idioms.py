@@ -17,8 +17,8 @@ from run_kit import Job, dataset, job, network, process
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from elastic.errors import TrainingError
-from elastic.training import consumers
-from elastic.training.plan import Position
+from elastic.training.data import consumers
+from elastic.training.data.plan import Position
 from elastic.training.run import Run
 
 STEPS = 6
@@ -163,7 +163,7 @@ def test_the_index_after_a_recovery(tmp_path: Path) -> None:
 
 
 def test_a_loader_without_a_run_has_an_index_too() -> None:
-    from elastic.training.loader import ElasticLoader
+    from elastic.training.data.loader import ElasticLoader
 
     one = ElasticLoader(DataLoader(dataset(), batch_size=10))
     for i, _ in enumerate(one):

@@ -24,8 +24,8 @@ from membership_nodes import (
     world,
 )
 
-from elastic.coordination.membership import End, Proposal, View, decide, refusal, world_of
-from elastic.coordination.records import (
+from elastic.membership.decision import End, Proposal, View, decide, refusal, world_of
+from elastic.membership.records import (
     Cause,
     Done,
     NodeState,

@@ -18,8 +18,8 @@ from membership_nodes import (
     world,
 )
 
-from elastic.coordination.membership import End, MissingMember, NodeView, decide
-from elastic.coordination.records import (
+from elastic.membership.decision import End, MissingMember, NodeView, decide
+from elastic.membership.records import (
     Cause,
     FailureReport,
     NodeState,

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from elastic.telemetry.log import get_logger
-from elastic.training.memory_limit import MemoryLimit, resident_bytes
+from elastic.training.checkpointing.memory_limit import MemoryLimit, resident_bytes
 from elastic.tuning.memory import shm_shortages, staging_shortage
 
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.testing.small_world import Death, Outcome, SmallWorld
+from elastic.testing.small_world.world import Death, Outcome, SmallWorld
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "migrate"

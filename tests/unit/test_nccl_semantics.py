@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from elastic.process_group.pending import Pending, pending
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import POISON, StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
-from elastic.training.reduction import Reduction
-from elastic.worker.faults import GroupAborted
-from elastic.worker.pending import Pending, pending
+from elastic.training.gradients.reduction import Reduction
+from elastic.world.faults import GroupAborted
 
 DEADLINE_S = 60.0
 TIMEOUT = datetime.timedelta(seconds=DEADLINE_S)

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import LocalStorage
 from elastic.clock import ManualClock
 from elastic.errors import ConfigError
-from elastic.training.ownership import OWNER_FILE, WATCH_S, Ownership
+from elastic.training.checkpointing.ownership import OWNER_FILE, WATCH_S, Ownership
 
 
 @pytest.fixture
@@ -104,7 +104,9 @@ def test_a_job_of_one_node_whose_launcher_is_gone_owns_nothing(
 ) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     with subprocess.Popen(["sleep", "60"]) as launcher:
-        monkeypatch.setattr("elastic.training.ownership._launcher", lambda: launcher.pid)
+        monkeypatch.setattr(
+            "elastic.training.checkpointing.ownership._launcher", lambda: launcher.pid
+        )
         claim("one").claim()
         launcher.kill()
     claim("two", meanwhile=lambda: pytest.fail("it waits")).claim()
@@ -118,7 +120,9 @@ def test_launches_of_one_node_share_a_run_id_but_no_folder(
     first.claim()
     claim("none", meanwhile=lambda: pytest.fail("it waits")).claim()  # restarted by its launcher
     with subprocess.Popen(["sleep", "60"]) as launcher:
-        monkeypatch.setattr("elastic.training.ownership._launcher", lambda: launcher.pid)
+        monkeypatch.setattr(
+            "elastic.training.checkpointing.ownership._launcher", lambda: launcher.pid
+        )
         with pytest.raises(ConfigError, match="'none'"):
             claim("none", meanwhile=first.beat).claim()
         launcher.kill()
@@ -159,7 +163,7 @@ def test_a_job_of_several_nodes_outlives_each_launcher(
 
 
 def test_the_launcher_is_found_behind_wrappers() -> None:
-    code = "from elastic.training.ownership import _launcher; print(_launcher())"
+    code = "from elastic.training.checkpointing.ownership import _launcher; print(_launcher())"
     done = subprocess.run(
         ["sh", "-c", f'{sys.executable} -c "{code}"; exit'],
         env={**os.environ, "TORCHELASTIC_RUN_ID": "one"},

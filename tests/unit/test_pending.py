@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.worker.faults import GroupAborted
-from elastic.worker.pending import Pending
+from elastic.process_group.pending import Pending
+from elastic.world.faults import GroupAborted
 
 DEADLINE_S = 60.0
 

@@ -12,18 +12,18 @@ import pytest
 from membership_nodes import node, world
 from run_kit import job, process
 
-from elastic.agent.context import NodeContext
-from elastic.agent.node_status import NodeStatus, WorldEntry
 from elastic.agent.permission import Permission
 from elastic.clock import ManualClock
 from elastic.config import AgentOptions
-from elastic.coordination.membership import Policy
-from elastic.coordination.memory import MemoryStore
-from elastic.coordination.records import Done, Keys, NodeState, Outcome, World
-from elastic.coordination.run_secret import RunSecret
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
+from elastic.membership.decision import Policy
+from elastic.membership.records import Done, Keys, NodeState, Outcome, World
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.memory_store import MemoryStore
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
 

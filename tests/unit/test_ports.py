@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.agent.ports import PortReserve
+from elastic.node.ports import PortReserve
 
 
 @pytest.fixture

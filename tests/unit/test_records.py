@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.coordination.records import (
+from elastic.errors import ConfigError, RecordError
+from elastic.membership.records import (
     Done,
     FailureReport,
     Keys,
@@ -23,7 +24,6 @@ from elastic.coordination.records import (
     decode,
     encode,
 )
-from elastic.errors import ConfigError, RecordError
 
 KEY = "/elastic/job/world"
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from elastic.agent import torch_private
-from elastic.agent.replacement import CALL_JOIN, DECIDED_WITHIN_S, Replacement
-from elastic.agent.torch_private import SupervisedWorker, Supervision
 from elastic.clock import ManualClock
 from elastic.events import Event
+from elastic.rendezvous import torch_private
+from elastic.rendezvous.replacement import CALL_JOIN, DECIDED_WITHIN_S, Replacement
+from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.agent.restart_notice import JOINED_WITHIN_S, RestartNotice
 from elastic.clock import ManualClock
+from elastic.rendezvous.restart_notice import JOINED_WITHIN_S, RestartNotice
 
 
 def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:

@@ -15,12 +15,12 @@ from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.training.optimizers import OptimizerGuard, inner_optimizers
-from elastic.training.rollback import Rollback
-from elastic.training.state import JobState
-from elastic.training.state_copies import WeightCopies
+from elastic.training.gradients.optimizers import OptimizerGuard, inner_optimizers
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.state.copies import WeightCopies
+from elastic.training.state.job_state import JobState
+from elastic.training.state.rollback import Rollback
 from elastic.training.step import Step
-from elastic.training.wrap import ElasticDDP
 
 
 class Script:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from membership_nodes import node, world
 
-from elastic.agent.connections import Connections
-from elastic.agent.probe import Verdict
-from elastic.agent.roster import Roster
-from elastic.coordination.keyvalue import Entry
-from elastic.coordination.membership import Liveness
-from elastic.coordination.records import Keys, NodeState, encode
-from elastic.health.budget import FlapTracker
+from elastic.leadership.roster import Roster
+from elastic.liveness.connections import Connections
+from elastic.liveness.probe import Verdict
+from elastic.membership.decision import Liveness
+from elastic.membership.failure_budget import FlapTracker
+from elastic.membership.records import Keys, NodeState, encode
+from elastic.store.keyvalue import Entry
 
 KEYS = Keys.of("/elastic", "job")
 NODE = node("n1", NodeState.READY)

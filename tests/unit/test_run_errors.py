@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
+from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.run import start
-from elastic.training.saving import Checkpoints
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:

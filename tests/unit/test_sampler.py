@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from elastic.errors import ConfigError
-from elastic.training.plan import EpochPlan, Position
-from elastic.training.sampler import ElasticSampler
+from elastic.training.data.plan import EpochPlan, Position
+from elastic.training.data.sampler import ElasticSampler
 
 
 def numbers(n: int) -> TensorDataset:

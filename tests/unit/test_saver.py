@@ -23,13 +23,13 @@ from checkpoints.testing.memory_storage import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger
-from elastic.training import last_save, writer
-from elastic.training.last_save import LastSave
+from elastic.training.checkpointing import last_save, writer
+from elastic.training.checkpointing.last_save import LastSave
+from elastic.training.checkpointing.options import Checkpoints, checkpoints_from
+from elastic.training.checkpointing.saver import Saver
 from elastic.training.run import Run, start
-from elastic.training.saver import Saver
-from elastic.training.saving import Checkpoints, checkpoints_from
-from elastic.training.state import JobState
-from elastic.worker.world import World
+from elastic.training.state.job_state import JobState
+from elastic.world.world import World
 
 LONG_S = 90.0
 

@@ -14,10 +14,10 @@ from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.memory.host import MemoryHost, memory_roots
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
-from elastic.training.checkpoint_folder import CheckpointFolder
-from elastic.training.memory_tier import VARIABLE, MemoryTier
-from elastic.training.saving import Checkpoints
-from elastic.worker.world import World
+from elastic.training.checkpointing.folder import CheckpointFolder
+from elastic.training.checkpointing.memory_tier import VARIABLE, MemoryTier
+from elastic.training.checkpointing.options import Checkpoints
+from elastic.world.world import World
 
 
 class Job:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from checkpoints.format.state_tree import flatten, unflatten
-from elastic.training.snapshot import NonParameterState
-from elastic.training.state import JobState
-from elastic.training.wrap import ElasticDDP
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.state.job_state import JobState
+from elastic.training.state.snapshot import NonParameterState
 
 
 class Job:

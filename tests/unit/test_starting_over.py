@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from elastic.agent.file_reads import FileReads
-from elastic.agent.starting_over import StartingOver, places, written_since
+from elastic.rendezvous.file_reads import FileReads
+from elastic.rendezvous.starting_over import StartingOver, places, written_since
 from elastic.testing.waiting import eventually
 
 STATE = {"weights": torch.zeros(1000)}

@@ -7,14 +7,14 @@ from typing import cast
 
 from membership_nodes import node
 
-from elastic.agent.context import NodeContext
-from elastic.agent.node_status import NodeStatus
 from elastic.agent.workers import Workers
 from elastic.clock import ManualClock
-from elastic.coordination.records import Keys, NodeState
 from elastic.events import Event
 from elastic.link.protocol import Hello, Ready
 from elastic.link.server import Worker, WorkerDeath
+from elastic.membership.records import Keys, NodeState
+from elastic.node.context import NodeContext
+from elastic.node.status import NodeStatus
 
 
 class Silent:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.worker.faults import (
+from elastic.world.faults import (
     GroupAborted,
     GroupBuildFailed,
     Superseded,

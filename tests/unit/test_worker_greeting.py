@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.clock import ManualClock
 from elastic.errors import JoinTimeout
-from elastic.worker.greeting import greet
+from elastic.world.discovery import greet
 
 DEADLINE_S = 60.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.worker.world import largest_world, world_from_environment
+from elastic.world.world import largest_world, world_from_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "1"}
@@ -76,7 +76,7 @@ def test_an_exception_reaches_the_agent_and_decides_the_exit_code(
     file = tmp_path / "error.json"
     script = (
         "from elastic.errors import *\n"
-        "from elastic.worker.failure import FailureHook\n"
+        "from elastic.world.failure import FailureHook\n"
         "FailureHook().install()\n"
         f"raise {error}('it went wrong', hint='do this')\n"
     )
@@ -95,7 +95,7 @@ def test_an_exception_reaches_the_agent_and_decides_the_exit_code(
 
 
 def test_what_record_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from elastic.worker.failure import record
+    from elastic.world.failure import record
 
     file = tmp_path / "error.json"
     file.write_text("{}")

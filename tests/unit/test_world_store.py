@@ -19,8 +19,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.keys import SecretKey
-from elastic.worker.faults import Superseded
-from elastic.worker.world_store import StoreServer, WorldStore, connect
+from elastic.world.faults import Superseded
+from elastic.world.world_store import StoreServer, WorldStore, connect
 
 SOON = datetime.timedelta(milliseconds=20)
 Connect = Callable[..., WorldStore]

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.training import wrap
-from elastic.training.wrap import ElasticDDP
-from elastic.worker.faults import GroupAborted
-from elastic.worker.pending import pending
-from elastic.worker.releasable import ReleasableGroup
+from elastic.process_group.pending import pending
+from elastic.process_group.releasable import ReleasableGroup
+from elastic.training.gradients import wrap
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.world.faults import GroupAborted
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from elastic.cli.flags import node_range
 from elastic.cli.kube import names
 from elastic.cli.kube.job import (
     SHARED_NAMESPACE,
@@ -22,6 +21,7 @@ from elastic.cli.kube.job import (
     Resources,
     Store,
 )
+from elastic.cli.launch.flags import node_range
 from elastic.cli.suggest import nearest
 from elastic.errors import ConfigError
 from elastic.tuning.timeouts import for_pod

@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
+from elastic.process_group.group import ProcessGroup
 from elastic.testing import nccl_semantics
 from elastic.testing.pacing import pause_after_step
-from elastic.worker import transfer
-from elastic.worker.process_group import ProcessGroup
+from elastic.training.recovery import transfer
 
 
 class Orders:

@@ -1,0 +1,227 @@
+"""``elastic run``'s flags: torchrun's own parser, a few flags more, and other defaults."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NoReturn
+
+from elastic.cli.launch.torchrun_parser import torchrun_parser
+from elastic.cli.suggest import nearest
+from elastic.errors import ConfigError
+
+OUR_BACKENDS = ("etcd-v3", "etcd")
+STOCK_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
+# The failure budget ends jobs; torchrun's count of restarts never refunds (DESIGN section 5).
+MAX_RESTARTS = 1_000_000
+_NNODES = re.compile(r"(\d+)(?::(\d+))?")
+_HELP = "`elastic run -h` lists the flags"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line (and ``PET_*``), fill in our defaults, check what can be checked.
+
+    Raises:
+        ConfigError: naming the value, where it stands and what to do.
+    """
+    parser = build_parser()
+    flags = [s for action in parser._actions for s in action.option_strings]
+    args, unknown = parser.parse_known_args(list(argv))
+    for word in unknown:
+        name = word.partition("=")[0]
+        raise ConfigError(f"unknown flag {name}{nearest(name, flags)}", hint=_HELP)
+    fill_defaults(args)
+    check(args)
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """torchrun's parser with our flags and defaults."""
+    parser = _Parser(
+        prog="elastic run",
+        description="Start a training job, or join one: torchrun with an etcd rendezvous, "
+        "failures bounded by a budget and exit codes that tell why it ended.",
+        epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
+        "one was required, 69 etcd unreachable, 70 failure budget spent, 75 preempted and saved",
+        parents=[torchrun_parser()],
+        add_help=False,
+    )
+    ours = parser.add_argument_group("beyond torchrun")
+    ours.add_argument(
+        "--nodes-local",
+        "--nodes_local",
+        type=_positive,
+        metavar="N",
+        help="start N agents on this machine, each its own process, instead of being one",
+    )
+    ours.add_argument(
+        "--embedded-etcd",
+        "--embedded_etcd",
+        action="store_true",
+        help="start an etcd on this machine for the time of the job (laptops and tests)",
+    )
+    ours.add_argument(
+        "--etcd-data",
+        "--etcd_data",
+        metavar="DIR",
+        help="keep the embedded etcd's data here (default: a temporary folder)",
+    )
+    for dest, default in (
+        ("rdzv_backend", OUR_BACKENDS[0]),
+        ("rdzv_id", None),
+        ("nnodes", None),
+        ("max_restarts", None),
+    ):
+        if f"PET_{dest.upper()}" not in os.environ:
+            parser.set_defaults(**{dest: default})
+    return parser
+
+
+def is_ours(backend: str) -> bool:
+    """Whether this backend's worlds are formed by this package."""
+    if backend == "etcd" and os.environ.get("ELASTIC_STOCK_ETCD", "") in ("1", "true", "yes"):
+        return False
+    return backend in OUR_BACKENDS
+
+
+def fill_defaults(args: argparse.Namespace) -> None:
+    """Defaults that depend on other flags."""
+    nodes = args.nodes_local or 1
+    if args.nnodes is None:
+        args.nnodes = f"1:{nodes}"
+    if args.max_restarts is None:
+        args.max_restarts = MAX_RESTARTS if is_ours(args.rdzv_backend) else 0
+    if args.nodes_local and args.local_addr is None:
+        args.local_addr = "127.0.0.1"
+    args.rdzv_id_generated = args.rdzv_id is None
+    if args.rdzv_id is None:
+        args.rdzv_id = f"job-{uuid.uuid4().hex[:12]}"
+
+
+def node_range(nnodes: str, flag: str = "--nnodes") -> tuple[int, int]:
+    """``"2"`` and ``"2:4"`` as (min, max). Raises ConfigError that names the flag.
+
+    >>> node_range("2:4")
+    (2, 4)
+    """
+    match = _NNODES.fullmatch(nnodes)
+    if match is None:
+        raise ConfigError(
+            f"{flag}={nnodes} is neither N nor MIN:MAX", hint=f"for example {flag}=2:4"
+        )
+    low = int(match[1])
+    high = int(match[2] or low)
+    if not 0 < low <= high:
+        raise ConfigError(f"{flag}={nnodes}: needs 0 < MIN <= MAX", hint=f"for example {flag}=2:4")
+    return low, high
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before anything is started. Raises ConfigError."""
+    _check_backend(args)
+    _check_nodes(args)
+    _check_etcd(args)
+    _check_script(args)
+    if args.max_restarts < 0:
+        raise ConfigError(
+            f"--max-restarts={args.max_restarts} is negative",
+            hint="leave it out: the failure budget ends a job that cannot go on",
+        )
+
+
+def _check_backend(args: argparse.Namespace) -> None:
+    known = {*STOCK_BACKENDS, *(e.name for e in entry_points(group="torchrun.handlers"))}
+    if args.rdzv_backend not in known:
+        raise ConfigError(
+            f"unknown --rdzv-backend={args.rdzv_backend}{nearest(args.rdzv_backend, known)}",
+            hint=f"known: {', '.join(sorted(known))}",
+        )
+
+
+def _check_nodes(args: argparse.Namespace) -> None:
+    low, high = node_range(args.nnodes)
+    local = args.nodes_local
+    if local is None:
+        return
+    if args.standalone:
+        raise ConfigError(
+            "--standalone is one agent by itself, --nodes-local several",
+            hint="use --embedded-etcd instead of --standalone",
+        )
+    if local > 1 and args.rdzv_backend == "static":
+        raise ConfigError(
+            f"--nodes-local={local} needs a rendezvous, --rdzv-backend=static is none",
+            hint="leave --rdzv-backend out, or use c10d",
+        )
+    if local > high:
+        raise ConfigError(
+            f"--nodes-local={local} is more than --nnodes={args.nnodes} takes",
+            hint=f"use --nnodes={low}:{local}, or leave it out",
+        )
+    if args.embedded_etcd and low > local:
+        raise ConfigError(
+            f"--nnodes={args.nnodes} waits for {low} nodes, and only the {local} of "
+            "--nodes-local can reach the embedded etcd",
+            hint=f"use --nodes-local={low}, or an etcd of its own with --rdzv-endpoint",
+        )
+
+
+def _check_etcd(args: argparse.Namespace) -> None:
+    if args.etcd_data and not args.embedded_etcd:
+        raise ConfigError(
+            f"--etcd-data={args.etcd_data} without --embedded-etcd", hint="add --embedded-etcd"
+        )
+    if args.embedded_etcd and args.rdzv_endpoint:
+        raise ConfigError(
+            f"--embedded-etcd starts an etcd, --rdzv-endpoint={args.rdzv_endpoint} names one",
+            hint="use one of the two",
+        )
+    if args.embedded_etcd and not is_ours(args.rdzv_backend):
+        raise ConfigError(
+            f"--rdzv-backend={args.rdzv_backend} cannot use the embedded etcd (v3)",
+            hint="leave --rdzv-backend out, or --embedded-etcd",
+        )
+    if args.standalone or args.embedded_etcd or args.rdzv_endpoint:
+        return
+    if is_ours(args.rdzv_backend):
+        raise ConfigError(
+            "no etcd: neither --rdzv-endpoint nor --embedded-etcd is given",
+            hint="use --rdzv-endpoint=HOST:2379, or --embedded-etcd on a single machine",
+        )
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    script: str = args.training_script
+    if args.module:
+        return
+    if args.no_python and not args.run_path:
+        if shutil.which(script) is None:
+            raise ConfigError(
+                f"training script {script!r} is not executable",
+                hint="with --no-python it must be one, on PATH or as a path",
+            )
+    elif not Path(script).is_file():
+        raise ConfigError(
+            f"training script {script!r} does not exist in {Path.cwd()}",
+            hint="give its path; for a module use -m",
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if "training_script" in message:
+            raise ConfigError("no training script is given", hint="elastic run FLAGS SCRIPT ...")
+        raise ConfigError(message, hint=_HELP)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number

@@ -1,0 +1,147 @@
+"""Several nodes on one machine: each an agent process in a session of its own.
+
+The owner calls :meth:`LocalNodes.pump` in a loop; it hands over the nodes' output line by line
+and notices who ended. One thread does it all, so nothing is left to join.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from elastic.cli.launch import bound_to_parent as leash
+from elastic.cli.launch import processes
+from elastic.clock import SYSTEM_CLOCK, Clock
+
+LineSink = Callable[[str, str, str], None]  # node name, "stdout" or "stderr", line
+_LEASH = Path(leash.__file__)
+
+
+@dataclass
+class LocalNode:
+    """One node: its agent, and through it the workers."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is a signal."""
+        return self.process.poll()
+
+
+@dataclass
+class _Stream:
+    node: str
+    name: str
+    file: IO[bytes]
+    rest: bytes = b""
+
+
+class LocalNodes:
+    """Starts, follows and ends nodes. Use as a context manager: leaving kills what still runs."""
+
+    def __init__(self, on_line: LineSink, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._on_line = on_line
+        self._clock = clock
+        self._selector = selectors.DefaultSelector()
+        self._nodes: dict[str, LocalNode] = {}
+
+    def __enter__(self) -> LocalNodes:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> LocalNode:
+        """Start an agent. It gets SIGTERM when this process dies, however it dies."""
+        tied = [sys.executable, "-IS", str(_LEASH), str(os.getpid()), *command]
+        process = subprocess.Popen(
+            tied,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for us to forward, once
+        )
+        node = self._nodes[name] = LocalNode(name, process)
+        for stream, file in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert file is not None
+            os.set_blocking(file.fileno(), False)
+            self._selector.register(file, selectors.EVENT_READ, _Stream(name, stream, file))
+        return node
+
+    @property
+    def nodes(self) -> tuple[LocalNode, ...]:
+        """All that were started, in that order."""
+        return tuple(self._nodes.values())
+
+    @property
+    def running(self) -> tuple[LocalNode, ...]:
+        return tuple(node for node in self._nodes.values() if node.exit_code is None)
+
+    def pump(self, timeout_s: float) -> None:
+        """Hand over output; returns after at most ``timeout_s``, sooner if there is some."""
+        if not self._selector.get_map():
+            self._clock.sleep(timeout_s)
+            return
+        for key, _ in self._selector.select(timeout_s):
+            self._read(key.data)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every running agent (not to workers: agents pass it on)."""
+        processes.send([node.pid for node in self.running], signum)
+
+    def kill(self, node: LocalNode) -> None:
+        """SIGKILL a whole node, agent, workers and all, as if its machine had died."""
+        processes.kill_tree(node.pid)
+        node.process.wait()
+
+    def drain(self) -> None:
+        """Hand over what ended nodes have left in their pipes."""
+        while self._selector.get_map():
+            ready = self._selector.select(0)
+            if not ready:  # a process that outlived its agent holds the pipe: leave it
+                return
+            for key, _ in ready:
+                self._read(key.data)
+
+    def close(self) -> None:
+        """Kill what runs and close the pipes. Safe to call twice."""
+        for node in self.running:
+            self.kill(node)
+        self.drain()
+        for key in list(self._selector.get_map().values()):
+            self._end(key.data)
+        self._selector.close()
+
+    def _read(self, stream: _Stream) -> None:
+        try:
+            data = os.read(stream.file.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end(stream)
+            return
+        *lines, stream.rest = (stream.rest + data).split(b"\n")
+        for line in lines:
+            self._emit(stream, line)
+
+    def _end(self, stream: _Stream) -> None:
+        self._selector.unregister(stream.file)
+        stream.file.close()
+        if stream.rest:
+            self._emit(stream, stream.rest)
+
+    def _emit(self, stream: _Stream, line: bytes) -> None:
+        self._on_line(stream.node, stream.name, line.decode(errors="replace").rstrip("\r"))

@@ -1,0 +1,182 @@
+"""``elastic run``: torchrun with our defaults, in this process or as several local nodes.
+
+Without ``--nodes-local`` this process *is* the agent, so that in a container SIGTERM reaches
+it. With it, this process only starts agents, passes on their output and signals, and sums up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from elastic.cli import exit_codes
+from elastic.cli.launch import flags
+from elastic.cli.launch.local_nodes import LocalNodes
+
+POLL_S = 0.1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job of this command line; returns the exit code."""
+    args = flags.parse(argv)
+    with endpoint(args):
+        announce(args)
+        return run_local(args) if args.nodes_local else run_agent(args)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic run``."""
+    return flags.build_parser()
+
+
+@contextlib.contextmanager
+def endpoint(args: argparse.Namespace) -> Iterator[None]:
+    """Put the embedded etcd's endpoint into ``args``, if one is asked for."""
+    if not args.embedded_etcd:
+        yield
+        return
+    from elastic.store.embedded.etcd import EmbeddedEtcd
+
+    with EmbeddedEtcd(data_dir=args.etcd_data) as etcd:
+        args.rdzv_endpoint = etcd.endpoint
+        say(f"embedded etcd at {etcd.endpoint}")
+        yield
+
+
+def announce(args: argparse.Namespace) -> None:
+    """Tell what another node needs to join."""
+    if not args.rdzv_id_generated or args.standalone:
+        return
+    where = f" --rdzv-endpoint={args.rdzv_endpoint}" if args.rdzv_endpoint else ""
+    say(f"another node joins with --rdzv-id={args.rdzv_id}{where} --nnodes={args.nnodes}")
+
+
+def say(text: str) -> None:
+    print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+
+# One agent: this process.
+
+
+def run_agent(args: argparse.Namespace) -> int:
+    """Be one node of the job; returns the exit code, having said why."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(torchrun.run)(args)
+    except BaseException as error:  # noqa: BLE001 (reported, and turned into the exit code)
+        return _report(error)
+    return exit_codes.DONE
+
+
+def _report(error: BaseException) -> int:
+    """Say what ended the agent: ours as a sentence, torch's summary as it is, bugs in full."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    ours = exit_codes.elastic_cause(error)
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, str):
+            say(error.code)
+    elif ours is not None:
+        say(str(ours))
+    elif isinstance(error, ChildFailedError):
+        print(str(error).strip("\n"), file=sys.stderr, flush=True)  # a table of its own
+    elif isinstance(error, SignalException | KeyboardInterrupt):
+        say(str(error) or "interrupted")
+    else:
+        traceback.print_exception(error)
+    return exit_codes.of_agent(error)
+
+
+# Several agents: children of this process.
+
+
+class StopRequest:
+    """What the user asked for with signals: the first is passed on, the second kills."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.urgent = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.urgent = self.signum is not None
+        self.signum = self.signum or signum
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest for the time of the block.
+
+    What is ignored on entry (SIGHUP under nohup) stays ignored.
+    """
+    stop = StopRequest()
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signums = [signum for signum in asked if signal.getsignal(signum) != signal.SIG_IGN]
+    before = [signal.signal(signum, stop) for signum in signums]
+    try:
+        yield stop
+    finally:
+        for signum, handler in zip(signums, before, strict=True):
+            signal.signal(signum, handler)
+
+
+def agent_command(args: argparse.Namespace) -> list[str]:
+    """The command line of one agent that runs with exactly these flags."""
+    return [sys.executable, "-m", "elastic.cli.launch.local_agent", json.dumps(vars(args))]
+
+
+def run_local(args: argparse.Namespace) -> int:
+    """Run ``args.nodes_local`` agents until the last has ended."""
+    with stop_on_signals() as stop, LocalNodes(_print_line) as nodes:
+        for index in range(args.nodes_local):
+            name = f"local-{index}"
+            environment = {**os.environ, "ELASTIC_NODE_NAME": name}
+            nodes.start(name, agent_command(args), environment)
+        follow(nodes, stop)
+        nodes.drain()
+        codes = [code for node in nodes.nodes if (code := node.exit_code) is not None]
+    if stop.signum == signal.SIGINT:
+        return exit_codes.INTERRUPTED
+    return exit_codes.of_job(codes, success_of_one_is_enough=flags.is_ours(args.rdzv_backend))
+
+
+def follow(nodes: LocalNodes, stop: StopRequest) -> None:
+    """Pass on output and signals until no agent runs."""
+    passed_on = False
+    reported: set[str] = set()
+    while running := nodes.running:
+        nodes.pump(POLL_S)
+        if stop.urgent:
+            say(f"killing {len(running)} nodes")
+            for node in running:
+                nodes.kill(node)
+        elif stop.signum is not None and not passed_on:
+            passed_on = True
+            say(f"{signal.Signals(stop.signum).name} passed on to {len(running)} nodes")
+            nodes.signal(stop.signum)
+        for node in nodes.nodes:
+            if node.exit_code and node.name not in reported:
+                reported.add(node.name)
+                say(f"{node.name} ended with {describe(node.exit_code)}")
+
+
+def describe(code: int) -> str:
+    """An exit code for people.
+
+    >>> describe(-9), describe(75)
+    ('SIGKILL', 'exit code 75')
+    """
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _print_line(node: str, stream: str, line: str) -> None:
+    print(f"[{node}] {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)

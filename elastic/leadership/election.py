@@ -1,0 +1,67 @@
+"""Leadership: who proposes worlds. Being wrong about it loses a swap, nothing else.
+
+The key ``leader`` stands on the leader's lease. It is taken when absent, deleted by whoever has
+proof that its owner is dead, and handed by a leader outside the world to a member.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.membership.records import Keys, Leader, Node, World, encode
+from elastic.store.keyvalue import KeyValue, Lease
+
+
+@dataclass(frozen=True)
+class LeaderEntry:
+    """The leader key as it stands."""
+
+    leader: Leader
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class LeaseOf:
+    """Somebody else's lease, by id: leases are the cluster's, not the client's."""
+
+    id: int
+    ttl_s: float = 0.0
+    lost: bool = False
+    renewed_s: float = 0.0
+
+    def close(self, *, revoke: bool = True) -> None:
+        """Not ours to close."""
+
+
+def may_campaign(
+    world: World | None, node_id: str, *, absent_for_s: float, patience_s: float
+) -> bool:
+    """Members go first; others wait ``patience_s`` for a member to come forward."""
+    return world is None or node_id in world.node_ids or absent_for_s >= patience_s
+
+
+def campaign(store: KeyValue, keys: Keys, me: Leader, lease: Lease) -> LeaderEntry | None:
+    """Take the key if it is absent."""
+    revision = store.compare_and_swap(keys.leader, encode(me), expected_revision=0, lease=lease)
+    return LeaderEntry(me, revision) if revision is not None else None
+
+
+def evict(store: KeyValue, keys: Keys, entry: LeaderEntry) -> bool:
+    """Delete the key of a leader proved dead, unless it has changed since."""
+    return store.compare_and_delete(keys.leader, expected_revision=entry.mod_revision)
+
+
+def hand_over(
+    store: KeyValue, keys: Keys, entry: LeaderEntry, successor: Node, successor_lease_id: int
+) -> LeaderEntry | None:
+    """Give the key to a member, on that member's own lease."""
+    leader = Leader(
+        node_id=successor.node_id, address=successor.address, liveness_port=successor.liveness_port
+    )
+    revision = store.compare_and_swap(
+        keys.leader,
+        encode(leader),
+        expected_revision=entry.mod_revision,
+        lease=LeaseOf(successor_lease_id),
+    )
+    return LeaderEntry(leader, revision) if revision is not None else None

@@ -1,0 +1,206 @@
+"""What the leader holds against the job and its nodes: failures, flapping, failed builds.
+
+State without I/O, for one term of leadership. Every broken world is charged once, with what was
+known when its successor was decided; that says whether the job must stop, and who cools down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.config import AgentOptions
+from elastic.leadership.roster import Failed
+from elastic.membership import failure_budget as budget
+from elastic.membership.escalation import FailedBuilds
+from elastic.membership.member_status import MemberStatus
+from elastic.membership.records import BreakageRecord, Cause, FailureRecord, World
+from elastic.membership.step_rate import StepRate
+from elastic.membership.view import Proposal
+
+# What a world's record remembers: enough to tell three times in a row, bounded in size.
+_REMEMBERED = 16
+_REMEMBERED_TEXT = 300
+_FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not the node's own doing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A world, and what the decision to replace it was made from."""
+
+    members: MemberStatus
+    proposal: Proposal
+    since_s: float  # when the world was formed
+    failures: tuple[Failed, ...]  # of its members' workers, the first to fail first
+
+    @property
+    def is_broken(self) -> bool:
+        """Joining and leaving break nothing."""
+        members = self.members
+        lost = any(g.cause is Cause.LOST for g in members.gone)
+        return bool(lost or members.out or members.failure_reports)
+
+
+class FailureAccounting:
+    """Charged with every broken world; asked who cools down."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self._cool_down_s = options.cool_down_s
+        self._policy = budget.BudgetPolicy(
+            budget=options.failure_budget,
+            failure_window_s=options.failure_window_s,
+            healthy_s=options.healthy_s,
+        )
+        self._breakages: list[budget.Breakage] = []
+        self._flaps = budget.FlapTracker(budget.FlapPolicy(cool_down_s=options.cool_down_s))
+        self._builds = FailedBuilds()
+        self._joined_s: dict[str, float] = {}  # node_id -> when it came into a running job
+        self._step: int | None = None  # the job's, when it broke last or was first seen
+        self._charged = 0  # the newest generation that was charged
+
+    def cooling(self, now: float) -> dict[str, float]:
+        """Node id or name -> until when it is left out."""
+        return self._flaps.cooling(now)
+
+    def remember(self, world: World | None, now: float, wall_s: float) -> None:
+        """Begin a term with what the last leader knew. (A leader whose own workers fail hands
+        leadership over: without this, their failures would never add up.)"""
+        self._breakages = [
+            _from_record(record, now - max(0.0, wall_s - record.time_s))
+            for record in (world.breakages if world is not None else ())
+        ]
+
+    def records(self, now: float, wall_s: float) -> tuple[BreakageRecord, ...]:
+        """What the next world's record is to remember."""
+        latest = self._breakages[-_REMEMBERED:]
+        return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
+
+    def saw(self, step_rate: StepRate | None) -> None:
+        """The first step seen is where counting begins."""
+        if self._step is None and step_rate is not None:
+            self._step = step_rate.step
+
+    def lost(self, name: str, now: float) -> None:
+        """A node was proved dead."""
+        self._flaps.lost(name, now)
+
+    def found(self, name: str) -> None:
+        """A node that was given up as dead answers."""
+        self._flaps.found(name)
+
+    def formed(self, before: World | None, world: World, now: float) -> None:
+        """A world was written: remember who came into a running job."""
+        horizon = now - self._cool_down_s
+        self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
+        if before is not None and before.members and world.mode == "in-process":
+            self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
+
+    def charge(self, broken: Broken, step_rate: StepRate | None, now: float) -> budget.Stop | None:
+        """Once per world, however often its successor has to be proposed. Says whether the job
+        has to stop."""
+        world = broken.members.world
+        if not broken.is_broken or world.generation <= self._charged:
+            return None
+        self._charged = world.generation
+        steps = self._steps_made(step_rate)
+        self._charge_joining_nodes(broken, now)
+        self._charge_builds(broken, now)
+        if not _is_the_jobs_own(broken):
+            return None
+        breakage = budget.Breakage(
+            generation=world.generation,
+            lived_s=now - broken.since_s,
+            # Cut as in a record: texts of two leaders are compared.
+            failures=tuple(
+                budget.Failure(f.node, f.text and f.text[-_REMEMBERED_TEXT:], f.exit_code)
+                for f in broken.failures[:_REMEMBERED]
+            ),
+            lost=_lost_without_a_word(broken),
+            at_s=now,
+            steps=steps,
+        )
+        if broken.failures and not budget.healthy(breakage, self._policy):
+            self._flaps.accused(broken.failures[0].node, now)
+        # No more than these can ever matter.
+        self._breakages = [*self._breakages, breakage][-(self._policy.budget + 1) :]
+        return budget.verdict(self._breakages, now, self._policy)
+
+    def _steps_made(self, step_rate: StepRate | None) -> int | None:
+        """Since the last breakage. A restart from a checkpoint that does not get beyond where the
+        job had been before is no progress."""
+        if step_rate is None:
+            return None
+        before, self._step = self._step, max(step_rate.step, self._step or 0)
+        return None if before is None else self._step - before
+
+    def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
+        """A crash-looping newcomer may disturb a healthy job once per cool-down.
+
+        Before the switch it cools down whatever ended it, afterwards if it failed by itself
+        within a cool-down: a node that somebody killed may come back at once.
+        """
+        members = broken.members
+        failed = {f.node_id: f for f in broken.failures}
+        names = {m.node_id: m.name for m in members.world.members}
+        out = {n.node.node_id for n in members.out}
+        lost = {g.node_id for g in members.gone if g.cause is Cause.LOST}
+        for node_id in out | lost:
+            joined_s = self._joined_s.get(node_id)
+            if joined_s is None or now - joined_s >= self._cool_down_s:
+                continue
+            failure = failed.get(node_id)
+            by_itself = failure is not None and failure.exit_code not in _FROM_OUTSIDE
+            if members.pending or by_itself:
+                # A dead agent comes back with another id, under the same name.
+                self._flaps.cool(node_id if node_id in out else names[node_id], now)
+
+    def _charge_builds(self, broken: Broken, now: float) -> None:
+        members = broken.members
+        reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
+        for node_id in self._builds.failed(members.world.node_ids, reports):
+            self._flaps.cool(node_id, now)
+
+
+def _to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
+    return BreakageRecord(
+        generation=breakage.generation,
+        lived_s=breakage.lived_s,
+        steps=breakage.steps,
+        failures=tuple(
+            FailureRecord(
+                node=f.node,
+                text=f.text,
+                exit_code=f.exit_code,
+            )
+            for f in breakage.failures
+        ),
+        lost=breakage.lost,
+        time_s=time_s,
+    )
+
+
+def _from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
+    return budget.Breakage(
+        generation=record.generation,
+        lived_s=record.lived_s,
+        steps=record.steps,
+        failures=tuple(budget.Failure(f.node, f.text, f.exit_code) for f in record.failures),
+        lost=record.lost,
+        at_s=at_s,
+    )
+
+
+def _is_the_jobs_own(broken: Broken) -> bool:
+    """Failures with everyone alive are the job's own, the loss of nodes is not its fault. In
+    restart mode survivors fail because of the loss; in-process they do not: who fails there
+    failed by itself."""
+    if broken.proposal.cause is Cause.FAILURE:
+        return True
+    modes = (broken.proposal.mode, broken.members.world.mode)
+    return "in-process" in modes and bool(broken.failures)
+
+
+def _lost_without_a_word(broken: Broken) -> tuple[str, ...]:
+    said = {f.node_id for f in broken.failures}
+    names = {m.node_id: m.name for m in broken.members.world.members}
+    gone = (g.node_id for g in broken.members.gone if g.cause is Cause.LOST)
+    return tuple(names[node_id] for node_id in gone if node_id not in said)

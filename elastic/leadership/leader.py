@@ -1,0 +1,411 @@
+"""What the leader does: watch the nodes, ask the doubtful ones, decide, write worlds.
+
+Runs on the node service's thread; only probes run elsewhere, and report back as
+:class:`Probed`. Nothing is decided while a node is in question: a probe takes milliseconds, a
+world formed with a dead member costs a restart of everybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from elastic.errors import RecordError
+from elastic.events import (
+    NodeFound,
+    NodeLost,
+    NodeSuspected,
+    StoreProblem,
+    Waiting,
+    WorldFormed,
+)
+from elastic.leadership.failure_accounting import Broken, FailureAccounting
+from elastic.leadership.roster import RECHECK_S, Roster
+from elastic.liveness.connections import Connections
+from elastic.liveness.probe import Verdict, probe
+from elastic.membership.decision import (
+    Decision,
+    End,
+    Liveness,
+    Proposal,
+    View,
+    Wait,
+    decide,
+    world_of,
+)
+from elastic.membership.member_status import classify_members
+from elastic.membership.records import (
+    Cause,
+    Done,
+    Node,
+    Outcome,
+    ProcessIdentity,
+    World,
+    WorldState,
+    encode,
+)
+from elastic.membership.step_rate import StepRate, switch_step
+from elastic.node.context import NodeContext
+from elastic.node.identity import proved_gone
+from elastic.node.run_secret import LIVENESS
+from elastic.node.status import WorldEntry
+from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
+
+# Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
+# registered again by then, so the highest running world is known.
+ADOPTION_WAIT_S = 1.5
+# How long a planned world waits for the first report of a step, before it interrupts one: a node
+# that leaves has little time, a joining node has all of it.
+STEP_RATE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
+STEP_RATE_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A probe's verdict, on its way to the service's inbox."""
+
+    node_id: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class NodesEvent:
+    """Something changed under ``nodes/`` or ``failure_reports/``."""
+
+    event: WatchEvent
+
+
+class Leadership:
+    """One term as leader. Made on taking office, closed on losing it."""
+
+    def __init__(
+        self, context: NodeContext, announce: Callable[[bytes], None], connections: Connections
+    ) -> None:
+        self._at = context
+        self._announce = announce
+        self._since_s = context.clock.monotonic()
+        self.roster = Roster(context.keys, connections)
+        self._listed = False
+        self._asked: set[str] = set()
+        self._next_recheck_s = 0.0
+        self._accounting = FailureAccounting(context.options)
+        self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
+        self._doubted_for = 0  # the generation whose trouble made every member doubtful
+        self._planned_since_s: float | None = None  # a plan waits for a pace
+        self._waiting_reason = ""
+        self._probes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="elastic-probe")
+        self._watch: Watch = context.store.watch(
+            [context.keys.nodes, context.keys.failure_reports],
+            lambda event: context.post(NodesEvent(event)),
+            name="elastic-watch-nodes",
+        )
+
+    def close(self) -> None:
+        """End the term: no callback afterwards."""
+        self._watch.close()
+        self._probes.shutdown(wait=True, cancel_futures=True)
+
+    # ── what comes in ────────────────────────────────────────────────────────────────────
+
+    def on_nodes(self, event: WatchEvent, world: World | None) -> None:
+        """An event of the watch on ``nodes/`` and ``failure_reports/``."""
+        now = self._at.clock.monotonic()
+        match event:
+            case Reset(snapshot, reason):
+                if reason == "wiped":
+                    self._since_s = now
+                self._listed = True
+                for error in self.roster.reset(snapshot.entries, now):
+                    self._report_record(error)
+                self._doubt_all(world, now)
+            case Put(entry):
+                error_or_none = self.roster.put(entry, now)
+                if error_or_none is not None:
+                    self._report_record(error_or_none)
+                self._doubt_after_failure(entry.key, world, now)
+            case Deleted(key) if key.startswith(self._at.keys.failure_reports):
+                self.roster.delete_failure_report(key.removeprefix(self._at.keys.failure_reports))
+            case Deleted(key):
+                self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
+            case _:
+                pass
+
+    def on_own_record(self, node: Node, lease_id: int) -> None:
+        """This node's own record, without waiting for the watch to bring it round."""
+        if self._listed:
+            entry = Entry(self._at.keys.node(node.node_id), encode(node), 0, lease_id)
+            self.roster.put(entry, self._at.clock.monotonic())
+
+    def on_closed(self, node_id: str) -> None:
+        """A follower's connection closed, or this node's to a former leader."""
+        self._at.journal.emit(
+            NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
+            level=logging.DEBUG,
+        )
+        self.roster.doubt(node_id, self._at.clock.monotonic())
+
+    def on_opened(self, node_id: str) -> None:
+        """A follower said hello."""
+        self.roster.connection_opened(node_id, self._at.clock.monotonic())
+
+    def on_probed(self, probed: Probed) -> None:
+        """A verdict arrived."""
+        self._asked.discard(probed.node_id)
+        now, reason = self._at.clock.monotonic(), probed.verdict.reason
+        was_dead = self.roster.is_dead(probed.node_id)
+        changed = self.roster.settle(probed.node_id, probed.verdict, now)
+        if changed is None:
+            return
+        name = self._name(probed.node_id)
+        if was_dead:
+            self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
+            self._accounting.found(name)
+        if changed is Liveness.DEAD:
+            self._at.journal.emit(NodeLost(lost=name, reason=reason))
+            self._accounting.lost(name, now)
+        elif changed is Liveness.SUSPECT:
+            self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
+
+    def _doubt_all(self, world: World | None, now: float) -> None:
+        """A new term: whoever died before it, member or not, left no connection to close."""
+        members = world.node_ids if world is not None else ()
+        for node_id in {*members, *self.roster.with_keys()}:
+            self.roster.doubt(node_id, now)
+
+    def _doubt_after_failure(self, key: str, world: World | None, now: float) -> None:
+        """A member failed, or its collectives did: perhaps because another one died.
+
+        One round for each generation: hundreds of nodes report the same trouble at once.
+        """
+        keys = self._at.keys
+        node_id = key.removeprefix(keys.failure_reports).removeprefix(keys.nodes)
+        known, report = self.roster.knows(node_id), self.roster.failure_report_of(node_id)
+        if known is None or world is None or node_id not in world.node_ids:
+            return
+        node = known.node
+        failed = node.running is None and node.arrived_for >= world.generation
+        running = node.running.generation if node.running is not None else world.generation
+        has_failed = report is not None and report.generation >= running
+        if (failed or has_failed) and self._doubted_for != world.generation:
+            self._doubted_for = world.generation
+            self.roster.doubt_members(world, now)
+
+    def _report_record(self, error: RecordError) -> None:
+        self._at.journal.emit(
+            StoreProblem(error=str(error), consequence="this node is left out"),
+            level=logging.ERROR,
+        )
+
+    def _name(self, node_id: str) -> str:
+        known = self.roster.knows(node_id)
+        return known.node.name if known is not None else node_id
+
+    # ── what goes out ────────────────────────────────────────────────────────────────────
+
+    def lead(self, entry: WorldEntry, done: Done | None) -> tuple[WorldEntry | Done | None, float]:
+        """Decide and write. Returns what was written (or None), and when to be called again."""
+        now = self._at.clock.monotonic()
+        if not self._listed:
+            return None, now + 1.0
+        entry_or_wait = self._adopt(entry, now)
+        if isinstance(entry_or_wait, float):
+            return None, entry_or_wait
+        if entry_or_wait is not entry:
+            return entry_or_wait, now
+        world = entry.world
+        self.roster.doubt_members_without_key(world, now)
+        self.roster.forget_strangers(world)
+        self._ask(world, now)
+        if self.roster.unsettled() or self.roster.unregistered(world):
+            return None, now + RECHECK_S
+        self._accounting.saw(self._at.status.step_rate)
+        view = self._view(entry, done, now)
+        decision = decide(view, now, self._at.policy)
+        if isinstance(decision, Proposal) and world is not None:
+            ended = self._charge(decision, view, entry, now)
+            if ended is not None:
+                return ended, now + RECHECK_S
+            # The charge may have been one too many for somebody, who is left out at once.
+            decision = decide(self._view(entry, done, now), now, self._at.policy)
+        return self._act(decision, entry, now)
+
+    def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
+        cooling = self._accounting.cooling(now)
+        return self.roster.view(entry.world, entry.since_s, done=done, cooling=cooling)
+
+    def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
+        """After a wipe: the highest world that any node runs goes back into the store."""
+        highest = self.roster.highest_running()
+        generation = entry.world.generation if entry.world is not None else 0
+        if highest is not None and entry.world is not None and highest.generation < generation:
+            highest = entry.world  # a plan that nobody runs yet: others know it, too
+        if highest is None or (entry.mod_revision and highest.generation <= generation):
+            return entry
+        if now < self._since_s + ADOPTION_WAIT_S:
+            return self._since_s + ADOPTION_WAIT_S
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
+        )
+        if revision is None:
+            return now + RECHECK_S  # somebody else wrote one: the watch will tell
+        self._at.journal.emit(
+            StoreProblem(
+                error="the store had lost the world",
+                consequence=f"generation {highest.generation}, which is running, was put back",
+            ),
+            level=logging.WARNING,
+        )
+        return WorldEntry(highest, revision, now)
+
+    def _ask(self, world: World | None, now: float) -> None:
+        due = set(self.roster.unsettled())
+        if now >= self._next_recheck_s:
+            due.update(self.roster.silent())
+            self._next_recheck_s = now + RECHECK_S
+        members = {m.node_id: m for m in world.members} if world is not None else {}
+        for node_id in due - self._asked:
+            known = self.roster.knows(node_id)
+            member = members.get(node_id) or (known.node.as_member() if known else None)
+            if member is None:
+                self.roster.settle(node_id, Verdict(Liveness.SUSPECT, "no address"), now)
+                continue
+            self._asked.add(node_id)
+            self._probes.submit(
+                self._probe, node_id, member.liveness_host, member.liveness_port, member.process
+            )
+
+    def _probe(self, node_id: str, host: str, port: int, process: ProcessIdentity) -> None:
+        if proved_gone(process, self._at.status.node.process):
+            verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
+        else:
+            timeout_s, clock = self._at.options.probe_s, self._at.clock
+            key = self._at.secret.key(LIVENESS)
+            verdict = probe(
+                host, port, node_id, key=key, timeout_s=timeout_s, tls=self._at.tls, clock=clock
+            )
+        self._at.post(Probed(node_id, verdict))
+
+    def _act(
+        self, decision: Decision, entry: WorldEntry, now: float
+    ) -> tuple[WorldEntry | Done | None, float]:
+        match decision:
+            case Proposal():
+                return self._propose(decision, entry, now)
+            case End(outcome=Outcome.FAILURE):
+                # Paused for join_timeout_s. Each node that waits ends with that error by itself;
+                # `done` is not written, so that a later start under the same id goes on.
+                return None, now + RECHECK_S
+            case End():
+                ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)
+                return ended, now + RECHECK_S
+            case Wait():
+                if decision.reason != self._waiting_reason:
+                    self._waiting_reason = decision.reason
+                    healthy = entry.world is not None and entry.world.state is WorldState.ACTIVE
+                    level = logging.DEBUG if healthy else logging.INFO
+                    self._at.journal.emit(Waiting(reason=decision.reason), level=level)
+                soon = now + RECHECK_S if self.roster.silent() else now + 5.0
+                until_s = decision.until_s
+                return None, soon if until_s is None else min(soon, until_s)
+
+    def _propose(
+        self, proposal: Proposal, entry: WorldEntry, now: float
+    ) -> tuple[WorldEntry | Done | None, float]:
+        step, wait = self._switch_step(proposal, entry.world, now)
+        if wait:
+            return None, now + STEP_RATE_AGAIN_S
+        step_rate = self._at.status.step_rate
+        world = world_of(
+            proposal,
+            entry.world,
+            nonce=secrets.token_hex(4),
+            time_s=self._at.clock.wall(),
+            switch_at_step=step,
+            committed_step=step_rate.step if step_rate is not None else None,
+            breakages=self._accounting.records(now, self._at.clock.wall()),
+        )
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.world, encode(world), expected_revision=entry.mod_revision
+        )
+        if revision is None:
+            return None, now + RECHECK_S  # somebody else was faster: the watch will tell
+        self._announce(encode(world))
+        self._accounting.formed(entry.world, world, now)
+        self._waiting_reason, self._planned_since_s = "", None
+        self._at.journal.emit(
+            WorldFormed(
+                generation=world.generation,
+                nodes=tuple(m.name for m in world.members),
+                size=world.size,
+                state=world.state.value,
+                mode=world.mode,
+                cause=world.cause.value,
+                reason=world.reason,
+            )
+        )
+        return WorldEntry(world, revision, now), now
+
+    def _switch_step(
+        self, proposal: Proposal, before: World | None, now: float
+    ) -> tuple[int | None, bool]:
+        """Where a planned world takes over (None: at once), and whether to wait for a pace."""
+        if not proposal.planned or before is None:
+            return None, False
+        if before.switch_at_step is not None and not self._switched(before):
+            # One plan takes the place of another that nobody has carried out. Whoever learns of
+            # it too late waits at the same step's boundary, in the building of the first.
+            return before.switch_at_step, False
+        step_rate = self._step_rate()
+        if step_rate is not None:
+            return switch_step(step_rate, now), False
+        if self._planned_since_s is None:
+            self._planned_since_s = now
+        patience_s = STEP_RATE_PATIENCE_S.get(proposal.cause, 0.0)
+        return None, now < self._planned_since_s + patience_s
+
+    def _switched(self, world: World) -> bool:
+        """A member runs this world. (Then all were in it: they agree before they say so.)"""
+        return any(
+            known.node.running is not None and known.node.running.generation >= world.generation
+            for node_id in world.node_ids
+            if (known := self.roster.knows(node_id)) is not None
+        )
+
+    def _step_rate(self) -> StepRate | None:
+        """This node's own workers', if it is of the group that they step in now."""
+        running, step_rate = self._at.status.node.running, self._at.status.step_rate
+        if running is None or step_rate is None or step_rate.generation != running.generation:
+            return None
+        return step_rate
+
+    def _charge(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
+        """Hold what broke the world against the job and its nodes."""
+        assert entry.world is not None
+        members = classify_members(view, entry.world)
+        groups = [n.node.running.generation for n in members.running if n.node.running]
+        broken = Broken(
+            members=members,
+            proposal=proposal,
+            since_s=entry.since_s,
+            failures=self.roster.failures_since(min([entry.world.generation, *groups])),
+        )
+        stop = self._accounting.charge(broken, self._at.status.step_rate, now)
+        return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
+
+    def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
+        step_rate = self._at.status.step_rate
+        done = Done(
+            outcome=outcome,
+            reason=reason,
+            exit_code=exit_code,
+            generation=entry.world.generation if entry.world is not None else 0,
+            final_step=step_rate.step if step_rate is not None else None,
+            time_s=self._at.clock.wall(),
+        )
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.done, encode(done), expected_revision=0
+        )
+        return done if revision is not None else None

@@ -1,0 +1,307 @@
+"""What the leader knows of every node: keys, verdicts, failures. State without I/O.
+
+Fed with entries of the store and verdicts of probes; asked for the :class:`View` that
+``decide`` judges, and for the nodes whose liveness has to be settled first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from elastic.errors import RecordError
+from elastic.liveness.connections import Connections
+from elastic.liveness.probe import Verdict
+from elastic.membership.decision import Liveness, MissingMember, NodeView, View
+from elastic.membership.records import (
+    Done,
+    FailureReport,
+    Keys,
+    Member,
+    Node,
+    NodeState,
+    World,
+    decode,
+)
+from elastic.store.keyvalue import Entry
+
+RECHECK_S = 0.5  # a silent node is asked again this often
+
+
+@dataclass(frozen=True)
+class Known:
+    """A node that has, or had, a key."""
+
+    node: Node
+    lease_id: int
+    state_since_s: float
+    last_sign_s: float
+    present: bool  # its key exists
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How a node's workers ended in one generation."""
+
+    node_id: str
+    node: str  # its name
+    text: str | None
+    exit_code: int | None
+
+
+class Roster:
+    """The leader's memory of the nodes."""
+
+    def __init__(self, keys: Keys, connections: Connections) -> None:
+        self._keys = keys
+        self._connections = connections
+        self._known: dict[str, Known] = {}
+        self._liveness: dict[str, Liveness] = {}
+        self._unsettled: dict[str, float] = {}  # node_id -> when to ask; in question
+        self._missing_since: dict[str, float] = {}
+        self._suspect_since: dict[str, float] = {}
+        # node_id -> report, since when
+        self._failure_reports: dict[str, tuple[FailureReport, float]] = {}
+        self._failures: dict[int, dict[str, Failed]] = {}
+
+    def reset(self, entries: Iterable[Entry], now: float) -> list[RecordError]:
+        """Replace all of ``nodes/`` and ``failure_reports/``. Returns the unreadable records."""
+        present = {e.key for e in entries}
+        self._failure_reports = {}
+        for node_id in list(self._known):
+            if self._keys.node(node_id) not in present:
+                self.delete(node_id, now)
+        return [e for entry in entries if (e := self.put(entry, now)) is not None]
+
+    def put(self, entry: Entry, now: float) -> RecordError | None:
+        """A key was written. A record that cannot be read leaves the rest unharmed."""
+        try:
+            if entry.key.startswith(self._keys.failure_reports):
+                report = decode(FailureReport, entry.key, entry.value)
+                # By its key: a node speaks for itself only.
+                node_id = entry.key.removeprefix(self._keys.failure_reports)
+                self._failure_reports[node_id] = replace(report, node_id=node_id), now
+            else:
+                self._put_node(entry, now)
+        except RecordError as error:
+            return error
+        return None
+
+    def _put_node(self, entry: Entry, now: float) -> None:
+        node = decode(Node, entry.key, entry.value)
+        before = self._known.get(node.node_id)
+        same_state = before is not None and before.present and before.node.state == node.state
+        since = before.state_since_s if before is not None and same_state else now
+        self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
+        self._missing_since.pop(node.node_id, None)
+        # A record is no proof of life: it may have been on its way when its writer died.
+        self._liveness.setdefault(node.node_id, Liveness.ALIVE)
+        if self._liveness[node.node_id] is not Liveness.ALIVE:
+            self._unsettled[node.node_id] = now  # newer than the verdict: ask again
+        self._remember_failure(node)
+
+    def _remember_failure(self, node: Node) -> None:
+        # (Workers that replace a single one among them are starting, or ready.)
+        if node.running is None and node.failure_exit_code is not None:
+            failed = Failed(node.node_id, node.name, node.failure, node.failure_exit_code)
+            self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
+
+    def delete(self, node_id: str, now: float) -> None:
+        """A node key is gone: a suspicion."""
+        known = self._known.get(node_id)
+        if known is not None:
+            self._known[node_id] = replace(known, present=False)
+        self._missing_since[node_id] = now
+        self.doubt(node_id, now)
+
+    def delete_failure_report(self, node_id: str) -> None:
+        """A report was withdrawn, or its node's lease is over."""
+        self._failure_reports.pop(node_id, None)
+
+    def failure_report_of(self, node_id: str) -> FailureReport | None:
+        """What this node reports at present."""
+        return self._failure_reports[node_id][0] if node_id in self._failure_reports else None
+
+    def doubt(self, node_id: str, now: float) -> None:
+        """Something speaks against this node's life: settle it before deciding."""
+        if self._liveness.get(node_id) is not Liveness.DEAD:
+            self._unsettled[node_id] = now
+
+    def connection_opened(self, node_id: str, now: float) -> None:
+        """It has said hello: newer than any verdict against it."""
+        if self._liveness.get(node_id, Liveness.ALIVE) is not Liveness.ALIVE:
+            self._unsettled[node_id] = now
+
+    def settle(self, node_id: str, verdict: Verdict, now: float) -> Liveness | None:
+        """A probe's verdict. What is known now, if that changed it."""
+        before = self._liveness.get(node_id, Liveness.ALIVE)
+        liveness = self._judge(node_id, verdict, before)
+        self._liveness[node_id] = liveness
+        if liveness is Liveness.SUSPECT:
+            self._suspect_since.setdefault(node_id, now)
+        else:
+            self._suspect_since.pop(node_id, None)
+        self._unsettled.pop(node_id, None)
+        if liveness is Liveness.ALIVE:
+            self._connections.answered(node_id)
+            self._touch(node_id, now)
+        return liveness if liveness is not before else None
+
+    def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
+        """A refusal proves a death if the lease or our connection is lost, too; silence after
+        such a proof changes nothing for as long as that is so."""
+        is_lost = node_id in self._missing_since or self._connections.is_lost(node_id)
+        is_proof = verdict.refused or before is Liveness.DEAD
+        if verdict.liveness is Liveness.SUSPECT and is_proof and is_lost:
+            return Liveness.DEAD
+        return verdict.liveness
+
+    def _touch(self, node_id: str, now: float) -> None:
+        known = self._known.get(node_id)
+        if known is not None:
+            self._known[node_id] = replace(known, last_sign_s=now)
+        if node_id in self._missing_since:
+            self._missing_since[node_id] = now
+
+    def knows(self, node_id: str) -> Known | None:
+        return self._known.get(node_id)
+
+    def with_keys(self) -> tuple[str, ...]:
+        return tuple(node_id for node_id, known in self._known.items() if known.present)
+
+    def is_alive(self, node_id: str) -> bool:
+        """It has a key, and nothing speaks against its life."""
+        known = self._known.get(node_id)
+        return (
+            known is not None
+            and known.present
+            and node_id not in self._unsettled
+            and self._liveness.get(node_id) is Liveness.ALIVE
+        )
+
+    def is_dead(self, node_id: str) -> bool:
+        """Its death is proved, for all that is known now."""
+        return self._liveness.get(node_id) is Liveness.DEAD
+
+    def unsettled(self) -> frozenset[str]:
+        """Nodes in question; nothing is decided before they are settled."""
+        return frozenset(self._unsettled)
+
+    def silent(self) -> tuple[str, ...]:
+        """Nodes to ask again from time to time: silent, alive without a key, or dead with one."""
+        return tuple(
+            node_id
+            for node_id, liveness in self._liveness.items()
+            if liveness is Liveness.SUSPECT
+            or (liveness is Liveness.ALIVE and node_id in self._missing_since)
+            or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+        )
+
+    def doubt_members_without_key(self, world: World | None, now: float) -> None:
+        """Members this leader has never seen a key of: ask them."""
+        for member in world.members if world is not None else ():
+            known = self._known.get(member.node_id)
+            if (known is None or not known.present) and member.node_id not in self._missing_since:
+                self._missing_since[member.node_id] = now
+                self.doubt(member.node_id, now)
+
+    def doubt_members(self, world: World, now: float) -> None:
+        """A member failed or saw trouble: perhaps because another one died."""
+        for member in world.members:
+            self.doubt(member.node_id, now)
+
+    def unregistered(self, world: World | None) -> tuple[str, ...]:
+        """Members that answer without having a key that we ever saw: they will register."""
+        return tuple(
+            m.node_id
+            for m in (world.members if world is not None else ())
+            if m.node_id not in self._known and self._liveness.get(m.node_id) is Liveness.ALIVE
+        )
+
+    def forget_strangers(self, world: World | None) -> None:
+        """Drop nodes without a key that the world does not name."""
+        members = world.node_ids if world is not None else ()
+        for node_id in [n for n in self._missing_since if n not in members]:
+            for memory in (
+                self._known,
+                self._liveness,
+                self._unsettled,
+                self._missing_since,
+                self._suspect_since,
+                self._failure_reports,
+            ):
+                memory.pop(node_id, None)
+            self._connections.forget(node_id)
+
+    def highest_running(self) -> World | None:
+        """The newest world that any node says it runs."""
+        running = [
+            k.node.running for k in self._known.values() if k.present and k.node.running is not None
+        ]
+        return max(running, key=lambda world: world.generation, default=None)
+
+    def failures_since(self, generation: int) -> tuple[Failed, ...]:
+        """How workers of this generation and later ones ended; one per node, first one first.
+        Those of earlier ones are forgotten."""
+        self._failures = {g: found for g, found in self._failures.items() if g >= generation}
+        first: dict[str, Failed] = {}
+        for generation in sorted(self._failures):
+            for node_id, failed in self._failures[generation].items():
+                first.setdefault(node_id, failed)
+        return tuple(first.values())
+
+    def view(
+        self,
+        world: World | None,
+        world_since_s: float,
+        *,
+        done: Done | None,
+        cooling: Mapping[str, float],
+    ) -> View:
+        """Everything for ``decide``."""
+        nodes, missing = [], []
+        members = {m.node_id: m for m in world.members} if world is not None else {}
+        for node_id, known in self._known.items():
+            liveness = self._liveness.get(node_id, Liveness.ALIVE)
+            # A live answer overrules a vanished key: the node will write it again.
+            if known.present or (node_id in members and liveness is Liveness.ALIVE):
+                nodes.append(
+                    NodeView(
+                        node=known.node,
+                        liveness=liveness,
+                        state_since_s=known.state_since_s,
+                        suspect_since_s=self._suspect_since.get(node_id),
+                    )
+                )
+        seen = {n.node.node_id for n in nodes}
+        for node_id, member in members.items():
+            if node_id not in seen:
+                missing.append(self._missing(member, world_since_s))
+        return View(
+            world=world,
+            world_since_s=world_since_s,
+            nodes=tuple(nodes),
+            missing=tuple(missing),
+            done=done,
+            cooling=cooling,
+            failure_reports=tuple(report for report, _ in self._failure_reports.values()),
+            failing_since_s=self._failing_since_s(world),
+        )
+
+    def _failing_since_s(self, world: World | None) -> float | None:
+        """When trouble began that this world is not itself the answer to."""
+        if world is None:
+            return None
+        floor = world.generation if world.switch_at_step is None else 0
+        since = (s for t, s in self._failure_reports.values() if t.generation >= floor)
+        return min(since, default=None)
+
+    def _missing(self, member: Member, world_since_s: float) -> MissingMember:
+        known = self._known.get(member.node_id)
+        return MissingMember(
+            member=member,
+            proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
+            last_sign_s=self._missing_since.get(member.node_id, world_since_s),
+            finished=known is not None and known.node.state is NodeState.FINISHED,
+            running=known.node.running if known is not None else None,
+        )

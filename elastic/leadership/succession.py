@@ -1,0 +1,216 @@
+"""This node's view of leadership: follow the leader, notice its death, stand in its place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from elastic.events import LeaderChanged
+from elastic.leadership import election as leader_key
+from elastic.leadership.election import LeaderEntry
+from elastic.leadership.leader import Leadership
+from elastic.liveness.channel import LivenessServer
+from elastic.liveness.connections import Connections
+from elastic.liveness.probe import Verdict, probe
+from elastic.membership.decision import Liveness
+from elastic.membership.records import Leader, NodeState, decode, encode
+from elastic.node.context import NodeContext
+from elastic.node.identity import proved_gone
+from elastic.node.run_secret import LIVENESS
+from elastic.store.keyvalue import Entry, Lease
+
+FOLLOW_AGAIN_S = 0.5
+_ON_THE_WAY_OUT = (NodeState.LEAVING, NodeState.FAILED)
+
+
+@dataclass(frozen=True)
+class LeaderProbed:
+    """The connection to the leader closed; this is what asking it said."""
+
+    entry: LeaderEntry
+    verdict: Verdict
+
+
+class Succession:
+    """Owned by the node's thread; only the probe of a leader runs elsewhere and posts back."""
+
+    def __init__(self, context: NodeContext, liveness: LivenessServer) -> None:
+        self._at = context
+        self._liveness = liveness
+        self._entry: LeaderEntry | None = None
+        self._absent_since_s = context.clock.monotonic()
+        self._follow_at_s: float | None = None
+        self._probing: threading.Thread | None = None
+        self._connections = Connections()
+        self.term: Leadership | None = None
+
+    @property
+    def _my_id(self) -> str:
+        return self._at.status.node.node_id
+
+    def learn_absent(self, revision: int | None = None) -> None:
+        """The leader key is gone, deleted at ``revision`` (None: not there in a snapshot)."""
+        if revision is None or self._entry is None or revision > self._entry.mod_revision:
+            self._set(None)
+
+    def learn(self, entry: Entry) -> None:
+        """The leader key was written."""
+        if self._entry is not None and entry.mod_revision < self._entry.mod_revision:
+            return  # an older event than what this node wrote itself
+        self._set(LeaderEntry(decode(Leader, entry.key, entry.value), entry.mod_revision))
+
+    def forget(self) -> None:
+        """The store was wiped: nothing known of leadership holds."""
+        self._set(None)
+
+    def duties(self, lease: Lease | None, now: float) -> None:
+        """Stand for an absent leader; hand over a term outside the world; follow again."""
+        if self._entry is None and lease is not None:
+            self._stand(lease, now)
+        if self.term is not None:
+            self._hand_over_if_outside(self.term)
+        if self._follow_at_s is not None and now >= self._follow_at_s:
+            self._follow_at_s = None
+            if self._entry is not None:
+                leader = self._entry.leader
+                self._liveness.follow(leader.node_id, leader.address, leader.liveness_port)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When ``duties`` has something to do again."""
+        if self._entry is None:
+            return self._absent_since_s + 2 * self._at.options.lease_s
+        return self._follow_at_s
+
+    def _stand(self, lease: Lease, now: float) -> None:
+        # A node on its way out stands, too: the last one to leave has to say so in a world.
+        node = self._at.status.node
+        if not leader_key.may_campaign(
+            self._at.status.world.world,
+            node.node_id,
+            absent_for_s=now - self._absent_since_s,
+            patience_s=2 * self._at.options.lease_s,
+        ):
+            return
+        me = Leader(node_id=node.node_id, address=node.address, liveness_port=node.liveness_port)
+        won = leader_key.campaign(self._at.store, self._at.keys, me, lease)
+        if won is not None:
+            self._set(won)
+
+    def _set(self, entry: LeaderEntry | None) -> None:
+        before = self._entry.leader.node_id if self._entry else None
+        after = entry.leader.node_id if entry else None
+        if entry is None and self._entry is not None:
+            self._absent_since_s = self._at.clock.monotonic()
+        self._entry = entry
+        if before == after:
+            return
+        self._at.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
+        self._follow_at_s = None
+        if after != self._my_id:
+            self.end_term()
+        if entry is None or after == self._my_id:
+            self._liveness.unfollow()
+        else:
+            leader = entry.leader
+            self._liveness.follow(leader.node_id, leader.address, leader.liveness_port)
+        if after == self._my_id:
+            self._begin_term()
+
+    def _begin_term(self) -> None:
+        self.end_term()
+        self.term = Leadership(self._at, self._liveness.announce, self._connections)
+        world = self._at.status.world.world
+        if world is not None:  # for followers that are cut off from the store
+            self._liveness.announce(encode(world))
+
+    def end_term(self) -> None:
+        term, self.term = self.term, None
+        if term is not None:
+            term.close()
+            self._liveness.announce_nothing()
+
+    def _hand_over_if_outside(self, term: Leadership) -> None:
+        """A leader outside the world hands leadership to a member."""
+        world, entry = self._at.status.world.world, self._entry
+        if world is None or entry is None or self._my_id in world.node_ids:
+            return
+        for node_id in world.node_ids:
+            known = term.roster.knows(node_id)
+            if known is None or not term.roster.is_alive(node_id):
+                continue
+            if known.node.state in _ON_THE_WAY_OUT:
+                continue
+            handed = leader_key.hand_over(
+                self._at.store, self._at.keys, entry, known.node, known.lease_id
+            )
+            if handed is not None:
+                self._set(handed)
+            return
+
+    def on_connection_opened(self, node_id: str, is_leader: bool) -> None:
+        """A follower said hello, or our leader answered ours."""
+        self._connections.opened(node_id, is_leader)
+        if self.term is not None and not is_leader:
+            self.term.on_opened(node_id)
+
+    def on_connection_dropped(self, node_id: str) -> None:
+        """This node gave up its connection to a former leader."""
+        self._connections.dropped(node_id)
+
+    def on_connection_closed(self, node_id: str, was_leader: bool) -> None:
+        """A liveness connection closed: a suspicion, to be probed."""
+        self._connections.closed(node_id, was_leader)
+        if self.term is not None:
+            self.term.on_closed(node_id)
+        entry = self._entry
+        if not was_leader or entry is None or entry.leader.node_id != node_id:
+            return
+        if self._probing is None or not self._probing.is_alive():
+            self._probing = threading.Thread(
+                target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
+            )
+            self._probing.start()
+
+    def _probe(self, entry: LeaderEntry) -> None:
+        leader, world = entry.leader, self._at.status.world.world
+        members = world.members if world is not None else ()
+        process = next((m.process for m in members if m.node_id == leader.node_id), None)
+        if process is not None and proved_gone(process, self._at.status.node.process):
+            verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
+        else:
+            verdict = probe(
+                leader.address,
+                leader.liveness_port,
+                leader.node_id,
+                key=self._at.secret.key(LIVENESS),
+                timeout_s=self._at.options.probe_s,
+                tls=self._at.tls,
+                clock=self._at.clock,
+            )
+        self._at.post(LeaderProbed(entry, verdict))
+
+    def on_probed(self, probed: LeaderProbed) -> None:
+        """Dead: delete its key, so that somebody takes its place at once."""
+        if self._entry != probed.entry:
+            return
+        verdict = probed.verdict
+        is_lost = self._connections.is_lost(probed.entry.leader.node_id)
+        if verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost):
+            leader_key.evict(self._at.store, self._at.keys, probed.entry)
+            self._set(None)
+            return
+        # Silent, or it refuses and was never connected: its lease decides. Meanwhile we try to
+        # hold the connection again.
+        self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+
+    def resign(self) -> None:
+        """End the term and free the key."""
+        self.end_term()
+        if self._entry is not None and self._entry.leader.node_id == self._my_id:
+            leader_key.evict(self._at.store, self._at.keys, self._entry)
+
+    def join_threads(self) -> None:
+        if self._probing is not None:
+            self._probing.join()

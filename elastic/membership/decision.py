@@ -1,0 +1,162 @@
+"""Which world comes next: PROTOCOL section 4 as a pure function.
+
+``decide(view, now, policy)`` looks at everything the leader knows and returns the next world
+with its cause in words, what it waits for and until when, or that the job is over. No clock,
+no I/O, no randomness: equal arguments give equal answers.
+
+Its words are in ``view.py``. Members are sorted in ``standing.py``, nodes from outside in
+``joining_nodes.py``; what follows when somebody goes on is in ``succession.py``, when nobody does
+here.
+"""
+
+from __future__ import annotations
+
+from elastic.membership.joining_nodes import find_joining_nodes, first_node, refusal
+from elastic.membership.member_status import MemberStatus, classify_members
+from elastic.membership.proposal import also, count, names, propose, verb, world_of
+from elastic.membership.records import Cause, Node, NodeState, Outcome, World
+from elastic.membership.surviving_world import Succession
+from elastic.membership.view import (
+    Decision,
+    End,
+    Liveness,
+    MissingMember,
+    NodeView,
+    Policy,
+    Proposal,
+    View,
+    Wait,
+)
+
+__all__ = [
+    "Decision",
+    "End",
+    "Liveness",
+    "MissingMember",
+    "NodeView",
+    "Policy",
+    "Proposal",
+    "View",
+    "Wait",
+    "adoptable",
+    "decide",
+    "refusal",
+    "world_of",
+]
+
+
+def decide(view: View, now: float, policy: Policy) -> Decision:
+    """The next world, or what is waited for, or that the job is over."""
+    if view.done is not None:
+        return Wait(reason=f"the job is over: {view.done.reason}")
+    if (running := adoptable(view)) is not None:
+        return Wait(reason=f"generation {running.generation} runs, but the store has lost it")
+    if view.world is None:
+        return _first_world(view, now, policy)
+    status = classify_members(view, view.world)
+    if status.over:
+        return _success(status)
+    # Joining nodes that had still to switch may not begin beside those who leave.
+    only_joining = status.in_process and not any(n.node.running for n in status.running)
+    if only_joining and (leaving := _still_stepping(view)) is not None:
+        return leaving
+    if (replacing := _replacing(status, now, policy)) is not None:
+        return replacing
+    if not status.survivors:
+        return _after_everybody(view, status, now, policy)
+    return Succession(view, status, now, policy).decide()
+
+
+def adoptable(view: View) -> World | None:
+    """The world to put back into a store that was wiped or restored: the newest one that a node
+    still runs, if the store knows none that is as new."""
+    running = (n.node.running for n in view.nodes if n.liveness is not Liveness.DEAD)
+    newest = max((w for w in running if w), key=lambda w: w.generation, default=None)
+    if newest is None or (view.world and view.world.generation >= newest.generation):
+        return None
+    return newest
+
+
+def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
+    """A restart of all would discard the state that workers of these nodes hold."""
+    nodes = status.replacing
+    until_s = max((n.state_since_s for n in nodes), default=0.0) + policy.join_timeout_s
+    if not nodes or now >= until_s:
+        return None
+    return Wait(reason=f"{names(nodes)} {verb(nodes, 'replace')} dead workers", until_s=until_s)
+
+
+def _success(status: MemberStatus) -> End:
+    said = [f"{', '.join(status.finished)} finished", *status.sentences]
+    return End(outcome=Outcome.SUCCESS, reason="; ".join(said), exit_code=0)
+
+
+def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:
+    """Rule 1. The first node's min, max and version become the job's."""
+    reference = first_node(view)
+    if reference is None:
+        return Wait(reason="no node has arrived")
+    return _gather(view, reference, now, policy, Cause.FIRST, "")
+
+
+def _after_everybody(
+    view: View, status: MemberStatus, now: float, policy: Policy
+) -> Proposal | Wait:
+    """Section 2: without a survivor the old world must be proved dead, or silent for long."""
+    silent = [g for g in status.gone if not g.proved]
+    until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
+    if silent and now < until:
+        said = "; ".join(g.sentence for g in silent)
+        reason = (
+            f"generation {status.world.generation} may still run: {said}; "
+            f"it is taken over {policy.takeover_s:g} s after the last sign"
+        )
+        return Wait(reason=reason, until_s=until)
+    why = "; ".join(status.sentences) or "the last world has no members"
+    # Nobody is left to disagree with: like in a first world, the first node's limits count.
+    reference = first_node(view) or status.world
+    decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
+    if isinstance(decision, Wait) and not silent and _leaving(view, status):
+        return propose(view, status.world, (), Cause.PAUSED, f"{why}; nobody is left")
+    if isinstance(decision, Proposal) and (leaving := _still_stepping(view)):
+        return leaving
+    return decision
+
+
+def _still_stepping(view: View) -> Wait | None:
+    """In-process workers step on to the boundary at which they leave, with nobody to follow."""
+    leavers = [
+        n.node.name
+        for n in view.nodes
+        if n.node.state is NodeState.LEAVING
+        and n.node.in_process
+        and n.node.running is not None
+        and n.liveness is not Liveness.DEAD
+    ]
+    return Wait(reason=f"{', '.join(leavers)} still to leave") if leavers else None
+
+
+def _leaving(view: View, status: MemberStatus) -> bool:
+    """The last ones are on their way out, and can still say so. Written down now, it spares the
+    next start the wait for nodes that nobody can ask any more."""
+    members = set(status.world.node_ids)
+    return any(n.node.node_id in members and n.liveness is not Liveness.DEAD for n in view.nodes)
+
+
+def _gather(
+    view: View, reference: World | Node, now: float, policy: Policy, cause: Cause, why: str
+) -> Proposal | Wait:
+    """A world of joining nodes only: at once when full, after the last call when enough."""
+    candidates = find_joining_nodes(view, reference, now, in_process=False)
+    nodes = candidates.eligible[: reference.max_nodes]
+    if len(nodes) < max(1, reference.min_nodes):
+        reason = f"{why}{count(nodes)} of at least {reference.min_nodes} nodes arrived"
+        return Wait(reason=also(reason, candidates), until_s=candidates.cooling_until_s)
+    until = max(n.state_since_s for n in nodes) + policy.last_call_s
+    if len(nodes) < reference.max_nodes and now < until:
+        reason = (
+            f"{why}{count(nodes)} of at most {reference.max_nodes} nodes arrived, "
+            f"last call of {policy.last_call_s:g} s"
+        )
+        return Wait(reason=also(reason, candidates), until_s=until)
+    return propose(view, reference, nodes, cause, f"{why}{names(nodes)} {verb(nodes, 'start')}")

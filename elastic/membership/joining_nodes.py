@@ -1,0 +1,110 @@
+"""Who may come into a world next: nodes that are not in the current one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from elastic.config import NODE_TLS
+from elastic.membership.records import Node, NodeState, World
+from elastic.membership.view import Liveness, NodeView, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoiningNodes:
+    """Nodes outside the current world, and why some of them are not counted."""
+
+    eligible: tuple[NodeView, ...]  # oldest first
+    cooling_until_s: float | None  # when the first of those that cool down is eligible again
+    passed_over: tuple[str, ...]  # a sentence for each live node that is not counted
+
+
+def refusal(node: Node, reference: World | Node) -> str | None:
+    """Why ``node`` cannot mix with a job: a sentence, or None if it can.
+
+    ``reference`` is the job's world or, before the first one, its first node. Versions mix
+    within one major.minor; torch may differ between nodes.
+    """
+    if (node.min_nodes, node.max_nodes) != (reference.min_nodes, reference.max_nodes):
+        return (
+            f"{node.name} was started with {node.min_nodes} to {node.max_nodes} nodes, "
+            f"the job runs with {reference.min_nodes} to {reference.max_nodes}"
+        )
+    if reference.library and _line(node.library) != _line(reference.library):
+        return (
+            f"{node.name} has torch-elastic-harness {node.library}, "
+            f"the job runs with {reference.library}"
+        )
+    if node.tls != reference.tls:
+        names = ", ".join(NODE_TLS)
+        return (
+            f"{node.name} has TLS between nodes ({names}), the job runs without"
+            if node.tls
+            else f"{node.name} has no TLS between nodes ({names} are not set), the job runs with it"
+        )
+    return None
+
+
+def _line(version: str) -> str:
+    """The major.minor of a version."""
+    match = re.match(r"\d+\.\d+", version)
+    return match.group() if match else version
+
+
+def by_seniority(nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
+    """Oldest first; the id decides between equal times, so that all leaders agree."""
+    return tuple(sorted(nodes, key=lambda n: (n.node.joined_at_s, n.node.node_id)))
+
+
+def first_node(view: View) -> Node | None:
+    """The node that sets min, max and version of a job that has no world yet."""
+    arrived = (
+        n for n in view.nodes if _can_come(n.node, False) and n.liveness is not Liveness.DEAD
+    )
+    return next((n.node for n in by_seniority(arrived)), None)
+
+
+def find_joining_nodes(
+    view: View, reference: World | Node, now: float, *, in_process: bool
+) -> JoiningNodes:
+    """Sort the nodes outside ``view.world`` into those that may come and the others.
+
+    ``in_process``: the members keep their processes, so a joining node must be ready first.
+    """
+    members = set(view.world.node_ids) if view.world else set()
+    eligible, passed_over, ends = [], [], []
+    for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
+        until = cooling_until(n.node, view.cooling)
+        if n.liveness is Liveness.DEAD or not _can_come(n.node, in_process):
+            continue
+        if sentence := refusal(n.node, reference):
+            passed_over.append(sentence)
+        elif n.liveness is Liveness.SUSPECT:
+            passed_over.append(f"{n.node.name} does not answer")
+        elif until is not None and now < until:
+            passed_over.append(f"{n.node.name} cools down after repeated failures")
+            ends.append(until)
+        else:
+            eligible.append(n)
+    return JoiningNodes(
+        eligible=tuple(eligible),
+        cooling_until_s=min(ends, default=None),
+        passed_over=tuple(passed_over),
+    )
+
+
+def cooling_until(node: Node, cooling: Mapping[str, float]) -> float | None:
+    """When the cool-down of this node's id or name ends, if there is one."""
+    ends = [cooling[key] for key in (node.node_id, node.name) if key in cooling]
+    return max(ends, default=None)
+
+
+def _can_come(node: Node, in_process: bool) -> bool:
+    # A ready in-process node can also be restarted into a world of the other mode; a node whose
+    # workers are not ready would make an in-process world wait for it.
+    if node.state is NodeState.READY:
+        # One that still runs a world which went on without it has not heard of that yet, cut off
+        # as it was. Its workers are about to be started anew: nobody is to wait for them.
+        return node.in_process and node.running is None
+    return node.state is NodeState.ARRIVED and not in_process

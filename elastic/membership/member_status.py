@@ -1,0 +1,245 @@
+"""The status of each member of the current world: running, out, or gone and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.membership.records import Cause, FailureReport, Node, NodeState, World, WorldState
+from elastic.membership.view import Liveness, MissingMember, NodeView, View
+
+MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gone:
+    """A member that is not in the next world."""
+
+    node_id: str
+    cause: Cause  # LOST or LEFT
+    sentence: str
+    proved: bool  # it certainly makes no progress any more
+    last_sign_s: float
+    running: World | None = None  # if that is not proved: the group that it may still step in
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """The members of ``world``, each in one place, in rank order."""
+
+    world: World
+    running: tuple[NodeView, ...]  # run this generation, or are about to
+    out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
+    gone: tuple[Gone, ...]
+    finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
+    peers: frozenset[str]  # whom the finished ones ran with, as far as they still say it
+    failure_reports: tuple[FailureReport, ...]  # of running members, and not answered yet
+    alive: frozenset[str]  # ids of all nodes that are there, members or not
+
+    @property
+    def in_process(self) -> bool:
+        """Those who still run can change worlds without a restart."""
+        return bool(self.running) and all(
+            n.node.in_process and n.node.state is not NodeState.ARRIVED for n in self.running
+        )
+
+    @property
+    def pending(self) -> bool:
+        """A planned world that nobody has switched to yet."""
+        return self.world.switch_at_step is not None and not any(
+            n.node.running and n.node.running.generation >= self.world.generation
+            for n in self.running
+        )
+
+    @property
+    def over(self) -> bool:
+        """Somebody finished, and nobody is left who was stepping with them. Joining nodes that had
+        still to switch when the others finished are not needed any more."""
+        if not self.finished or any(n.node.running for n in self.running):
+            return False
+        # (In restart mode a member starts with the world, not at a switch.)
+        peers_known = self.peers if self.world.mode == "in-process" else frozenset()
+        left = (n.node.node_id for n in self.running + self.out)
+        return not any(node_id in peers_known or not peers_known for node_id in left)
+
+    @property
+    def survivors(self) -> tuple[NodeView, ...]:
+        """Who goes on, in rank order.
+
+        In-process members do not wait for one that restarts its workers: it comes back as a
+        newcomer once it is ready. If nobody runs any more, all restart together.
+        """
+        if self.in_process:
+            return self.running
+        if not self.running and (ready := [n for n in self.out if _is_ready(n)]):
+            # Some of their workers have died and were replaced: the others hold the state, and
+            # a restart would discard it.
+            return tuple(ready)
+        place = {node_id: i for i, node_id in enumerate(self.world.node_ids)}
+        return tuple(sorted(self.running + self.out, key=lambda n: place[n.node.node_id]))
+
+    @property
+    def replacing(self) -> tuple[NodeView, ...]:
+        """Nobody runs any more, and nobody is ready, but these soon are: workers of theirs were
+        replaced, and the others wait with their state."""
+        if self.running or any(_is_ready(n) for n in self.out):
+            return ()
+        return tuple(n for n in self.out if n.node.state is NodeState.STARTING)
+
+    @property
+    def changed(self) -> bool:
+        """The world cannot go on as it is."""
+        if self.world.state is WorldState.PAUSED and not self.in_process:
+            return bool(self.gone)  # its members wait for a restart: nothing can be broken
+        return bool(self.gone or self.out or self.failure_reports)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What is wrong, for people."""
+        said = tuple(g.sentence for g in self.gone)
+        if self.world.state is WorldState.ACTIVE or self.in_process:
+            name = {n.node.node_id: n.node.name for n in self.running}
+            said += tuple(_failure(n.node) for n in self.out)
+            said += tuple(f"{name[t.node_id]} reports: {t.error}" for t in self.failure_reports)
+        return said
+
+    @property
+    def unbroken(self) -> bool:
+        """The survivors step on in a group of which nobody failed or vanished (leaving is
+        neither): the next world can wait for the end of a step."""
+        groups = [n.node.running for n in self.running if n.node.running is not None]
+        if self.failure_reports or not groups or not (self.pending or self._taken_up(groups)):
+            return False
+        broken = {n.node.node_id for n in self.out}
+        broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        # A node that was to leave with a pending plan, and is gone, ended the old group's steps.
+        left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
+        return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
+
+    def _taken_up(self, groups: list[World]) -> bool:
+        """Everybody has entered this world: nobody is building it, with the last one given up."""
+        entered = all(group.generation >= self.world.generation for group in groups)
+        return entered and len(groups) == len(self.running)
+
+
+def _is_ready(n: NodeView) -> bool:
+    return n.node.state is NodeState.READY and n.node.in_process
+
+
+def classify_members(view: View, world: World) -> MemberStatus:
+    """Sort the members of ``world``."""
+    present = {n.node.node_id: n for n in view.nodes}
+    missing = {m.member.node_id: m for m in view.missing}
+    running, out, gone = [], [], []
+    oldest = _oldest_group(view, world)
+    finished = [n.node.name for n in view.nodes if n.node.state is NodeState.FINISHED]
+    for member in world.members:
+        n = present.get(member.node_id)
+        if n is None:
+            m = missing.get(member.node_id) or MissingMember(
+                member=member, proved_dead=False, last_sign_s=view.world_since_s
+            )
+            if m.finished:
+                finished.append(member.name)
+            else:
+                gone.append(_lease_over(m))
+        elif n.node.state is NodeState.FINISHED:
+            continue
+        elif reason := _gone(n):
+            gone.append(reason)
+        elif _is_out(n.node, world, oldest):
+            out.append(n)
+        else:
+            running.append(n)
+    return MemberStatus(
+        world=world,
+        running=tuple(running),
+        out=tuple(out),
+        gone=tuple(gone),
+        finished=tuple(finished),
+        peers=_peers_of_finished(view),
+        failure_reports=_failure_reports(view, world, running),
+        alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
+    )
+
+
+def _peers_of_finished(view: View) -> frozenset[str]:
+    finished = (n.node for n in view.nodes if n.node.state is NodeState.FINISHED)
+    return frozenset(i for node in finished if node.running for i in node.running.node_ids)
+
+
+def _lease_over(m: MissingMember) -> Gone:
+    how = "its process is dead" if m.proved_dead else "silent, and its lease is over"
+    return Gone(
+        node_id=m.member.node_id,
+        cause=Cause.LOST,
+        sentence=f"{m.member.name} is lost ({how})",
+        proved=m.proved_dead,
+        last_sign_s=m.last_sign_s,
+        running=m.running,
+    )
+
+
+def _gone(n: NodeView) -> Gone | None:
+    if n.liveness is Liveness.DEAD:
+        cause, sentence = Cause.LOST, f"{n.node.name} is lost (its process is dead)"
+    elif n.node.state is NodeState.LEAVING:
+        cause, sentence = Cause.LEFT, f"{n.node.name} leaves"
+    elif n.node.state is NodeState.FAILED:
+        cause, sentence = Cause.LOST, _failure(n.node)
+    else:
+        return None
+    return Gone(
+        node_id=n.node.node_id,
+        cause=cause,
+        sentence=sentence,
+        proved=True,
+        last_sign_s=n.state_since_s,
+    )
+
+
+def _oldest_group(view: View, world: World) -> int:
+    """The oldest generation that a member still runs; ``world``'s own unless a switch to it is
+    pending."""
+    if world.switch_at_step is None:
+        return world.generation
+    ids = set(world.node_ids)
+    groups = (n.node.running for n in view.nodes if n.node.node_id in ids)
+    return min((g.generation for g in groups if g is not None), default=world.generation)
+
+
+def _is_out(node: Node, world: World, oldest: int) -> bool:
+    """The workers with which this node was to be in ``world`` are gone."""
+    if node.running is not None:
+        return False
+    if node.arrived_for >= min(oldest, world.generation):
+        return True
+    # An in-process world has no members without ready workers. Who is seen without lost them
+    # before it could enter, whatever generation they ran.
+    return world.mode == "in-process" and node.state is not NodeState.READY
+
+
+def _failure(node: Node) -> str:
+    if node.failure and (lines := node.failure.strip().splitlines()):
+        # A traceback says what happened in its last line, a message in its first.
+        line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return f"{node.name} failed: {line.strip()[:MAX_FAILURE_CHARS]}"
+    if node.failure_exit_code:
+        return f"{node.name} failed with exit code {node.failure_exit_code}"
+    return f"{node.name} left generation {node.arrived_for}"
+
+
+def _failure_reports(
+    view: View, world: World, running: list[NodeView]
+) -> tuple[FailureReport, ...]:
+    """Failure reports for the generation that the reporting node runs. Newer worlds have already
+    answered older reports.
+
+    While a planned switch is pending, members still run the previous world, and their reports
+    count. Once one member runs the new world, all of them have joined it, and it answers reports
+    about the previous world. An immediate world does so from its start.
+    """
+    nodes = {n.node.node_id: n.node for n in running}
+    groups = [n.node.running.generation for n in running if n.node.running is not None]
+    switched = world.switch_at_step is None or any(g >= world.generation for g in groups)
+    floor = world.generation if switched else min(groups, default=world.generation)
+    return tuple(t for t in view.failure_reports if t.node_id in nodes and t.generation >= floor)

@@ -1,0 +1,108 @@
+"""From chosen nodes to a proposal, from a proposal to the record, and the words for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elastic.membership.joining_nodes import JoiningNodes
+from elastic.membership.records import BreakageRecord, Cause, Node, World, WorldState
+from elastic.membership.view import NodeView, Proposal, View
+
+LINEAGE_LENGTH = 32
+
+
+def propose(
+    view: View,
+    reference: World | Node,
+    nodes: Sequence[NodeView],
+    cause: Cause,
+    reason: str,
+    *,
+    planned: bool = False,
+) -> Proposal:
+    """The world of ``nodes``, with the numbers of the job (``reference``)."""
+    in_process = bool(nodes) and all(n.node.in_process for n in nodes)
+    return Proposal(
+        generation=_newest_generation(view) + 1,
+        nodes=tuple(n.node for n in nodes),
+        state=WorldState.PAUSED if cause is Cause.PAUSED else WorldState.ACTIVE,
+        mode="in-process" if in_process else "restart",
+        cause=cause,
+        reason=reason,
+        min_nodes=reference.min_nodes,
+        max_nodes=reference.max_nodes,
+        library=reference.library,
+        tls=reference.tls,
+        planned=planned and in_process,
+    )
+
+
+def _newest_generation(view: View) -> int:
+    # After a wipe the nodes are the only memory of how far generations had come. Starting again
+    # below a node's `arrived_for` would make that node look as if it had left every new world.
+    seen = [n.node.arrived_for for n in view.nodes]
+    seen += [n.node.running.generation for n in view.nodes if n.node.running]
+    return max([view.world.generation if view.world else 0, *seen])
+
+
+def world_of(
+    proposal: Proposal,
+    last: World | None,
+    *,
+    nonce: str,
+    time_s: float,
+    switch_at_step: int | None = None,
+    committed_step: int | None = None,
+    breakages: tuple[BreakageRecord, ...] = (),
+) -> World:
+    """The record to swap in for ``last``. The first node hosts the group's store.
+
+    ``committed_step`` is what is known of the job's progress, if anything: the record's floor
+    never falls.
+    """
+    host = proposal.nodes[0] if proposal.nodes else None
+    lineage = (*last.lineage, last.generation) if last else ()
+    return World(
+        generation=proposal.generation,
+        members=tuple(n.as_member() for n in proposal.nodes),
+        store_host=host.address if host else "",
+        store_port=host.ports[proposal.generation % len(host.ports)] if host else 0,
+        nonce=nonce,
+        mode=proposal.mode,
+        switch_at_step=switch_at_step,
+        state=proposal.state,
+        min_nodes=proposal.min_nodes,
+        max_nodes=proposal.max_nodes,
+        library=proposal.library,
+        tls=proposal.tls,
+        lineage=lineage[-LINEAGE_LENGTH:],
+        cause=proposal.cause,
+        reason=proposal.reason,
+        time_s=time_s,
+        breakages=breakages,
+        committed_step=_floor(last.committed_step if last else None, committed_step),
+    )
+
+
+def _floor(before: int | None, now: int | None) -> int | None:
+    return max(before or 0, now or 0) or before
+
+
+def names(nodes: Iterable[NodeView]) -> str:
+    """``n1, n2``"""
+    return ", ".join(n.node.name for n in nodes) or "nobody"
+
+
+def verb(nodes: Sequence[NodeView], stem: str) -> str:
+    """``join`` for several, ``joins`` for one."""
+    return stem if len(nodes) > 1 else f"{stem}s"
+
+
+def count(nodes: Sequence[NodeView]) -> str:
+    """``2 (n1, n2)``"""
+    return f"{len(nodes)} ({names(nodes)})" if nodes else "0"
+
+
+def also(reason: str, candidates: JoiningNodes) -> str:
+    """The reason, and why nodes that wait are not counted."""
+    return "; ".join([reason, *candidates.passed_over])

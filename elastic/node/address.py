@@ -1,0 +1,97 @@
+"""Where the other nodes reach this one: an address, looked up once, before it is published.
+
+Names stay on this node. Others would have to resolve them on threads that must never wait, each
+time they connect, and many machines resolve their own name to 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import tenacity
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError
+from elastic.store.etcd.endpoints import Endpoint
+
+LOOK_AGAIN_S = 0.5  # a pod's name is known a moment after the pod runs
+
+
+def own_address(
+    told: str, endpoint: Endpoint | None, *, within_s: float, clock: Clock = SYSTEM_CLOCK
+) -> str:
+    """The address behind ``told``, an address or a name; if it is empty or a name for the
+    loopback interface, this machine's address on the way to etcd (``endpoint``).
+
+    Raises ConfigError if the name cannot be resolved within ``within_s``.
+    """
+    if not told:
+        return _towards(endpoint) or _of_this_host()
+    if _is_address(told):
+        return told
+    found = _resolve(told, within_s, clock)
+    reachable = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+    if reachable or told == "localhost":
+        return (reachable or found)[0]
+    return _towards(endpoint) or found[0]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _resolve(name: str, within_s: float, clock: Clock) -> list[str]:
+    """Its addresses, IPv4 first: a listener on a name listens there."""
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(OSError),
+        stop=tenacity.stop_after_attempt(1 + int(within_s / LOOK_AGAIN_S)),
+        wait=tenacity.wait_fixed(LOOK_AGAIN_S),
+        sleep=clock.sleep,
+        reraise=True,
+    )
+    try:
+        return attempts(_addresses, name)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--local-addr={name} cannot be resolved on this node: {error}",
+            hint="give the IP address at which the other nodes reach this one",
+        ) from error
+
+
+def _addresses(name: str) -> list[str]:
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # stable: else as the system says
+    return [str(entry[4][0]) for entry in found]
+
+
+def _towards(endpoint: Endpoint | None) -> str:
+    """This machine's address on the way to etcd: what the other nodes can most likely reach.
+
+    A connected datagram socket sends nothing; it makes the kernel choose the route.
+    """
+    if endpoint is None:
+        return ""
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _of_this_host() -> str:
+    try:
+        return _addresses(socket.gethostname())[0]
+    except OSError as error:
+        raise ConfigError(
+            f"this node does not know its address: {socket.gethostname()!r} cannot be resolved "
+            f"({error})",
+            hint="give the IP address at which the other nodes reach it, with --local-addr",
+        ) from error

@@ -1,0 +1,183 @@
+"""This node's memory for checkpoints: made by the agent, so that it outlives all its workers.
+
+A folder below ``/dev/shm`` whose name tells the agent's process: it goes when the agent ends, and
+if that was killed, with the next agent on this machine that can prove so. Workers are told it as
+``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into the next
+one's in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent imports
+it (and nothing else of checkpoints) because a tier that dies with the workers would be none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoints.memory.host import MemoryHost, Neighbours
+from checkpoints.memory.peer_storage import PeerAddress
+from checkpoints.memory.replication import ReplicationOutcome
+from elastic.config import AgentOptions
+from elastic.events import PartNotCopied
+from elastic.membership.records import Member, Node, ProcessIdentity, World
+from elastic.node.identity import proved_gone
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
+from elastic.tuning.memory import shm_shortages
+
+PARENT = Path("/dev/shm")
+SHM_SHARE = 0.4
+_NAME = re.compile(r"elastic-memory-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
+
+
+class AgentMemory:
+    """The agent's hold on it. Without ``/dev/shm``, or with a share of 0, there is none."""
+
+    def __init__(self, host: MemoryHost | None) -> None:
+        self._host = host
+        if host is not None:
+            atexit.register(host.close)
+
+    @property
+    def folder(self) -> str:
+        """Where it is: ``ELASTIC_NODE_MEMORY`` of the workers; empty if there is none."""
+        return str(self._host.folder) if self._host is not None else ""
+
+    def published(self, node: Node) -> Node:
+        """The node's record, with where its memory is served."""
+        if self._host is None:
+            return node
+        return replace(node, memory_port=self._host.port)
+
+    def look(self) -> None:
+        """Let the workers know the other nodes of the world that they are about to run."""
+        if self._host is not None:
+            self._host.look()
+
+    def close(self) -> None:
+        """Give it back. Idempotent."""
+        host, self._host = self._host, None
+        if host is not None:
+            atexit.unregister(host.close)
+            host.close()
+
+
+def host_memory(
+    node: Node,
+    options: AgentOptions,
+    journal: EventSink,
+    running: Callable[[], World | None],
+    *,
+    key: Callable[[], SecretKey],
+    tls: Tls | None = None,
+    on_error: Callable[[BaseException], object],
+    parent: Path = PARENT,
+) -> AgentMemory:
+    """Make this node's memory. ``running`` is asked for the world that its workers run, ``key`` for
+    what opens the memories of this run."""
+    sweep(node.process, parent)
+    told = _Told(journal)
+    try:
+        shm_bytes = _shm_bytes(parent)
+        if options.memory_limit_bytes is not None:
+            for said in shm_shortages(options.memory_limit_bytes, shm_bytes):
+                get_logger().warning("%s", said)
+        if options.node_memory_share == 0:
+            return AgentMemory(None)
+        host = MemoryHost(
+            parent / _name(node),
+            host=node.address,
+            key=key,
+            tls=tls,
+            identity=node.node_id,
+            limit_bytes=_limit_bytes(options, shm_bytes),
+            neighbours=lambda: neighbours(running(), node.node_id),
+            on_outcome=told.outcome,
+            report=get_logger().warning,
+            on_error=on_error,
+        )
+    except OSError as error:
+        get_logger().warning(
+            "no memory tier for checkpoints: %s: %s", error.filename or parent, error.strerror
+        )
+        return AgentMemory(None)
+    return AgentMemory(host)
+
+
+def neighbours(world: World | None, node_id: str) -> Neighbours:
+    """The other nodes of a world that serve their memory, and the next one in rank order."""
+    if world is None or node_id not in world.node_ids:
+        return Neighbours()
+    at = world.node_ids.index(node_id)
+    others = (*world.members[at + 1 :], *world.members[:at])
+    peers = tuple(_address(member) for member in others if member.memory_port)
+    return Neighbours(peers, peers[0] if peers else None)
+
+
+def _address(member: Member) -> PeerAddress:
+    return PeerAddress(
+        node=member.name,
+        host=member.liveness_host,
+        port=member.memory_port,
+        identity=member.node_id,
+    )
+
+
+def sweep(me: ProcessIdentity, parent: Path = PARENT) -> None:
+    """Remove what agents of this user left behind that provably have ended."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(parent):
+            match = _NAME.fullmatch(entry.name)
+            if match is None or entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+            namespace, pid, start_ticks = map(int, match.groups())
+            # (A tmpfs does not outlive its host's boot, nor leave it.)
+            owner = replace(me, pid_namespace=namespace, pid=pid, start_ticks=start_ticks)
+            if proved_gone(owner, me):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _name(node: Node) -> str:
+    p = node.process
+    return f"elastic-memory-{p.pid_namespace}-{p.pid}-{p.start_ticks}-{node.node_id}"
+
+
+def _limit_bytes(options: AgentOptions, shm_bytes: int) -> int:
+    """Of own parts, and of copies, each. Data workers share batches in the same place, and end
+    with a bus error where it is full: a fifth of it is always left to them."""
+    return int(min(options.node_memory_share * memory_bytes(options), SHM_SHARE * shm_bytes))
+
+
+def _shm_bytes(parent: Path) -> int:
+    found = os.statvfs(parent)
+    return found.f_frsize * found.f_blocks
+
+
+def memory_bytes(options: AgentOptions) -> int:
+    """This node's memory: as it was told, else the machine's."""
+    if options.memory_limit_bytes is not None:
+        return options.memory_limit_bytes
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Told:
+    """Tells of copies that fail: once for each reason, until one arrives."""
+
+    def __init__(self, journal: EventSink) -> None:
+        self._journal = journal
+        self._last: tuple[str, str] | None = None
+
+    def outcome(self, outcome: ReplicationOutcome) -> None:
+        last, self._last = self._last, (outcome.peer, outcome.reason) if outcome.reason else None
+        if self._last is not None and self._last != last:
+            self._journal.emit(
+                PartNotCopied(name=outcome.name, peer=outcome.peer, reason=outcome.reason),
+                level=logging.WARNING,
+            )

@@ -1,0 +1,110 @@
+"""Which process is this, and is that one still there: proof of death on one machine.
+
+A pid that is missing proves a death only to whoever looks into the process table that the pid was
+from. That is this kernel's, since the same boot, in the same pid namespace; a pid that was used
+again is told by its start time in clock ticks (``/proc/<pid>/stat``, field 22). So everything that
+may tell two machines apart has to agree, since none of it does so alone:
+
+- the boot id is random for each boot of a kernel, and shared by all containers on it. Virtual
+  machines that were cloned while they ran have the same one;
+- the machine id is that of an installation: cloned disks and containers of one image share it,
+  and in containers it is often empty, which says nothing;
+- the uid of a pod (``ELASTIC_POD_UID``, from the downward API) is unlike any other's, and empty
+  where there are no pods. Two containers of one pod have it in common;
+- the host name is whatever somebody chose: equal ones mean nothing, different ones do;
+- the inode of a pid namespace is unique on one kernel only: the first one has the same number
+  everywhere.
+
+Where one of them differs nothing is proved here, neither death nor life: the node's lease and its
+port decide. That a machine has booted again proves nothing either: which machine that was, only
+its machine id could tell, and a clone has that, too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from elastic.membership.records import ProcessIdentity
+
+_MACHINE_ID = Path("/etc/machine-id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def current_process(pod_uid: str = "") -> ProcessIdentity:
+    """The identity of this process; ``pod_uid`` if it is in a pod that has been told."""
+    pid = os.getpid()
+    stat = _stat(pid)
+    return ProcessIdentity(
+        host=socket.gethostname(),
+        machine_id=_read(_MACHINE_ID),
+        boot_id=_read(_BOOT_ID),
+        pod_uid=pod_uid,
+        pid_namespace=_pid_namespace(),
+        pid=pid,
+        start_ticks=stat[1] if stat else 0,
+    )
+
+
+def proved_gone(process: ProcessIdentity, me: ProcessIdentity) -> bool:
+    """True if this machine can prove that ``process`` no longer runs; False proves nothing."""
+    if not _shares_process_table(process, me):
+        return False
+    stat = _stat(process.pid)
+    if stat is None:
+        return not _exists(process.pid)
+    return stat[0] in "ZX" or (process.start_ticks > 0 and stat[1] != process.start_ticks)
+
+
+def _shares_process_table(process: ProcessIdentity, me: ProcessIdentity) -> bool:
+    return bool(process.boot_id and process.pid_namespace) and _table(process) == _table(me)
+
+
+def _table(process: ProcessIdentity) -> tuple[object, ...]:
+    return (
+        process.boot_id,
+        process.machine_id,
+        process.pod_uid,
+        process.host,
+        process.pid_namespace,
+    )
+
+
+def _pid_namespace() -> int:
+    """Its inode; 0, which proves nothing, where ``/proc`` shows another one's processes."""
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return 0
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _exists(pid: int) -> bool:
+    """Asked of the kernel: ``/proc`` may hide the processes of other users (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state letter, start time in ticks), or None if no such process is to be seen."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The command name stands in parentheses and may itself hold spaces and parentheses.
+    rest = text[text.rindex(")") + 2 :].split()
+    return rest[0], int(rest[19])

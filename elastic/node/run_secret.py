@@ -1,0 +1,73 @@
+"""The secret of a run: made by its first agent, in etcd beside the run's other records.
+
+Whoever may read that key may take part in the run; nobody else can (docs/security.md). Agents keep
+it in memory, and hand their workers derived keys only, one for each purpose.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from elastic.errors import RecordError
+from elastic.membership.records import Keys, Secret, decode, encode
+from elastic.secure_channel.keys import SecretKey
+from elastic.store.keyvalue import KeyValue
+from elastic.telemetry.log import get_logger
+
+LIVENESS, STORE, MEMORY = "liveness", "store", "memory"
+
+
+class RunSecret:
+    """As this agent knows it. Thread-safe: listeners ask for their keys at every handshake."""
+
+    def __init__(self, secret: SecretKey, root: str) -> None:
+        self._secret = secret
+        self._root = root
+        self._lock = threading.Lock()
+
+    @classmethod
+    def obtain(cls, store: KeyValue, keys: Keys) -> RunSecret:
+        """The run's, made here if there is none yet. Raises CoordinationError."""
+        return cls(_stored(store, keys, SecretKey.generate()), keys.root)
+
+    def key(self, purpose: str) -> SecretKey:
+        """For this run and one purpose."""
+        with self._lock:
+            return self._secret.derive(purpose, self._root)
+
+    def restore(self, store: KeyValue, keys: Keys) -> None:
+        """After etcd was wiped: put it back, or take the one that a joining node has made since.
+
+        Connections that are open stay; those that are made from now on use the store's.
+        """
+        found = _stored(store, keys, self._secret)
+        with self._lock:
+            is_other, self._secret = found != self._secret, found
+        if is_other:
+            get_logger().warning(
+                "etcd has another secret of this run than before (it was wiped): using that one"
+            )
+
+
+def _stored(store: KeyValue, keys: Keys, proposed: SecretKey) -> SecretKey:
+    """The one in the store; ``proposed`` if there was none."""
+    entry = store.get(keys.secret)
+    if entry is None:
+        record = encode(Secret(secret=proposed.text))
+        if store.compare_and_swap(keys.secret, record, expected_revision=0) is not None:
+            return proposed
+        entry = store.get(keys.secret)
+    if entry is None:
+        raise _broken(keys.secret, "was deleted at once")
+    try:
+        return SecretKey.parse(decode(Secret, entry.key, entry.value).secret)
+    except ValueError as error:
+        raise _broken(keys.secret, f"holds {error}") from None
+
+
+def _broken(key: str, what: str) -> RecordError:
+    return RecordError(
+        f"{key}: the run's secret {what}",
+        hint="another program may write there; end this job, delete the key, and start it again, "
+        "or use another --rdzv-id",
+    )

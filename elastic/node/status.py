@@ -1,0 +1,137 @@
+"""What the node's thread and torchrun's main thread both see, under one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic.errors import (
+    BudgetSpent,
+    CheckpointRequired,
+    ConfigError,
+    ElasticError,
+    JobFailed,
+    RecordError,
+)
+from elastic.membership.records import Done, Keys, Node, NodeState, World, decode
+from elastic.membership.step_rate import StepRate
+from elastic.node.watchdog import Watchdog
+from elastic.store.keyvalue import Entry
+
+
+@dataclass(frozen=True)
+class WorldEntry:
+    """The world as known, and the revision of the key that a swap must name."""
+
+    world: World | None
+    mod_revision: int
+    since_s: float
+
+
+class JobSucceeded(Exception):
+    """Not an error: the job is done, there is nothing left to do for a newcomer."""
+
+
+class NodeStatus:
+    """The node's record, the world, the job's end, and what ended the node's thread."""
+
+    def __init__(self, node: Node, keys: Keys, now: float) -> None:
+        self.changed = threading.Condition()
+        self._keys = keys
+        self.node = node
+        self.world = WorldEntry(None, 0, now)
+        self.done: Done | None = None
+        self.step_rate: StepRate | None = None  # last reported by this node's workers
+        self.stopping = False  # torchrun has been told to start the workers anew
+        self.starts = 0  # of all workers, by torchrun; a death may be heard of after the next one
+        self.can_replace = False  # torchrun lets us replace a single worker
+        self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
+        self.workers_joined = False  # one of them has called elastic.join()
+        self.workers_left = False  # they have left the job at a step's boundary, as told
+        self.fatal: BaseException | None = None
+        self.store_problem = ""  # what the store fails with at present
+        self.watchdog = Watchdog()
+        self.parked = False  # the job is over; this agent stays for its launcher's sake
+
+    @property
+    def has_workers_in_a_world(self) -> bool:
+        """Whether this node may make progress of the job."""
+        return self.node.running is not None and self.node.state is not NodeState.FINISHED
+
+    def change_node(self, change: Callable[[Node], Node]) -> None:
+        with self.changed:
+            self.node = change(self.node)
+            self.changed.notify_all()
+
+    def set_world(self, entry: WorldEntry) -> None:
+        with self.changed:
+            self.world = entry
+            self.changed.notify_all()
+
+    def set_world_revision(self, mod_revision: int) -> None:
+        """The key changed to something older or unreadable: what is known stands."""
+        self.set_world(replace(self.world, mod_revision=mod_revision))
+
+    def learn_world(self, entry: Entry, now: float) -> None:
+        """The key as the store has it. Raises RecordError for one that cannot be read."""
+        known = self.world.world
+        if entry.mod_revision < self.world.mod_revision:
+            return  # an older event than what this node wrote itself
+        try:
+            world = decode(World, entry.key, entry.value)
+        except RecordError:
+            # The key can still be swapped: the next world heals it.
+            self.set_world_revision(entry.mod_revision)
+            raise
+        if (known is not None and world.generation < known.generation) or world == known:
+            self.set_world_revision(entry.mod_revision)
+        else:
+            self.set_world(WorldEntry(world, entry.mod_revision, now))
+
+    def learn_pushed(self, record: bytes, now: float) -> None:
+        """A record from the leader. Its revision is left to the watch: one that was on its way
+        while the store was wiped would make every later event look old."""
+        known = self.world
+        world = decode(World, self._keys.world, record)
+        if known.world is None or world.generation > known.world.generation:
+            self.set_world(WorldEntry(world, known.mod_revision, now))
+
+    def set_done(self, done: Done) -> bool:
+        """True the first time."""
+        with self.changed:
+            first, self.done = self.done is None, done
+            self.changed.notify_all()
+            return first
+
+    def fail(self, error: BaseException) -> None:
+        """The first error stays: it is the cause of the others."""
+        with self.changed:
+            if self.fatal is None:
+                self.fatal = error
+            self.changed.notify_all()
+
+    def raise_if_over(self) -> None:
+        """Raise what ended the node's thread, or the job's end."""
+        if self.fatal is not None:
+            raise self.fatal
+        if self.done is not None:
+            raise self._ended(self.done)
+
+    def raise_if_failed(self) -> None:
+        """Like :meth:`raise_if_over`, but a success lets the workers go on to their end."""
+        if self.done is None or self.done.exit_code != 0:
+            self.raise_if_over()
+
+    def _ended(self, done: Done) -> Exception:
+        if done.exit_code == 0:
+            return JobSucceeded(
+                f"the job under {self._keys.root} is done: {done.reason}; "
+                "to train again, use another --rdzv-id"
+            )
+        kinds: tuple[type[ElasticError], ...] = (BudgetSpent, CheckpointRequired, ConfigError)
+        kind = next((k for k in kinds if k.exit_code == done.exit_code), JobFailed)
+        return kind(
+            f"the job under {self._keys.root} has failed: {done.reason}",
+            hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it go on",
+        )

@@ -1,0 +1,89 @@
+"""Aborts NCCL's communicators: all of them as one, in a thread of their own, with a deadline.
+
+``ncclCommAbort`` waits for kernels and for NCCL's own threads, and can hang: for a peer that
+aborts another communicator first (pytorch issue 119797), or in the driver. The thread that hears
+of a new world has heartbeats to send, and the thread that trains has signals to handle, so neither
+of them calls it. What uses torch's private names for it is all in here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from elastic.process_group.deadline import CallDeadline
+from elastic.telemetry.log import get_logger
+
+
+class CommunicatorAbort:
+    """One per group. Begun once, from any thread; the main thread joins it."""
+
+    def __init__(
+        self, device: torch.device, *, timeout_s: float, expire: Callable[[], object]
+    ) -> None:
+        self._device = device
+        self._deadline = CallDeadline(timeout_s, expire, name="elastic-abort-deadline")
+        self._thread = threading.Thread(target=self._run, name="elastic-abort", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Until all communicators are aborted; the deadline ends the process otherwise."""
+        self._thread.join()
+        self._deadline.end()
+
+    def _run(self) -> None:
+        try:
+            abort_communicators(self._device)
+        except Exception:  # noqa: BLE001  logged, and the deadline acts
+            # The collectives may still run: the main thread would wait for them for ever, and
+            # nothing says so. The deadline goes on and ends the process.
+            get_logger().exception("NCCL's communicators could not be aborted")
+        else:
+            self._deadline.met()
+
+
+def abort_communicators(device: torch.device) -> None:
+    """Abort every group's communicator, subgroups included, as one.
+
+    As torch's own ``_abort_process_group`` does it (distributed_c10d.py), but for the clearing of
+    its tables: the main thread is still inside.
+    """
+    names = dict(distributed_c10d._world.pg_names)
+    newest_first = sorted(names, key=lambda group: names[group], reverse=True)
+    backends: list[tuple[Any, Any]] = [
+        (group, group._get_backend(device))
+        for group in newest_first
+        if device.type in {known.type for known in group._device_types}
+    ]
+    if not backends:
+        return
+    default, backend = backends[-1]
+    with _as_one(default, backend, device):
+        for _, other in backends:
+            other.abort()
+
+
+@contextmanager
+def _as_one(group: Any, backend: Any, device: torch.device) -> Iterator[None]:
+    """Within ``ncclGroupStart`` and ``ncclGroupEnd``, so that aborts do not wait for each other.
+
+    Up to torch 2.14 ``nccl`` is ProcessGroupNCCL, whose backend has these calls. From 2.15 on it is
+    ProcessGroupNCCL2, which has not; there torch's ``_abort_process_group`` begins a coalescing
+    region. Not by ``_coalescing_manager`` here: that one keeps its list of operations in a table
+    that the main thread may be using.
+    """
+    if hasattr(backend, "_group_start"):
+        backend._group_start()
+        yield
+        backend._group_end()
+    elif getattr(backend, "supports_coalescing", False):
+        group._start_coalescing(device)
+        yield
+        group._end_coalescing(device)
+    else:
+        yield

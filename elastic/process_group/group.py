@@ -1,0 +1,359 @@
+"""The process group of one world: built when the world begins, taken down when it is over.
+
+Three ways lead to a group: a world that an agent has announced (:meth:`ProcessGroup.build`), the
+environment that any launcher sets (:meth:`ProcessGroup.form`), or one that the script has made
+itself, which is left to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+)
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError
+from elastic.link import forks
+from elastic.process_group import torch_private
+from elastic.process_group.abort import BuildWatch, Footprint, still_open
+from elastic.process_group.collectives import broadcast_json
+from elastic.process_group.communicators import CommunicatorAbort
+from elastic.process_group.deadline import CallDeadline, end_process
+from elastic.process_group.nccl_environment import leave_errors_to_us
+from elastic.process_group.pending import keep_for_ever, pending
+from elastic.process_group.semantics import has_streams
+from elastic.process_group.waiting import make_waits_end_with_the_group
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
+from elastic.tuning import timeouts
+from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
+from elastic.world.discovery import greet
+from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
+from elastic.world.world import World, fresh_nonce, world_from_environment
+
+__all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
+
+# The one place for the limit of a collective. Long, because rank 0 may evaluate for minutes
+# while the others wait; short enough that a hang without a watchdog ends on the same day.
+COLLECTIVE_TIMEOUT_S = 1800.0
+_TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+_DRAIN_S = 0.05  # collectives of an aborted group come back within about 2 ms, if at all
+
+DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def choose_device() -> torch.device:
+    """This worker's device: ``cuda:LOCAL_RANK`` where there is CUDA, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}",
+            hint="lower --nproc-per-node, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use CPUs",
+        )
+    return torch.device("cuda", local_rank)
+
+
+class ProcessGroup:
+    """Owns torch's default group for one world at a time."""
+
+    def __init__(
+        self, device: torch.device, backend: str | None, journal: EventSink | None = None
+    ) -> None:
+        self.device = device
+        self._backend = backend or DEFAULT_BACKENDS.get(device.type, "gloo")
+        self._is_on_stream = has_streams(device.type, self._backend)
+        self._journal = journal
+        self._owned = False
+        self._where = ""  # which group, for people
+        self._store: OpenStore | None = None
+        self._covered: tuple[int, ...] = ()
+        self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
+        # For the thread that aborts:
+        self._lock = threading.Lock()
+        self._footprint: Footprint | None = None  # of what build() has made, or is making
+        self._watch: BuildWatch | None = None  # while building
+        self._is_aborted = False
+        self._communicators: CommunicatorAbort | None = None  # being aborted, or aborted
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the script has made a group of its own."""
+        return bool(dist.is_initialized()) and not self._owned
+
+    def sockets(self) -> tuple[int, ...]:
+        """The descriptors of every socket of the store and the group, listening ones included."""
+        footprint = self._footprint
+        return tuple(sorted(footprint.sockets())) if footprint is not None else ()
+
+    # -- a world that the agent announced -----------------------------------------------------
+
+    def build(self, spec: GroupSpec, *, superseded: Callable[[], bool], timeout_s: float) -> None:
+        """Build the group of a world. Main thread; :meth:`abort` from another releases it.
+
+        After a failure nothing is left of it, and it can be called again.
+
+        Raises:
+            Superseded: a newer world is known, or :meth:`abort` was called meanwhile.
+            GroupBuildFailed: peers did not come, or have gone; named where the store knows.
+        """
+        assert not self._owned, "destroy the group of the last world first"
+
+        def give_up() -> None:
+            if self._is_aborted or superseded():
+                raise Superseded(f"generation {spec.generation} is over")
+
+        self._begin(spec, timeout_s)
+        try:
+            give_up()
+            self._assemble(spec, give_up, SYSTEM_CLOCK.monotonic() + timeout_s)
+            self._end_building()
+            give_up()
+        except BaseException as error:
+            self._end_building()
+            self._clear_away(error)
+            if not isinstance(error, OSError) and not is_world_fault(error):
+                raise
+            if not isinstance(error, Superseded):
+                give_up()
+            raise _build_failed(spec, error) from error
+
+    def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
+        make_waits_end_with_the_group()
+        pending.open(is_on_stream=self._is_on_stream)
+        where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
+        with self._lock:
+            self._owned = True
+            self._is_aborted = False
+            self._where = where
+            self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
+            self._watch = BuildWatch(self._footprint, timeout_s, self._building_is_stuck)
+
+    def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
+        self._store = open_store(
+            spec, give_up, deadline_s=deadline_s, use_torchs="nccl" in self._backend
+        )
+        store = self._store.client
+        if spec.size > 1:
+            meet(store, spec, give_up, deadline_s=deadline_s)
+        left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
+        self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
+        # From here on it is not about peers that do not come, but about how long a step may take.
+        torch_private.set_group_timeout(_TIMEOUT)
+        store.set_timeout(_TIMEOUT)
+
+    def _end_building(self) -> None:
+        with self._lock:
+            watch, self._watch = self._watch, None
+            footprint = self._footprint
+        if watch is None or footprint is None:
+            return
+        watch.end()
+        footprint.seal()
+        footprint.close_on_exec()
+        self._covered = self.sockets()
+        forks.cover(self._covered)
+
+    def _clear_away(self, error: BaseException) -> None:
+        # The frames hold the half-built group, and the store's port.
+        traceback.clear_frames(error.__traceback__)
+        if self._is_on_stream:
+            self.abort()  # destroying a communicator waits for peers, and they may be gone
+        self.destroy()
+
+    def _initialize(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        if self._is_on_stream:
+            leave_errors_to_us(os.environ, is_in_process=self._footprint is not None)
+        hook = sys.excepthook
+        dist.init_process_group(
+            self._backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        self._excepthooks = hook, sys.excepthook
+
+    def abort(self) -> None:
+        """Release whoever waits for this group's peers. From any thread; idempotent; returns soon.
+
+        On gloo the backend's own abort does nothing [measured], so the sockets are shut down, and
+        what waits for a collective stops waiting. NCCL's communicators are aborted, in a thread of
+        their own: what is queued behind their collectives runs then, on half-reduced gradients.
+        That the group is aborted is known before: whoever sees such a collective end, sees that.
+        """
+        with self._lock:
+            self._is_aborted = True
+            footprint, watch = self._footprint, self._watch
+            if footprint is None:
+                return
+            pending.abort()
+            footprint.shut_down()
+            if watch is not None:
+                watch.give_up()
+            # While the group is being initialised there is nothing yet that could be aborted.
+            if self._is_on_stream and dist.is_initialized() and self._communicators is None:
+                limit_s = timeouts.ABORT_S
+                self._communicators = CommunicatorAbort(
+                    self.device,
+                    timeout_s=limit_s,
+                    expire=functools.partial(self._is_stuck, "aborting", limit_s),
+                )
+
+    def _is_stuck(self, what: str, limit_s: float) -> None:
+        end_process(
+            f"{what} the communicators of {self._where} has not returned for {limit_s:g} s",
+            self._journal,
+        )
+
+    def _building_is_stuck(self) -> None:
+        end_process(
+            f"building the process group ({self._backend}) of {self._where} was given up, and has "
+            f"not returned for {timeouts.GIVEN_UP_BUILD_S:g} s",
+            self._journal,
+        )
+
+    # -- what the environment says ------------------------------------------------------------
+
+    def form(self) -> World:
+        """Build the group that the environment describes and agree on what it leaves open."""
+        world = world_from_environment()
+        pending.open(is_on_stream=self._is_on_stream)
+        if dist.is_initialized():  # the script had built a group of its own
+            warn_of_a_shared_store(os.environ)
+            world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
+            nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
+            return dataclasses.replace(world, nonce=world.nonce or str(nonce))
+        store = _store(world)
+        if not world.nonce:
+            nonce = greet(store, world.rank, world.size, timeout_s=COLLECTIVE_TIMEOUT_S)
+            world = dataclasses.replace(world, nonce=nonce)
+        store = PrefixStore(world.nonce, store)
+        self._initialize(store, world.rank, world.size, COLLECTIVE_TIMEOUT_S)
+        self._owned = True
+        return world
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def destroy(self, *, is_for_next: bool = False) -> None:
+        """Take the group down; a group the script made is left to it. Main thread.
+
+        Never hangs on gloo: a group that does not give its collectives back is left behind (see
+        :mod:`elastic.process_group.pending`). On NCCL, :meth:`abort` it first if a peer may be
+        gone. If one is nevertheless, and another group is to be built (``is_for_next``), the
+        process ends after a while; at the end of a job peers may take their time.
+        """
+        with self._lock:
+            footprint, self._footprint = self._footprint, None
+            communicators, self._communicators = self._communicators, None
+        if communicators is not None:
+            communicators.join()
+        if not self._owned:
+            return
+        sockets = footprint.sockets() if footprint is not None else {}
+        if footprint is not None:
+            footprint.shut_down()
+        is_left_behind = dist.is_initialized() and not self._destroy_group(is_for_next)
+        # A build that failed in the middle has counted: the next group would get another name
+        # here than with a joining node, and they would never find each other in the store.
+        torch_private.forget_group_count()
+        self._owned = False
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+        self._put_back_excepthook()
+        forks.uncover(self._covered)
+        if not is_left_behind:
+            _say_what_is_left(sockets)
+
+    def _destroy_group(self, is_for_next: bool) -> bool:
+        """Says whether it is gone, and not only out of the way."""
+        is_drained = pending.drain(_DRAIN_S)
+        if not is_drained:
+            keep_for_ever(torch_private.default_group())
+        if self._is_on_stream and self._is_aborted:
+            with self._limited("aborting", timeouts.ABORT_S):
+                # Not destroy: it waits for what is queued.
+                torch_private.abort_groups()
+        elif self._is_on_stream and is_for_next:
+            with self._limited("destroying", timeouts.DESTROY_S):
+                dist.destroy_process_group()
+        else:
+            dist.destroy_process_group()
+        return is_drained
+
+    @contextmanager
+    def _limited(self, what: str, limit_s: float) -> Iterator[None]:
+        """What runs in here has to return in time, or the process ends."""
+        expire = functools.partial(self._is_stuck, what, limit_s)
+        deadline = CallDeadline(limit_s, expire, name="elastic-destroy-deadline")
+        try:
+            yield
+        finally:
+            deadline.end()
+
+    def _put_back_excepthook(self) -> None:
+        """Each init_process_group puts another hook around the last, with another rank."""
+        if self._excepthooks is not None:
+            before, torchs = self._excepthooks
+            if sys.excepthook is torchs:
+                sys.excepthook = before
+        self._excepthooks = None
+
+
+def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:
+    if isinstance(error, Superseded | GroupBuildFailed):
+        return error
+    return GroupBuildFailed(
+        f"the group of generation {spec.generation} could not be built on rank {spec.rank} "
+        f"of {spec.size}: {type(error).__name__}: {first_line(error)}"
+    )
+
+
+def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
+    """torchrun's c10d and static rendezvous keep one store for all restarts, without a prefix for
+    each: a restarted worker may read the address of a dead one (pytorch/pytorch#135712; gloo hung
+    in 4 of 9 restarts on a busy machine [measured, torch 2.13])."""
+    is_shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_shared and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        get_logger().warning(
+            "torch.distributed.init_process_group() may hang after a restart: under this "
+            "rendezvous backend torchrun keeps one store for all restarts "
+            "(https://github.com/pytorch/pytorch/issues/135712). Remove the call (elastic.join() "
+            "makes the process group), or use --rdzv-backend=etcd-v3, or, for "
+            "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+
+
+def _say_what_is_left(sockets: dict[int, int]) -> None:
+    """Something may still hold the group: a subgroup, a traceback, a collective's future. The
+    garbage collector would find most of it, in a tenth of a second that nobody has here."""
+    if left := still_open(sockets):
+        get_logger().debug("%d sockets of the last process group are still open", len(left))
+
+
+def _store(world: World) -> Store:
+    if not world.is_launched:
+        return HashStore()
+    store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]  # type: ignore[attr-defined]
+    return store

@@ -1,0 +1,225 @@
+"""Collectives that are under way, and how a thread stops waiting for them.
+
+gloo forgets a send that is queued when its connection ends: its list of sends is told of the
+error only for the older kind of buffer, which collectives do not use (gloo, transport/tcp/pair.cc,
+``Pair::signalException``). Whoever waits for it waits for the group's timeout, half an hour, and
+nothing can release it: in 150 aborts of a small all-reduce at random moments several ranks hung
+[measured, torch 2.13]. Natural deaths of peers do it, too.
+
+So no thread of ours stays inside gloo. It waits here, for the collective or for the end of the
+group; a group whose collectives do not come back is left behind, not destroyed.
+
+Collectives on a stream (:mod:`elastic.process_group.semantics`) come back when their group is
+aborted, as if they had ended well. That it is aborted is noted before that happens, so whoever
+looks here after a collective has ended knows whether its result is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.world.faults import GroupAborted
+
+_WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
+_DRAIN_SLICE_S = 0.0005
+# A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
+# abort is heard of at the end of one, where gloo does not say it at once.
+_GLOO_SLICE = datetime.timedelta(milliseconds=20)
+_wait_in_torch = dist.Work.wait  # before elastic/process_group/waiting.py replaces it
+_TAKEN_DOWN = "the group was taken down"
+# Between two looks at a collective that is queued on a device.
+_STREAM_SLICE_S = 20e-6
+_QUEUED_UNTIL_PRUNED = 64
+
+Done = Callable[[BaseException | None], object]
+
+
+class Pending:
+    """The collectives of the present group. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: dict[int, tuple[dist.Work, Done | None]] = {}
+        self._next = 0
+        self._begun: list[dist.Work] = []  # of the thread that trains
+        self._queued: list[dist.Work] = []  # on a stream, by the thread that trains
+        self._is_aborted = False
+        self._is_on_stream = False
+
+    def open(self, *, is_on_stream: bool = False) -> None:
+        """A new group: nothing is under way. ``is_on_stream``: what it does may be queued."""
+        with self._lock:
+            self._works.clear()
+            self._begun.clear()
+            self._queued.clear()
+            self._is_aborted = False
+            self._is_on_stream = is_on_stream
+
+    def begin(self, work: dist.Work) -> None:
+        """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
+
+        Cheaper than :meth:`start`: no thread of gloo's has to run Python.
+        """
+        self._begun.append(work)
+
+    def finish(self) -> None:
+        """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
+        for work in self._begun:
+            self._wait_in_slices(work)
+        self._begun.clear()
+
+    def finish_one(self, work: dist.Work) -> None:
+        """As :meth:`finish`, of this one only, which was not begun here."""
+        self._begun.append(work)  # until it comes back
+        self._wait_in_slices(work)
+        self._begun.remove(work)
+
+    def _wait_in_slices(self, work: dist.Work) -> None:
+        has_ended = False
+        while True:
+            if self._is_aborted and not (has_ended or work.is_completed()):
+                raise GroupAborted(_TAKEN_DOWN)
+            try:
+                _wait_in_torch(work, _GLOO_SLICE)
+                return
+            except RuntimeError:  # of the collective, or the slice is over
+                if has_ended:
+                    raise
+                has_ended = work.is_completed()
+
+    # -- collectives on a stream ----------------------------------------------------------------
+
+    def queue(self, work: dist.Work) -> None:
+        """Have the current stream wait for a collective; the host goes on. What is done with its
+        result counts only if :meth:`settle` returns. Raises what went wrong, or GroupAborted."""
+        _wait_in_torch(work)
+        if not self._is_on_stream:
+            return  # it has ended
+        self.raise_if_aborted()
+        if len(self._queued) >= _QUEUED_UNTIL_PRUNED:
+            self._queued = [queued for queued in self._queued if not queued.is_completed()]
+        self._queued.append(work)
+
+    def finish_on_stream(self, work: dist.Work | None) -> None:
+        """Return when the collective has ended well, and the current stream was made to wait for
+        it; raise what went wrong, or GroupAborted.
+
+        ``Work.wait`` raises what went wrong with one that has ended. ``Work.is_success`` would
+        say it without that, but is not implemented on NCCL (ProcessGroupNCCL.cpp,
+        ``WorkNCCL::isSuccess``). An abort is no error there, so it is asked for last: it is noted
+        before the first collective ends of it.
+        """
+        if work is None:  # this rank is not in the group
+            return
+        while not work.is_completed():
+            self.raise_if_aborted()
+            SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        _wait_in_torch(work)
+        self.raise_if_aborted()
+
+    def settle(self) -> None:
+        """Return when everything that was queued has ended well, else raise. Before a step counts:
+        whatever the script has read of results since the last one was a result."""
+        for work in self._queued:
+            self.finish_on_stream(work)
+        self._queued.clear()
+        if self._is_on_stream:
+            self.raise_if_aborted()
+
+    @property
+    def may_be_garbage(self) -> bool:
+        """Whether what the script reads of results may be none: they came of an abort."""
+        return self._is_on_stream and self._is_aborted
+
+    def raise_if_aborted(self) -> None:
+        """Raise GroupAborted if the group was taken down: what has ended since may be no result."""
+        if self._is_aborted:
+            raise GroupAborted(_TAKEN_DOWN)
+
+    # -- collectives whose end is told ----------------------------------------------------------
+
+    def start(self, work: dist.Work, done: Done) -> None:
+        """Call ``done`` once, with what went wrong or None, on whatever thread finds out."""
+        with self._lock:
+            key, self._next = self._next, self._next + 1
+            self._works[key] = work, done
+            is_aborted = self._is_aborted
+        work.get_future().add_done_callback(lambda future: self._ended(key, future))
+        if is_aborted:
+            self.abort()
+
+    def _ended(self, key: int, future: Any) -> None:
+        with self._lock:
+            work, done = self._works.get(key, (None, None))
+            if work is not None:
+                self._works[key] = work, None
+        if done is not None:
+            done(_error_of(future))
+        with self._lock:  # last: this thread is one of gloo's, and in Python until here
+            self._works.pop(key, None)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Return when the collective has ended well; raise what went wrong, or GroupAborted."""
+        if work is None:  # this rank is not in the group
+            return
+        ended = threading.Event()
+        errors: list[BaseException] = []
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                errors.append(error)
+            ended.set()
+
+        self.start(work, done)
+        while not ended.wait(_WAIT_SLICE_S):
+            pass
+        if errors:
+            raise errors[0]
+
+    def abort(self) -> None:
+        """Nobody waits any longer, now or later; from any thread."""
+        with self._lock:
+            self._is_aborted = True
+            waiting = [(key, done) for key, (_, done) in self._works.items() if done is not None]
+            for key, _ in waiting:
+                self._works[key] = self._works[key][0], None
+        for _, done in waiting:
+            done(GroupAborted(_TAKEN_DOWN))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Whether every collective comes back in time, well or not."""
+        deadline_s = SYSTEM_CLOCK.monotonic() + timeout_s
+        while self._works or not all(work.is_completed() for work in self._begun):
+            if SYSTEM_CLOCK.monotonic() > deadline_s:
+                return False
+            SYSTEM_CLOCK.sleep(_DRAIN_SLICE_S)
+        self._begun.clear()  # each holds the group
+        self._queued.clear()
+        return True
+
+
+pending = Pending()
+"""Of the one group that this process has at a time."""
+
+
+def _error_of(future: Any) -> BaseException | None:
+    try:
+        future.value()
+    except Exception as error:  # noqa: BLE001  handed on to whoever waits
+        return error.with_traceback(None)  # its frames hold the future, and that the group
+    return None
+
+
+def keep_for_ever(group: object) -> None:
+    """Never run the group's destructor, not even at exit: it would join a thread that is stuck.
+
+    What is lost are two threads and a few descriptors, until the group's timeout ends them.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,0 +1,80 @@
+"""What a launch is told when it ends without a result.
+
+torchrun ends with an exit code that a launcher of pods can act upon (docs/exit-codes.md). A
+program that calls ``elastic_launch`` gets one of torch's rendezvous errors, with ours as the cause:
+it must not be ended by SystemExit, least of all with 0.
+
+``torch.distributed.run.run(args)`` is called by commands (`elastic run`, `accelerate launch`) and
+by programs. What it raises is both: a rendezvous error that a program can catch like any other,
+and if nobody does, one that ends the process with the exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from elastic.errors import (
+    BudgetSpent,
+    CheckpointRequired,
+    CoordinationError,
+    ElasticError,
+    JobFailed,
+    JoinTimeout,
+    RecordError,
+)
+from elastic.node.status import JobSucceeded
+from elastic.rendezvous.torch_private import Launcher
+from elastic.telemetry.log import get_logger
+
+# The first that fits: the classes below stand before those that they are made from.
+_KINDS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
+    (JobSucceeded, RendezvousClosedError),
+    (JobFailed, RendezvousClosedError),
+    (BudgetSpent, RendezvousClosedError),
+    (CheckpointRequired, RendezvousClosedError),
+    (JoinTimeout, RendezvousTimeoutError),
+    (RecordError, RendezvousStateError),
+    (CoordinationError, RendezvousConnectionError),
+)
+
+
+def ending(error: ElasticError | JobSucceeded, launcher: Launcher) -> RendezvousError:
+    """What to raise ``from error``. Commands are told the reason here, as one sentence."""
+    kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), RendezvousError)
+    if launcher is Launcher.PROGRAM:
+        return kind(str(error))
+    is_done = isinstance(error, JobSucceeded)
+    get_logger().log(logging.INFO if is_done else logging.ERROR, "%s", error)
+    ended = _with_exit_code(kind)(str(error))
+    assert isinstance(ended, SystemExit)
+    ended.code = error.exit_code if isinstance(error, ElasticError) else 0
+    return ended
+
+
+def why_left(failure: BaseException | None) -> str:
+    """Why a node leaves that has not finished, for people.
+
+    >>> why_left(None), why_left(OSError("no space\\nbelow /tmp"))
+    ('its workers ended without having joined the job', 'OSError: no space')
+    """
+    if failure is None:
+        return "its workers ended without having joined the job"
+    if isinstance(failure, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(failure, ChildFailedError):
+        return "its workers failed"
+    said = str(failure).strip().partition("\n")[0]
+    return f"{type(failure).__name__}: {said[:200]}" if said else type(failure).__name__
+
+
+def _with_exit_code(kind: type[RendezvousError]) -> type[RendezvousError]:
+    return type(f"{kind.__name__}WithExitCode", (kind, SystemExit), {})

@@ -1,0 +1,57 @@
+"""What torch loads whenever its rendezvous package is imported, in workers too: next to nothing.
+
+The entry point group ``torchrun.handlers`` names :func:`handlers` as ``etcd-v3``. It is called
+without arguments and returns the creator. On the way it takes over the literal ``etcd``, whose
+stock handler speaks etcd's v2 API that etcd 3.6 removed; ``ELASTIC_STOCK_ETCD=1`` keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def handlers() -> Callable[[Any], Any]:
+    """The creator of the ``etcd-v3`` rendezvous handler."""
+    if os.environ.get("ELASTIC_STOCK_ETCD", "") not in ("1", "true", "yes"):
+        _take_over_etcd()
+    return create_handler
+
+
+def create_handler(parameters: Any) -> Any:
+    """Make the handler; everything heavy is imported here, in the agent alone.
+
+    torchrun ends with 1 and a traceback for any exception: what stops a node here is said in a
+    sentence instead, and its exit code tells a launcher whether to try again. A program that
+    calls ``elastic_launch`` gets one of torch's rendezvous errors.
+    """
+    from elastic.agent.leaving import leave_at_once_on_sigterm
+    from elastic.errors import ElasticError
+    from elastic.rendezvous import torch_private
+    from elastic.rendezvous.endings import ending
+    from elastic.rendezvous.handler import create, leave_on_sigterm
+    from elastic.rendezvous.signals import ProgramSignals
+
+    launcher, signals = torch_private.launcher(), ProgramSignals()
+    # Until the launch has its own: reaching etcd may take a while.
+    leave_at_once_on_sigterm(leave_on_sigterm(launcher))
+    made = None
+    try:
+        made = create(parameters, launcher, signals)
+    except ElasticError as error:
+        raise ending(error, launcher) from error
+    finally:
+        # A program's next call may fail in torch, before anybody could put them back.
+        is_over = made is None and launcher is not torch_private.Launcher.TORCHRUN
+        if is_over or launcher is torch_private.Launcher.PROGRAM:
+            signals.put_back()
+    return made
+
+
+def _take_over_etcd() -> None:
+    from torch.distributed.elastic.rendezvous import api
+
+    registry = getattr(api.rendezvous_handler_registry, "_registry", None)
+    if isinstance(registry, dict):
+        registry["etcd"] = create_handler

@@ -1,0 +1,287 @@
+"""torch's rendezvous handler on etcd v3: what torchrun talks to.
+
+Every method runs on the thread that launches, torchrun's main thread; what a launch consists of is
+:class:`~elastic.rendezvous.launch.Launch`, the protocol itself lives in
+:class:`~elastic.agent.service.NodeService`. What torch expects here, and the traps it sets, is
+PROTOCOL section 7.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elastic.agent import worker_tuning
+from elastic.agent.leaving import Phase, told_to_leave
+from elastic.clock import SYSTEM_CLOCK
+from elastic.config import AgentOptions, read_options
+from elastic.errors import ConfigError, ElasticError
+from elastic.membership.records import Keys
+from elastic.node.status import JobSucceeded
+from elastic.node.tls_options import node_tls
+from elastic.rendezvous import torch_private
+from elastic.rendezvous.endings import ending
+from elastic.rendezvous.launch import Launch
+from elastic.rendezvous.replacement import CALL_JOIN
+from elastic.rendezvous.signals import ProgramSignals
+from elastic.rendezvous.torch_private import Launcher
+from elastic.secure_channel.tls import Tls
+from elastic.store.etcd.options import etcd_config
+from elastic.store.etcd.store import EtcdStore
+from elastic.telemetry.log import get_logger
+
+# What torchrun calls every job that is not given an id.
+NO_RUN_ID = "none"
+
+
+def create(
+    parameters: RendezvousParameters, launcher: Launcher, signals: ProgramSignals
+) -> EtcdRendezvousHandler:
+    """Check the options and reach etcd; nothing is written before the first rendezvous.
+
+    Raises:
+        ConfigError: an option, endpoint, certificate or run id is wrong, or torch lacks what is
+            used of it.
+        CoordinationError: etcd cannot be used.
+    """
+    torch_private.check()
+    is_program = launcher is Launcher.PROGRAM
+    options = read_options(parameters.config, os.environ, for_program=is_program)
+    run_id = _run_id(parameters)
+    keys = Keys.of(options.prefix, run_id)
+    worker_tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
+    tls = node_tls(options)
+    config = etcd_config(parameters.endpoint, options)
+    launches: list[Launch] = []  # filled later: the store comes first
+
+    def on_crash(thread: str, error: BaseException) -> None:
+        get_logger().error("the thread %s died", thread, exc_info=error)
+        for launch in launches:
+            launch.service.fail(error)
+
+    store = EtcdStore(config, on_crash=on_crash)
+    handler = EtcdRendezvousHandler(
+        parameters, run_id, options, keys, store, launcher, signals, launches, tls
+    )
+    # torch may fail before it uses the handler, and nobody is told to close it then.
+    weakref.finalize(handler, store.close).atexit = False
+    return handler
+
+
+def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
+    """What makes the end of a launch whose node was told to leave."""
+    if launcher is Launcher.PROGRAM:
+        return lambda: torch_private.told_to_end(signal.SIGTERM)
+    return told_to_leave
+
+
+def _run_id(parameters: RendezvousParameters) -> str:
+    """The id of the job; one of its own for a job that was given none and has one node."""
+    if parameters.run_id != NO_RUN_ID:
+        return parameters.run_id
+    if parameters.max_nodes > 1:
+        raise ConfigError(
+            f"no run id: every job without one is called {NO_RUN_ID!r}, and would share its nodes "
+            "and its end with all others",
+            hint="give all nodes of this job the same new name: torchrun --rdzv-id=NAME "
+            "(or PET_RDZV_ID=NAME), in Python LaunchConfig(run_id=NAME)",
+        )
+    run_id = f"job-{secrets.token_hex(6)}"
+    get_logger().info("no run id was given: this job of one node is called %s", run_id)
+    return run_id
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """One node's rendezvous; made once per launch."""
+
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        run_id: str,
+        options: AgentOptions,
+        keys: Keys,
+        store: EtcdStore,
+        launcher: Launcher,
+        signals: ProgramSignals,
+        launches: list[Launch],
+        tls: Tls | None,
+    ) -> None:
+        self._parameters = parameters
+        self._run_id = run_id
+        self._options = options
+        self._keys = keys
+        self._store = store
+        self._launcher = launcher
+        self._signals = signals
+        self._tls = tls
+        self._launches = launches  # none before the first rendezvous, then one
+        self._handled_outside = sys.exc_info()[1]  # a program may launch in its except clause
+        self._closed = False
+
+    # ── torch's interface ────────────────────────────────────────────────────────────────
+
+    def get_backend(self) -> str:
+        """The name asked for: ``etcd-v3``, or ``etcd`` where that is taken over."""
+        return self._parameters.backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """False: torch prefixes an agent's store with a count that differs between agents."""
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Arrive, wait for a world with this node in it, and hand it over.
+
+        Raises:
+            RendezvousError: of torch's, for a program; a command line ends with an exit code.
+        """
+        try:
+            return self._next_rendezvous()
+        except (ElasticError, JobSucceeded) as error:
+            self._end(error)
+
+    def _next_rendezvous(self) -> RendezvousInfo:
+        agent = torch_private.calling_agent()
+        launch = self._launches[0] if self._launches else self._begin(agent)
+        launch.leaving.phase = Phase.WAITING
+        if launch.leaving.told:
+            launch.leaving.end_if_left()
+        launch.end_strays()
+        began = SYSTEM_CLOCK.monotonic()
+        failure = agent.failure
+        launch.service.arrive(
+            nproc=agent.nproc,
+            role=agent.role,
+            ports=launch.ports.ports,
+            failure=failure.text if failure else None,
+            failure_exit_code=failure.exit_code if failure else None,
+        )
+        world = launch.service.wait_for_world()
+        launch.leaving.phase = Phase.STARTING
+        launch.workers_start_again()
+        if world is None:
+            return self._warm_up(launch)
+        peers = launch.service.peer_addresses(world)
+        launch.set_world(world.generation, world.nonce, world.lineage, peers)
+        launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
+        launch.memory.look()
+        launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
+        node_id = launch.service.node_id
+        return RendezvousInfo(
+            torch_private.private_store(world.members),
+            world.node_ids.index(node_id),
+            len(world.members),
+            RendezvousStoreInfo(world.store_host, world.store_port),
+        )
+
+    def _begin(self, agent: torch_private.CallingAgent) -> Launch:
+        """From here on torch's agent runs, and whatever ends it closes the launch."""
+        launch = Launch(
+            parameters=self._parameters,
+            options=self._options,
+            keys=self._keys,
+            store=self._store,
+            launcher=self._launcher,
+            signals=self._signals,
+            agent=agent,
+            end_told_to_leave=leave_on_sigterm(self._launcher),
+            tls=self._tls,
+        )
+        self._launches.append(launch)
+        torch_private.attach(
+            around_start=launch.starting_workers,
+            on_signal=self._end_by_signal,
+        )
+        return launch
+
+    def _warm_up(self, launch: Launch) -> RendezvousInfo:
+        """A world of this node alone, in which workers get ready to join the one that runs.
+
+        Their real ranks come over the link. A script that builds a group from the environment
+        nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
+        """
+        launch.set_world(0, "", (), launch.service.peer_addresses(None))
+        launch.service.warm_up()
+        return RendezvousInfo(
+            torch_private.private_store((launch.service.member,)),
+            0,
+            1,
+            RendezvousStoreInfo("localhost", CALL_JOIN),  # type: ignore[arg-type]
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers run a world that is no longer the newest: torch then restarts
+        them through :meth:`next_rendezvous`. (Torch's own backends report joining nodes only:
+        survivors of a lost node wait for their collectives to fail, pytorch#111646.)"""
+        if not self._launches:
+            return 0
+        launch = self._launches[0]
+        launch.service.beat()
+        launch.leaving.install()
+        launch.leaving.phase = Phase.RUNNING
+        launch.look_at_workers(torch_private.supervision())
+        if launch.leaving.told:
+            launch.leaving.end_if_left()
+            return 0
+        try:
+            if launch.service.job_is_done and launch.service.running is None:
+                raise JobSucceeded("the job was done before this node's workers had joined it")
+            return 1 if launch.service.newer_world() else 0
+        except (ElasticError, JobSucceeded) as error:
+            self._end(error)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        """Nothing: a node that fails leaves, it does not close the job for the others."""
+
+    def get_run_id(self) -> str:
+        """The id asked for; its own, where none was."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Leave in order. torch calls this after success and after failure alike, inside a
+        ``finally``: the exception in flight tells which (torch 2.13, launcher/api.py)."""
+        if self._closed:
+            return True
+        self._closed = True
+        in_flight = sys.exc_info()[1]
+        if in_flight is self._handled_outside:
+            in_flight = None
+        if self._launches:
+            self._launches[0].end(in_flight)
+        else:
+            self._store.close()
+            if self._launcher is not Launcher.TORCHRUN:
+                self._signals.put_back()
+        return True
+
+    # ── the rest ─────────────────────────────────────────────────────────────────────────
+
+    def _end_by_signal(self, error: SignalException) -> None:
+        """torch's agent has ended its workers; ``shutdown`` is not called after a signal."""
+        if not self._closed:
+            self._closed = True
+            self._launches[0].end_by_signal(error.sigval)
+
+    def _end(self, error: ElasticError | JobSucceeded) -> NoReturn:
+        """End this agent with what its launcher can use, not with a traceback."""
+        for launch in self._launches:
+            launch.leaving.phase = Phase.CLOSING  # torch ends the workers next: not to be cut short
+            launch.service.expect_end_of_workers()
+            launch.tell_workers_it_is_the_end()
+        raise ending(error, self._launcher) from error

@@ -1,0 +1,390 @@
+"""One launch: a node of the job with all that belongs to it, made and given back as one.
+
+A program may launch several times, one after the other or at once from several threads. So nothing
+of a launch is left in the process: the environment of the workers is set while they are started,
+under a lock, and what was there before is put back; descriptors and signal handlers that a forked
+child must not have are taken from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
+from elastic.agent.worker_tuning import WorkerTuning
+from elastic.clock import SYSTEM_CLOCK
+from elastic.config import AgentOptions
+from elastic.events import HealthServed
+from elastic.health.server import HealthServer
+from elastic.membership.records import Keys, Node, NodeState
+from elastic.node.address import own_address
+from elastic.node.checkpoint_memory import host_memory
+from elastic.node.identity import current_process
+from elastic.node.orphan_reaper import MARK, OrphanReaper, end_strays, kill_marked
+from elastic.node.ports import PortReserve
+from elastic.node.run_secret import MEMORY, RunSecret
+from elastic.rendezvous.endings import why_left
+from elastic.rendezvous.replacement import Replacement
+from elastic.rendezvous.restart_notice import RestartNotice
+from elastic.rendezvous.signals import ProgramSignals
+from elastic.rendezvous.starting_over import StartingOver, places
+from elastic.rendezvous.torch_private import (
+    CallingAgent,
+    Launcher,
+    Supervision,
+    leave_signal_to_us,
+)
+from elastic.secure_channel import private_files
+from elastic.secure_channel.tls import Tls
+from elastic.store.etcd.store import EtcdStore
+from elastic.telemetry.journal import Journal
+from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+
+_running: list[Launch] = []  # of this process
+_environment = threading.RLock()  # os.environ is one launch's at a time
+
+
+class Launch:
+    """Made at the first rendezvous, when torch's agent is sure to close it."""
+
+    def __init__(
+        self,
+        *,
+        parameters: RendezvousParameters,
+        options: AgentOptions,
+        keys: Keys,
+        store: EtcdStore,
+        launcher: Launcher,
+        signals: ProgramSignals,
+        agent: CallingAgent,
+        end_told_to_leave: Callable[[], BaseException],
+        tls: Tls | None = None,
+    ) -> None:
+        self._options = options
+        self._launcher = launcher
+        self._signals = signals
+        self._runs_function = agent.runs_function
+        self._start_method = agent.start_method
+        self._log = get_logger()
+        self._starting: int | None = None  # the thread that starts workers now
+        self._health: HealthServer | None = None
+        node = _describe_node(parameters, options, store)
+        self._node_id = node.node_id
+        self._ending = Path(private_files.make_folder("elastic-ending-")) / "told"
+        self._origin = LogOrigin(node.name)
+        with contextlib.ExitStack() as made:
+            made.callback(self._remove_ending)
+            add_origin(self._origin)
+            made.callback(remove_origin, self._origin)
+            self.ports = PortReserve()
+            made.callback(self.ports.close)
+            self._journal = Journal(
+                folder=os.environ.get("ELASTIC_JOURNAL"),
+                identity={"node": node.name, "node_id": node.node_id},
+                origin=self._origin,
+            )
+            made.callback(self._journal.close)
+            secret = RunSecret.obtain(store, keys)
+            services: list[NodeService] = []  # filled below: the memory comes first
+            self.memory = host_memory(
+                node,
+                options,
+                self._journal,
+                lambda: services[0].running if services else None,
+                key=lambda: secret.key(MEMORY),
+                tls=tls,
+                on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
+            )
+            made.callback(self.memory.close)
+            self.service = NodeService(
+                store=store,
+                keys=keys,
+                secret=secret,
+                node=self.memory.published(node),
+                options=options,
+                journal=self._journal,
+                last_contact_s=lambda: store.last_contact_s,
+                tls=tls,
+            )
+            services.append(self.service)
+            made.callback(self.service.close)
+            self._reaper = OrphanReaper(
+                node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
+            )
+            made.callback(self._reaper.release)
+            self.service.tell_guard(self._reaper.permit)
+            self.leaving = Leaving(
+                self.service,
+                options.leave_grace_s,
+                lambda: kill_marked(self._node_id, self._reaper.forked),
+                claim_signal=leave_signal_to_us,
+                tell_workers=self.tell_workers_it_is_the_end,
+                end=end_told_to_leave,
+            )
+            made.callback(self._end_health)
+            self._serve_health()
+            self.service.start()
+            made.pop_all()
+        self._variables: dict[str, str | None] = {
+            MARK: node.node_id,
+            "ELASTIC_NODE_NAME": node.name,
+            "ELASTIC_MAX_NODES": str(node.max_nodes),
+            "ELASTIC_ENDING": str(self._ending),
+            "ELASTIC_NODE_MEMORY": self.memory.folder or None,
+            "ELASTIC_LINK": self.service.link_path or None,
+        }
+        with _environment:  # another launch may be starting workers: its variables are not ours
+            environ = dict(os.environ)
+        self._tuning = WorkerTuning(
+            options,
+            environ,
+            self._journal,
+            max_nodes=node.max_nodes,
+            own_address=node.address,
+            is_told=bool(parameters.local_addr or options.pod_ip),
+        )
+        self._tuned: dict[str, str | None] = {}
+        self.notice = RestartNotice(options.mode)
+        self._replacement = Replacement(self.service, self._journal, self.starting_workers)
+        self._starting_over = StartingOver(
+            lambda: places(sys.argv[1:], Path.cwd()),
+            lambda: self.service.has_first_rank and not self.service.workers_have_joined,
+        )
+        self._has_started_workers = False
+        _running.append(self)
+        self.leaving.install()
+        self.service.beat()
+        self._warn_of_no_restarts(parameters, agent)
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────
+
+    def set_world(
+        self, generation: int, nonce: str, lineage: tuple[int, ...], peers: Sequence[str]
+    ) -> None:
+        """What the workers that are started next are told.
+
+        ``peers``: the addresses of the other nodes, the leader's first.
+        """
+        self._tuned = self._tuning.variables(peers)
+        self._variables["ELASTIC_GENERATION"] = str(generation)
+        self._variables["ELASTIC_NONCE"] = nonce
+        self._variables["ELASTIC_LINEAGE"] = ",".join(map(str, lineage))
+
+    @contextlib.contextmanager
+    def starting_workers(self) -> Iterator[Mapping[str, str | None]]:
+        """While torch starts them: with their environment, which is nobody else's."""
+        if self._runs_function:
+            # multiprocessing starts these once for the whole program: not with our mark.
+            resource_tracker.ensure_running()
+            if self._start_method == "forkserver":
+                forkserver.ensure_running()
+        self.service.keep_link_key()
+        variables = {**self._variables, **self._tuned}
+        with _environment, _environment_of(variables):
+            self._starting = threading.get_ident()
+            try:
+                yield variables
+            finally:
+                self._starting = None
+
+    def workers_start_again(self) -> None:
+        """Called before each start of workers; the first one is none."""
+        if self._has_started_workers:
+            self._starting_over.workers_start_again()
+        self._has_started_workers = True
+
+    def look_at_workers(self, supervision: Supervision | None) -> None:
+        """Called with every poll of torch's agent, while all workers are well."""
+        if self.service.link_path:
+            self._replacement.look(supervision)
+        self.notice.look(have_joined=self.service.workers_have_joined)
+
+    def end_strays(self) -> None:
+        """End what dead workers have left behind."""
+        ended = end_strays(self._node_id, self._reaper.forked)
+        if ended:
+            self._log.info("ended %d processes that dead workers had left behind", ended)
+
+    def tell_workers_it_is_the_end(self) -> None:
+        """The SIGTERM that torchrun is about to send them is for good: they may save first."""
+        with contextlib.suppress(OSError):  # without it they end as for a restart
+            self._ending.touch()
+
+    def _remove_ending(self) -> None:
+        shutil.rmtree(self._ending.parent, ignore_errors=True)
+
+    def after_fork(self) -> None:
+        """In a child forked by this process: it is a worker if the thread that starts them made
+        it."""
+        is_worker = self._starting == threading.get_ident()
+        self._reaper.after_fork(is_worker=is_worker)
+        self._signals.after_fork(self.leaving, is_worker=is_worker)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────
+
+    def end(self, failure: BaseException | None) -> None:
+        """Tell the others how this node ends, and give everything back."""
+        self.service.beat()
+        self.service.expect_end_of_workers()
+        try:
+            if failure is None and self.service.running is not None:
+                self._finish()
+            elif not self.leaving.told and self.service.done is None:
+                self.service.leave(why_left(failure), failed=True)
+        finally:
+            self._close()
+
+    def end_by_signal(self, signum: int) -> None:
+        """The same, where a signal has ended torch's agent."""
+        self.service.expect_end_of_workers()
+        try:
+            if not self.leaving.told and self.service.done is None:
+                self.service.leave(signal.Signals(signum).name)
+        finally:
+            self._close()
+
+    def _finish(self) -> None:
+        self.leaving.phase = Phase.FINISHING
+        if self.leaving.told:  # the others' end is theirs
+            self.service.finished()
+            raise self.leaving.end()
+        # Where it would be started again for nothing, a node has all the time there is.
+        patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
+        if self.service.finish(patience_s=patience_s) is None:
+            self._log.warning(
+                "the workers of this node ended well, but etcd is out of reach: "
+                "leaving without waiting for the other nodes"
+            )
+
+    def _close(self) -> None:
+        self.leaving.phase = Phase.CLOSING
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._give_signals_back)
+            last_first.callback(remove_origin, self._origin)
+            last_first.callback(self._journal.close)
+            last_first.callback(self._end_health)
+            last_first.callback(self._park)
+            last_first.callback(self.memory.close)
+            last_first.callback(self._forget)
+            last_first.callback(self._reaper.release)
+            last_first.callback(end_strays, self._node_id, self._reaper.forked)
+            last_first.callback(self._remove_ending)
+            last_first.callback(self.ports.close)
+            last_first.callback(self.service.close)
+            last_first.callback(self._starting_over.close)
+
+    def _forget(self) -> None:
+        _running.remove(self)
+
+    def _park(self) -> None:
+        if self._options.park and not self.leaving.told:
+            self.service.park(self.leaving)
+
+    def _give_signals_back(self) -> None:
+        if self._launcher is Launcher.TORCHRUN:
+            return  # the process ends now: a signal must not change its exit code
+        self._signals.put_back()
+        if self.leaving.was_kept_from_launcher and self._launcher is Launcher.PROGRAM:
+            signal.raise_signal(signal.SIGTERM)  # for the program's own handler
+
+    # ── the beginning ────────────────────────────────────────────────────────────────────
+
+    def _serve_health(self) -> None:
+        if self._options.health_port is None:
+            return
+        self._health = HealthServer(
+            self._options.health_port, self.service.probes, on_error=self.service.fail
+        )
+        self._health.start()
+        self._journal.emit(HealthServed(port=self._health.port))
+
+    def _end_health(self) -> None:
+        if self._health is not None:
+            self._health.close()
+
+    def _warn_of_no_restarts(self, parameters: RendezvousParameters, agent: CallingAgent) -> None:
+        if agent.max_restarts == 0 and parameters.min_nodes < parameters.max_nodes:
+            self._log.warning(
+                "--max-restarts=0 with --nnodes=%d:%d: torchrun ends this node as soon as a "
+                "worker fails, and when a node dies the workers of all others fail in their "
+                "collectives. Set --max-restarts=1000, or launch with `elastic run`, where the "
+                "failure budget ends a job that cannot succeed",
+                parameters.min_nodes,
+                parameters.max_nodes,
+            )
+
+
+def _after_fork_in_child() -> None:
+    global _environment
+    _environment = threading.RLock()  # its holder is not here
+    for launch in _running:
+        launch.after_fork()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@contextlib.contextmanager
+def _environment_of(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """``os.environ`` with these (None: without) for the time of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _describe_node(
+    parameters: RendezvousParameters, options: AgentOptions, store: EtcdStore
+) -> Node:
+    return Node(
+        node_id=secrets.token_hex(8),
+        name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
+        nproc=0,
+        role="",
+        address=own_address(
+            parameters.local_addr or options.pod_ip or "",
+            store.endpoint,
+            within_s=options.connect_timeout_s,
+        ),
+        ports=(),
+        liveness_port=0,
+        process=current_process(options.pod_uid or ""),
+        state=NodeState.ARRIVED,
+        in_process=False,
+        min_nodes=parameters.min_nodes,
+        max_nodes=parameters.max_nodes,
+        library=importlib.metadata.version("torch-elastic-harness"),
+        torch=str(torch.__version__),
+        running=None,
+        arrived_for=0,
+        failure=None,
+        failure_exit_code=None,
+        joined_at_s=SYSTEM_CLOCK.wall(),
+    )

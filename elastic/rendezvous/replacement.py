@@ -1,0 +1,171 @@
+"""Replaces a single dead worker: its siblings keep their processes and their state.
+
+torchrun supervises the workers of a node as one: it polls their processes, and if one has failed,
+it ends all others and starts them anew. So each process is replaced by an object that behaves the
+same, and that starts another process in the place of a dead one when torch polls it. torch sees
+no failure then. When to do that is the node's thread's decision (:mod:`elastic.agent.workers`):
+in-process mode only, and as long as one worker of the node is left that holds the state. The new
+process warms up like those of a joining node, and gets its world over the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.events import WorkerReplaced
+from elastic.rendezvous import torch_private
+from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
+from elastic.telemetry.journal import EventSink
+
+# What MASTER_PORT says to a script that builds a group without having a world yet.
+CALL_JOIN = "call elastic.join()"
+# The node's thread hears of a death within milliseconds, and may be busy with etcd.
+DECIDED_WITHIN_S = 5.0
+
+
+class ReplacingNode(Protocol):
+    """What is asked of the node's service."""
+
+    @property
+    def is_replacing(self) -> bool: ...
+
+    def allow_replacement(self, is_allowed: bool) -> None: ...
+
+    def is_to_be_replaced(self, pid: int) -> bool | None: ...
+
+
+class Replacement:
+    """One per agent; on torchrun's main thread."""
+
+    def __init__(
+        self,
+        node: ReplacingNode,
+        journal: EventSink,
+        around_start: Callable[[], AbstractContextManager[object]],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._node = node
+        self._around_start = around_start  # os.environ is that of the workers within it
+        self._journal = journal
+        self._clock = clock
+        self._supervision: Supervision | None = None
+        self._is_counted = False  # as a restart: once for all that die together
+        self._has_given_up = False  # torch has seen a failure, and ends all workers
+
+    def look(self, supervision: Supervision | None) -> None:
+        """Called with every poll of torchrun's, while all workers are well."""
+        self._supervision = supervision
+        if supervision is None:
+            self._node.allow_replacement(False)
+            return
+        self._has_given_up = False
+        self._is_counted = self._is_counted and self._node.is_replacing
+        for worker in supervision.workers:
+            if not isinstance(worker.process, ReplaceableProcess):
+                worker.supervise(ReplaceableProcess(worker, self._decide, self._start, self._clock))
+        self._node.allow_replacement(supervision.restarts_left > 0)
+
+    def _decide(self, pid: int, waited_s: float) -> bool | None:
+        """Whether a dead worker is to be replaced; None: that is not decided yet."""
+        if self._has_given_up:
+            return False
+        decision = self._node.is_to_be_replaced(pid)
+        if decision is None and waited_s < DECIDED_WITHIN_S:
+            return None
+        if not decision:
+            self._has_given_up = True
+            self._node.allow_replacement(False)
+            self._count(False)  # torch counts its own restart
+        return bool(decision)
+
+    def _count(self, is_counted: bool) -> None:
+        assert self._supervision is not None
+        self._supervision.count_restarts(int(is_counted) - int(self._is_counted))
+        self._is_counted = is_counted
+
+    def _start(self, worker: SupervisedWorker) -> subprocess.Popen[bytes]:
+        assert self._supervision is not None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(worker.error_file)  # the dead one's
+        with self._around_start():
+            process = subprocess.Popen(
+                worker.process.args,
+                env={**os.environ, **worker.environment, **_without_a_world(worker)},
+                stdout=worker.stdout,
+                stderr=worker.stderr,
+                start_new_session=True,
+            )
+        self._supervision.replaced(worker.local_rank, process.pid)
+        self._count(True)
+        self._journal.emit(WorkerReplaced(local_rank=worker.local_rank, pid=process.pid))
+        return process
+
+
+def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
+    """As for the workers of a joining node: their real ranks come over the link."""
+    size = worker.environment["LOCAL_WORLD_SIZE"]
+    return {
+        "RANK": str(worker.local_rank),
+        "ROLE_RANK": str(worker.local_rank),
+        "WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": CALL_JOIN,
+        "ELASTIC_GENERATION": "0",
+        "ELASTIC_NONCE": "",
+        "ELASTIC_LINEAGE": "",
+    }
+
+
+class ReplaceableProcess:
+    """A worker's present process, as torch polls it."""
+
+    def __init__(
+        self,
+        worker: SupervisedWorker,
+        decide: Callable[[int, float], bool | None],
+        start: Callable[[SupervisedWorker], subprocess.Popen[bytes]],
+        clock: Clock,
+    ) -> None:
+        self._worker = worker
+        self._process = worker.process
+        self._decide = decide
+        self._start = start
+        self._clock = clock
+        self._seen_dead_s: float | None = None
+        self._has_failed = False  # torch knows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs, and where it is (to be) replaced."""
+        code = self._process.poll()
+        if code in (None, 0) or self._has_failed:
+            return code
+        if not torch_private.is_looking_for_failures(sys._getframe(1)):
+            return code  # all are being ended
+        if self._is_replaced():
+            return None
+        self._has_failed = True
+        return code
+
+    def _is_replaced(self) -> bool:
+        """Also while that is not decided yet."""
+        now_s = self._clock.monotonic()
+        if self._seen_dead_s is None:
+            self._seen_dead_s = now_s
+        decision = self._decide(self._process.pid, now_s - self._seen_dead_s)
+        if decision:
+            self._process = self._start(self._worker)
+            self._seen_dead_s = None
+        return decision is not False

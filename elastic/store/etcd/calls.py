@@ -1,0 +1,107 @@
+"""Unary calls with retries: tenacity decides when, this module what and for how long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tenacity
+
+from elastic.clock import Clock
+from elastic.errors import CoordinationError, LeaseGone, StoreRefused
+from elastic.store.etcd.connection import Connection, Connections
+from elastic.store.etcd.failures import Failure, Remedy
+
+BACKOFF_CAP_S = 1.0  # PROTOCOL section 3 builds on it
+_FIRST_ATTEMPT_S = 1.5  # then twice as long each time, within the deadline of the call
+_AGAIN = frozenset({Remedy.RETRY, Remedy.DOUBT, Remedy.MOVE, Remedy.LOGIN})
+
+
+@dataclass(frozen=True)
+class Reply:
+    """etcd's answer, and whether an earlier attempt may have been carried out as well."""
+
+    message: Any
+    in_doubt: bool
+
+
+class Calls:
+    """Makes unary calls on whatever connection is current; thread-safe."""
+
+    def __init__(self, connections: Connections, clock: Clock, closed: threading.Event) -> None:
+        self._connections = connections
+        self._clock = clock
+        self._closed = closed  # ends the pauses between attempts
+
+    def __call__(
+        self,
+        what: str,
+        method: Callable[[Connection], Callable[..., Any]],
+        request: Any,
+        *,
+        timeout_s: float | None = None,
+        tolerate: frozenset[Remedy] = frozenset(),
+    ) -> Reply | Failure:
+        """Call until there is an answer or the time is up.
+
+        Returns a Failure only if its remedy is in ``tolerate``; raises CoordinationError.
+        """
+        limit_s = self._connections.config.request_timeout_s if timeout_s is None else timeout_s
+        ends_s = self._clock.monotonic() + limit_s
+        sent = 0
+
+        def attempt() -> Reply:
+            nonlocal sent
+            connection = self._connections.current(ends_s)
+            left_s = max(ends_s - self._clock.monotonic(), 0.05)
+            in_doubt = sent > 0
+            sent += 1
+            patience_s = min(left_s, _FIRST_ATTEMPT_S * 2 ** (sent - 1))
+            message = self._connections.invoke(connection, method(connection), request, patience_s)
+            return Reply(message, in_doubt)
+
+        try:
+            return self._retrying(limit_s)(attempt)
+        except Failure as failure:
+            if failure.remedy in tolerate:
+                return failure
+            raise self._error(what, failure) from None
+
+    def _retrying(self, limit_s: float) -> tenacity.Retrying:
+        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=BACKOFF_CAP_S)
+
+        def wait(state: tenacity.RetryCallState) -> float:
+            return max(0.0, min(backoff(state), limit_s - (state.seconds_since_start or 0.0)))
+
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self._worth_retrying),
+            stop=tenacity.stop_after_delay(limit_s),
+            wait=wait,
+            sleep=self._pause,
+            reraise=True,
+        )
+
+    def _pause(self, seconds: float) -> None:
+        self._clock.wait(self._closed, seconds)
+
+    def _worth_retrying(self, error: BaseException) -> bool:
+        return (
+            isinstance(error, Failure)
+            and error.remedy in _AGAIN
+            and not self._closed.is_set()
+            and not self._connections.hopeless
+        )
+
+    def _error(self, what: str, failure: Failure) -> CoordinationError:
+        if failure.remedy is Remedy.LEASE_GONE:
+            return LeaseGone(f"{what}: the lease is gone")
+        if failure.remedy is Remedy.REFUSED:
+            return StoreRefused(
+                f"{what}: etcd refused: {failure.reason}",
+                hint="check user and password, and the user's role in etcd",
+            )
+        if failure.remedy in _AGAIN or failure.remedy is Remedy.NOT_ETCD:
+            return self._connections.error(what, failure)
+        return CoordinationError(f"{what}: {failure.reason}")

@@ -1,0 +1,299 @@
+"""One connection to one etcd member at a time, and the way to the next one.
+
+All calls, leases and watches of a store share the *current* connection. When it proves useless
+its channel is closed, which cancels everything in flight on it at once; whoever needs etcd next
+connects to the next endpoint. A member counts as usable when ``Maintenance.Status`` answers and
+knows a leader: that needs no quorum and no disk, so it tells a dead member from a slow cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import StoreRefused, StoreTooOld, StoreUnreachable
+from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, read_pem
+from elastic.store.etcd.failures import Failure, Remedy, classify, explain
+
+PROBE_S = 1.0  # a member that does not answer Status in this time is not used
+_SLOWEST_PROBE_S = 4.0  # on an overloaded machine the probe gets more patient
+_OLDEST = (3, 4)
+
+# Keepalive: etcd refuses pings more often than every 5 s. The store's pulse is quicker; this
+# is for connections that a middle box forgets. Backoff: the cap of PROTOCOL section 3.
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),  # the cluster's etcd is never behind the web proxy
+    ("grpc.use_local_subchannel_pool", 1),  # a closed channel really closes its sockets
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+
+class Connection:
+    """An open channel to one member, with the stubs in use."""
+
+    def __init__(self, endpoint: Endpoint, channel: Any) -> None:
+        rpc = load_rpc()
+        self.endpoint = endpoint
+        self.channel = channel
+        self.kv = rpc.KVStub(channel)
+        self.leases = rpc.LeaseStub(channel)
+        self.watches = rpc.WatchStub(channel)
+        self.auth = rpc.AuthStub(channel)
+        self.maintenance = rpc.MaintenanceStub(channel)
+        self.token: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Every call asks to fail at once on a member that has lost its leader."""
+        token = (("token", self.token),) if self.token else ()
+        return (("hasleader", "true"), *token)
+
+
+class Connections:
+    """Hands out the current connection; thread-safe."""
+
+    def __init__(self, config: EtcdConfig, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.config = config
+        self.last_contact_s = clock.monotonic()
+        self._clock = clock
+        self._rpc = load_rpc()
+        self._credentials = _credentials(config)
+        self._connecting = threading.Lock()  # held while a round of attempts runs
+        self._state = threading.Lock()  # guards the fields below, never held across I/O
+        self._current: Connection | None = None
+        self._next = 0  # index of the endpoint to try first
+        self._rounds = 0  # failed rounds so far
+        self._failed_in_a_row = 0
+        self._reasons: dict[Endpoint, Failure] = {}
+        self._closed = False
+
+    # -- for callers -----------------------------------------------------------------------
+
+    def current(self, ends_s: float | None = None) -> Connection:
+        """The current connection, made now if there is none: one attempt per endpoint.
+
+        All of them end by ``ends_s`` (monotonic), if given. Raises Failure; the reasons are in
+        :meth:`error` then.
+        """
+        rounds = self._rounds
+        connection = self._current
+        if connection is not None:
+            return connection
+        with self._connecting:
+            with self._state:
+                if self._closed:
+                    raise Failure(Remedy.FATAL, "the store is closed")
+                if self._current is not None:
+                    return self._current
+                if self._rounds != rounds:  # somebody else tried while this thread waited
+                    raise self._worst()
+            return self._try_all(ends_s)
+
+    def invoke(
+        self,
+        connection: Connection,
+        method: Callable[..., Any],
+        request: Any,
+        timeout_s: float,
+    ) -> Any:
+        """One attempt of a unary call. Raises Failure, after drawing the consequences."""
+        try:
+            reply = method(request, timeout=timeout_s, metadata=connection.metadata)
+        except (load_grpc().RpcError, ValueError) as error:
+            failure = classify(error)
+            self.react(connection, failure)
+            raise failure from None
+        self.touch()
+        return reply
+
+    def react(self, connection: Connection, failure: Failure) -> None:
+        """Do what a failure asks of the connection itself: check it, leave it, log in."""
+        if failure.remedy is Remedy.MOVE:
+            self.drop(connection, failure)
+        elif failure.remedy is Remedy.DOUBT:
+            self.verify(connection)
+        elif failure.remedy is Remedy.LOGIN and connection.token is not None:
+            try:
+                self._log_in(connection, PROBE_S)
+            except Failure as refused:
+                self.drop(connection, refused)
+
+    def verify(self, connection: Connection) -> bool:
+        """Ask the member whether it is there and has a leader; drop it if not."""
+        alone = len(self.config.endpoints) == 1  # there is nowhere to go: be patient
+        try:
+            self._status(connection, 2 * PROBE_S if alone else PROBE_S)
+        except Failure as failure:
+            self.drop(connection, failure)
+            return False
+        self.touch()
+        return True
+
+    def drop(self, connection: Connection, failure: Failure) -> None:
+        """Close the connection and let the next user try the next endpoint."""
+        with self._state:
+            self._reasons[connection.endpoint] = failure
+            if self._current is connection:
+                self._current = None
+                self._next = self.config.endpoints.index(connection.endpoint) + 1
+        connection.channel.close()
+
+    def touch(self) -> None:
+        """Note that etcd just answered."""
+        self.last_contact_s = self._clock.monotonic()
+
+    def peek(self) -> Connection | None:
+        """The current connection if there is one; connects to nothing."""
+        return self._current
+
+    def close(self) -> None:
+        """Close the channel; every call from now on fails."""
+        with self._state:
+            self._closed = True
+            connection, self._current = self._current, None
+        if connection is not None:
+            connection.channel.close()
+
+    # -- what went wrong, for people -------------------------------------------------------
+
+    def error(self, what: str, last: Failure) -> StoreUnreachable | StoreRefused | StoreTooOld:
+        """The error to raise when ``what`` failed for good: every endpoint with its reason."""
+        with self._state:
+            reasons = dict(self._reasons)
+            if self._current is not None:  # it is there, and still the call did not succeed
+                reasons.setdefault(self._current.endpoint, last)
+        tried = "; ".join(
+            f"{endpoint}: {reasons[endpoint].reason if endpoint in reasons else 'not tried'}"
+            for endpoint in self.config.endpoints
+        )
+        remedies = {failure.remedy for failure in reasons.values()}
+        if Remedy.NOT_ETCD in remedies:
+            return StoreTooOld(
+                f"{what}: etcd is too old ({tried})", hint="etcd 3.4 or later is needed"
+            )
+        if Remedy.REFUSED in remedies:
+            return StoreRefused(
+                f"{what}: etcd refused ({tried})",
+                hint="check cacert, cert, key, user and password, and the user's role in etcd",
+            )
+        return StoreUnreachable(
+            f"{what}: no etcd endpoint answers ({tried})",
+            hint="check --rdzv-endpoint, that etcd runs, and that a majority of its members is up",
+        )
+
+    @property
+    def hopeless(self) -> bool:
+        """Every endpoint answered, twice in a row, that it will not have us."""
+        with self._state:
+            remedies = [f.remedy for f in self._reasons.values()]
+            tried_all = len(remedies) == len(self.config.endpoints) and self._failed_in_a_row >= 2
+        return tried_all and all(r in (Remedy.REFUSED, Remedy.NOT_ETCD) for r in remedies)
+
+    # -- one round over the endpoints ------------------------------------------------------
+
+    def _try_all(self, ends_s: float | None) -> Connection:
+        endpoints = self.config.endpoints
+        patience_s = min(PROBE_S * 2 ** min(self._failed_in_a_row, 10), _SLOWEST_PROBE_S)
+        for step in range(len(endpoints)):
+            endpoint = endpoints[(self._next + step) % len(endpoints)]
+            timeout_s = patience_s
+            if ends_s is not None:  # leave each of the others its share of the time
+                left_s = (ends_s - self._clock.monotonic()) / (len(endpoints) - step)
+                timeout_s = max(0.1, min(patience_s, left_s))
+            try:
+                connection = self._try(endpoint, timeout_s)
+            except Failure as failure:
+                self._note(endpoint, failure)
+                continue
+            with self._state:
+                if self._closed:
+                    connection.channel.close()
+                    raise Failure(Remedy.FATAL, "the store is closed")
+                self._current = connection
+                self._failed_in_a_row = 0
+                self._reasons.pop(endpoint, None)
+            return connection
+        with self._state:
+            self._rounds += 1
+            self._failed_in_a_row += 1
+            self._next = (self._next + 1) % len(endpoints)
+            raise self._worst()
+
+    def _note(self, endpoint: Endpoint, failure: Failure) -> None:
+        with self._state:
+            known = self._reasons.get(endpoint)
+            if known is None or known.remedy is not failure.remedy or known.remedy != Remedy.DOUBT:
+                self._reasons[endpoint] = failure  # of several silences tell the first one
+
+    def _worst(self) -> Failure:
+        """What to tell who asked for a connection and got none."""
+        reasons = "; ".join(f"{e}: {f.reason}" for e, f in self._reasons.items())
+        return Failure(Remedy.MOVE, reasons or "no endpoint answers")
+
+    def _try(self, endpoint: Endpoint, timeout_s: float) -> Connection:
+        connection = Connection(endpoint, self._open_channel(str(endpoint)))
+        try:
+            self._status(connection, timeout_s)
+            if self.config.user:
+                self._log_in(connection, timeout_s)
+        except Failure as failure:
+            connection.channel.close()
+            raise explain(failure, endpoint, tls=self.config.tls, timeout_s=timeout_s) from None
+        self.touch()
+        return connection
+
+    def _open_channel(self, target: str) -> Any:
+        grpc = load_grpc()
+        if self._credentials is None:
+            return grpc.insecure_channel(target, options=_OPTIONS)
+        return grpc.secure_channel(target, self._credentials, options=_OPTIONS)
+
+    def _status(self, connection: Connection, timeout_s: float) -> None:
+        try:
+            status = connection.maintenance.Status(self._rpc.StatusRequest(), timeout=timeout_s)
+        except (load_grpc().RpcError, ValueError) as error:
+            raise classify(error) from None
+        check_version(status.version)
+        if not status.leader:
+            raise Failure(Remedy.MOVE, "the member has no leader (is a majority up?)")
+
+    def _log_in(self, connection: Connection, timeout_s: float) -> None:
+        request = self._rpc.AuthenticateRequest(
+            name=self.config.user, password=self.config.password
+        )
+        try:
+            # The check hashes with bcrypt on purpose slowly; it is not a sign of a dead member.
+            reply = connection.auth.Authenticate(request, timeout=timeout_s + 2)
+        except (load_grpc().RpcError, ValueError) as error:
+            failure = classify(error)
+            if "authentication is not enabled" in failure.reason:
+                return
+            raise failure from None
+        connection.token = reply.token
+
+
+def check_version(version: str) -> None:
+    """Raises Failure(NOT_ETCD) for anything before etcd 3.4."""
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < _OLDEST:
+        raise Failure(Remedy.NOT_ETCD, f"etcd {version or 'of unknown version'}, before 3.4")
+
+
+def _credentials(config: EtcdConfig) -> Any:
+    """gRPC's channel credentials, or None without TLS. Raises ConfigError on unreadable files."""
+    if not config.tls:
+        return None
+    return load_grpc().ssl_channel_credentials(
+        root_certificates=read_pem("cacert", config.cacert),
+        private_key=read_pem("key", config.key),
+        certificate_chain=read_pem("cert", config.cert),
+    )

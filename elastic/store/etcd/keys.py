@@ -1,0 +1,39 @@
+"""Keys, ranges and entries between this package's words and etcd's bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.store.keyvalue import Entry
+
+_CODEC = ("utf-8", "surrogateescape")  # foreign keys need not be UTF-8, and come back the same
+
+
+def bytes_of(key: str) -> bytes:
+    """The key as etcd stores it."""
+    return key.encode(*_CODEC)
+
+
+def key_of(key: bytes) -> str:
+    """The key as this package names it."""
+    return key.decode(*_CODEC)
+
+
+def range_of(prefix: str) -> tuple[bytes, bytes]:
+    """``key`` and ``range_end`` that cover every key starting with ``prefix``.
+
+    >>> range_of("/elastic/")
+    (b'/elastic/', b'/elastic0')
+    >>> range_of("")
+    (b'\\x00', b'\\x00')
+    """
+    start = bytes_of(prefix)
+    if not start:
+        return b"\0", b"\0"  # etcd's way to say: from the first key, to the end
+    end = start.rstrip(b"\xff")
+    return start, end[:-1] + bytes((end[-1] + 1,)) if end else b"\0"
+
+
+def entry_of(kv: Any) -> Entry:
+    """An ``mvccpb.KeyValue`` as an Entry."""
+    return Entry(key_of(kv.key), kv.value, kv.mod_revision, kv.lease)

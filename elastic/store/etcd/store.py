@@ -1,0 +1,237 @@
+"""The store on etcd v3 (3.4 to 3.6), through etcd3's messages and gRPC stubs.
+
+Why etcd3 (PyPI) and not a client of our own, or over HTTP: it carries etcd's whole API. Why not
+its client class: its watcher cannot resume after a reconnect, its lease refresh ends with the
+first error, and it knows one endpoint. The parts live beside this file: ``etcd_connection``
+(fail-over), ``etcd_calls`` (retries), ``etcd_lease``, ``etcd_watch``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import CoordinationError, LeaseGone, StoreRefused
+from elastic.store.etcd.calls import Calls, Reply
+from elastic.store.etcd.compat import load_rpc
+from elastic.store.etcd.connection import Connection, Connections
+from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
+from elastic.store.etcd.keys import bytes_of, entry_of, range_of
+from elastic.store.etcd.lease import EtcdLease
+from elastic.store.etcd.watch import EtcdWatch
+from elastic.store.keyvalue import Entry, Lease, Snapshot, Watch, WatchEvent
+
+__all__ = ["Endpoint", "EtcdConfig", "EtcdStore", "parse_endpoints"]
+
+_PULSE_S = 1.0  # silence longer than this is questioned
+
+
+class EtcdStore:
+    """Implements :class:`~elastic.store.keyvalue.KeyValue` on etcd.
+
+    The constructor makes the first contact and proves that we may read. Raises ConfigError
+    (unreadable certificate file), StoreUnreachable (after ``connect_timeout_s``, naming every
+    endpoint with its reason), StoreRefused, StoreTooOld.
+
+    ``on_crash(thread name, error)`` hears of a background thread that ended by an exception
+    (of a callback, or a bug); without it the exception goes to ``threading.excepthook``.
+    """
+
+    def __init__(
+        self,
+        config: EtcdConfig,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        on_crash: Callable[[str, BaseException], None] | None = None,
+    ) -> None:
+        self._rpc = load_rpc()
+        self._clock = clock
+        self._on_crash = on_crash
+        self._closed = threading.Event()
+        self._connections = Connections(config, clock)
+        self._calls = Calls(self._connections, clock, self._closed)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._watches: list[EtcdWatch] = []
+        self._leases: list[EtcdLease] = []
+        try:
+            self._prove_access()
+        except BaseException:
+            self._connections.close()
+            raise
+        self._pulse = threading.Thread(
+            target=self._guard(self._watch_silence), name="elastic-etcd-pulse", daemon=True
+        )
+        self._pulse.start()
+
+    @property
+    def last_contact_s(self) -> float:
+        """When etcd last answered anything (``clock.monotonic()``): since then we may be cut
+        off. While all is well it is never older than about two seconds."""
+        return self._connections.last_contact_s
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The member in use, or None while there is none."""
+        connection = self._connections.peek()
+        return connection.endpoint if connection else None
+
+    # -- keys ------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Entry | None:
+        request = self._rpc.RangeRequest(key=bytes_of(key))
+        kvs = self._call(f"get {key}", lambda c: c.kv.Range, request).message.kvs
+        return entry_of(kvs[0]) if kvs else None
+
+    def list(self, prefix: str) -> Snapshot:
+        key, end = range_of(prefix)
+        request = self._rpc.RangeRequest(key=key, range_end=end)
+        message = self._call(f"list {prefix}", lambda c: c.kv.Range, request).message
+        return Snapshot(message.header.revision, tuple(map(entry_of, message.kvs)))
+
+    def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
+        request = self._put_request(key, value, lease)
+        reply = self._call(f"put {key}", lambda c: c.kv.Put, request, lease=lease)
+        return int(reply.message.header.revision)
+
+    def compare_and_swap(
+        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+    ) -> int | None:
+        write = self._rpc.RequestOp(request_put=self._put_request(key, value, lease))
+        reply = self._if_unchanged(f"swap {key}", key, expected_revision, write, lease)
+        if reply.message.succeeded:
+            return int(reply.message.header.revision)
+        kvs = reply.message.responses[0].response_range.kvs
+        if reply.in_doubt and kvs:
+            # An earlier attempt's reply was lost: if our bytes stand there, we wrote them.
+            now = entry_of(kvs[0])
+            if now.value == value and now.lease_id == (lease.id if lease else 0):
+                return now.mod_revision
+        return None
+
+    def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
+        write = self._rpc.RequestOp(
+            request_delete_range=self._rpc.DeleteRangeRequest(key=bytes_of(key))
+        )
+        reply = self._if_unchanged(f"delete {key}", key, expected_revision, write, None)
+        if reply.message.succeeded:
+            return bool(reply.message.responses[0].response_delete_range.deleted)
+        # After a lost reply: the version that we were to delete is gone, so we say so.
+        return reply.in_doubt and not reply.message.responses[0].response_range.kvs
+
+    def delete(self, key: str) -> bool:
+        request = self._rpc.DeleteRangeRequest(key=bytes_of(key))
+        reply = self._call(f"delete {key}", lambda c: c.kv.DeleteRange, request)
+        return bool(reply.message.deleted) or reply.in_doubt
+
+    # -- leases and watches ----------------------------------------------------------------
+
+    def lease(self, ttl_s: float, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:
+        self._refuse_when_closing("grant a lease")
+        lease = EtcdLease(self._connections, self._calls, self._clock, ttl_s, on_lost, self._guard)
+        with self._lock:
+            self._leases = [kept for kept in self._leases if not kept.lost]
+            self._leases.append(lease)
+        return lease
+
+    def watch(
+        self, prefixes: Sequence[str], callback: Callable[[WatchEvent], None], *, name: str
+    ) -> Watch:
+        self._refuse_when_closing(f"watch {', '.join(prefixes)}")
+        watch = EtcdWatch(self._connections, self._clock, prefixes, callback, name, self._guard)
+        with self._lock:
+            self._watches.append(watch)
+        return watch
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            watches, self._watches = self._watches, []
+            leases, self._leases = self._leases, []
+        for watch in watches:
+            watch.close()
+        for lease in leases:
+            lease.close()
+        self._closed.set()
+        if self._pulse is not threading.current_thread():
+            self._pulse.join()
+        self._connections.close()
+
+    def _refuse_when_closing(self, what: str) -> None:
+        if self._closing:  # nobody would join its thread any more
+            raise CoordinationError(f"{what}: the store is closed")
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _prove_access(self) -> None:
+        """Connect and read something, so that a wrong user is refused now and not later."""
+        config = self._connections.config
+        try:
+            self._calls(
+                "connect",
+                lambda c: c.kv.Range,
+                self._rpc.RangeRequest(key=b"/", count_only=True),
+                timeout_s=config.connect_timeout_s,
+            )
+        except StoreRefused as error:
+            if "permission denied" not in error.message:  # a user may be confined to a prefix
+                raise
+
+    def _call(
+        self,
+        what: str,
+        method: Callable[[Connection], Callable[..., Any]],
+        request: Any,
+        *,
+        lease: Lease | None = None,
+    ) -> Reply:
+        try:
+            reply = self._calls(what, method, request)
+        except LeaseGone:
+            if isinstance(lease, EtcdLease):
+                lease.renew_now()  # let its own thread find out and tell its owner
+            raise
+        assert isinstance(reply, Reply)
+        return reply
+
+    def _put_request(self, key: str, value: bytes, lease: Lease | None) -> Any:
+        lease_id = lease.id if lease is not None else 0
+        return self._rpc.PutRequest(key=bytes_of(key), value=value, lease=lease_id)
+
+    def _if_unchanged(
+        self, what: str, key: str, expected_revision: int, write: Any, lease: Lease | None
+    ) -> Reply:
+        """``write`` if the key's mod revision is the expected one, else read the key."""
+        rpc = self._rpc
+        condition = rpc.Compare(
+            key=bytes_of(key),
+            target=rpc.Compare.MOD,
+            result=rpc.Compare.EQUAL,
+            mod_revision=expected_revision,
+        )
+        read = rpc.RequestOp(request_range=rpc.RangeRequest(key=bytes_of(key)))
+        request = rpc.TxnRequest(compare=[condition], success=[write], failure=[read])
+        return self._call(what, lambda c: c.kv.Txn, request, lease=lease)
+
+    def _watch_silence(self) -> None:
+        """A member that stops answering keeps its TCP connections: ask it, leave it."""
+        while not self._clock.wait(self._closed, _PULSE_S / 4):
+            connection = self._connections.peek()
+            silent_s = self._clock.monotonic() - self._connections.last_contact_s
+            if connection is not None and silent_s > _PULSE_S:
+                self._connections.verify(connection)
+
+    def _guard(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Wrap a thread's function so that its owner hears of its death."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except BaseException as error:
+                if self._on_crash is None:
+                    raise
+                self._on_crash(threading.current_thread().name, error)
+
+        return guarded

@@ -1,0 +1,263 @@
+"""A watch that survives its connection: no event lost, none twice, a wiped store noticed.
+
+The watch keeps what it last knew of every prefix, and at which revision. To resume, it first
+reads the prefix *at that old revision* and compares. A store that has not reached the revision,
+has another cluster id, or remembers another past is not the one we knew: everything starts over
+("wiped"). Comparing the past matters: a wiped etcd with the same name and addresses has the same
+cluster id, and may have passed the old revision before we come back; a watch resumed there would
+deliver nothing, and no error (PROTOCOL section 3).
+
+Order: every prefix is a watcher of its own to etcd, and watchers catch up one after the other
+(``syncWatchers`` in etcd's ``mvcc/watchable_store.go``, every 100 ms), while those that have
+caught up hear of every transaction in order. So for the first second of a connection a change is
+told only if the prefixes, read at its revision, hold just what has been told and is about to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+from elastic.clock import Clock
+from elastic.store.etcd.calls import BACKOFF_CAP_S
+from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.etcd.connection import Connection, Connections
+from elastic.store.etcd.failures import Failure, Remedy, classify, classify_text
+from elastic.store.etcd.followed_prefix import (
+    Followed,
+    Untold,
+    change_of,
+    entries_of,
+    revision_of,
+    without_covered,
+)
+from elastic.store.etcd.keys import range_of
+from elastic.store.keyvalue import (
+    Disconnected,
+    Entry,
+    Reconnected,
+    Reset,
+    Snapshot,
+    WatchEvent,
+)
+
+_READ_TIMEOUT_S = 2.0
+_SETTLING_S = 1.0
+
+
+class EtcdWatch:
+    """Implements :class:`~elastic.store.keyvalue.Watch` on etcd."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        clock: Clock,
+        prefixes: Sequence[str],
+        callback: Callable[[WatchEvent], None],
+        name: str,
+        guard: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:
+        self._connections = connections
+        self._clock = clock
+        self._callback = callback
+        self._rpc = load_rpc()
+        self._followed = [Followed(prefix) for prefix in without_covered(prefixes)]
+        self._cluster_id: int | None = None  # None: nothing is known yet
+        self._connected = True  # until the first Reset there is nothing to be cut off from
+        self._failures = 0
+        self._settled_at_s = 0.0
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._stream: Any = None
+        self._thread = threading.Thread(
+            target=guard(self._run), name=f"elastic-watch-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            if self._stream is not None:
+                self._stream.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._follow()
+            except Failure as failure:
+                if self._connected and self._cluster_id is not None:
+                    self._connected = False
+                    self._emit(Disconnected(str(failure)))
+                longest_s = min(BACKOFF_CAP_S, 0.05 * 2 ** min(self._failures, 10))
+                self._failures += 1
+                self._clock.wait(self._closed, random.uniform(longest_s / 2, longest_s))
+
+    def _follow(self) -> None:
+        """Connect, make sure that it is the store we knew, follow until something breaks."""
+        connection = self._connections.current()
+        reason = self._why_start_over(connection)
+        if reason is not None:
+            self._start_over(connection, reason)
+        with contextlib.closing(self._responses(connection)) as responses:
+            self._read(connection, responses)
+
+    def _responses(self, connection: Connection) -> Generator[Any, None, None]:
+        """What etcd says on a new stream, until it breaks. Raises Failure, nothing else.
+
+        A generator, so that an exception of the callback is not taken for one of the stream.
+        """
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for followed in self._followed:
+            requests.put(self._create_request(followed))
+        try:
+            stream = connection.watches.Watch(
+                iter(requests.get, None), metadata=connection.metadata
+            )
+            with self._lock:
+                self._stream = stream
+                if self._closed.is_set():
+                    stream.cancel()
+            for response in stream:
+                self._connections.touch()
+                if response.canceled:
+                    # A passed compaction is found again, and told, by _why_start_over.
+                    raise classify_text(response.cancel_reason or "etcd cancelled the watch")
+                yield response
+            raise Failure(Remedy.MOVE, "etcd ended the watch")
+        except (load_grpc().RpcError, ValueError) as error:
+            failure = classify(error)
+            self._react(connection, failure)
+            raise failure from None
+        except Failure as failure:
+            self._react(connection, failure)
+            raise
+        finally:
+            requests.put(None)  # ends gRPC's thread that reads the requests
+            with self._lock:
+                if self._stream is not None:
+                    self._stream.cancel()
+                self._stream = None
+
+    def _react(self, connection: Connection, failure: Failure) -> None:
+        if not self._closed.is_set():  # closing cancels the stream; that is no failure
+            self._connections.react(connection, failure)
+
+    # -- is it still the store we knew? ----------------------------------------------------
+
+    def _why_start_over(self, connection: Connection) -> str | None:
+        if self._cluster_id is None:
+            return "started"
+        for followed in self._followed:
+            try:
+                reply = self._range(connection, followed.prefix, revision=followed.revision)
+            except Failure as failure:
+                if failure.remedy is Remedy.FUTURE:
+                    return "wiped"
+                if failure.remedy is Remedy.COMPACTED:
+                    return "compacted"
+                raise
+            same = entries_of(reply.kvs) == followed.entries
+            if reply.header.cluster_id != self._cluster_id or not same:
+                return "wiped"
+        return None
+
+    def _start_over(self, connection: Connection, reason: str) -> None:
+        """List everything at one revision and make that the new knowledge."""
+        header, listed = self._read_all(connection)
+        if reason == "compacted" and (
+            header.cluster_id != self._cluster_id
+            or any(
+                f.contradicts(entries) for f, entries in zip(self._followed, listed, strict=True)
+            )
+        ):
+            reason = "wiped"
+        for followed, entries in zip(self._followed, listed, strict=True):
+            followed.revision, followed.entries = header.revision, entries
+        self._cluster_id = header.cluster_id
+        everything = sorted((e for entries in listed for e in entries.values()), key=_by_key)
+        self._connected = True
+        self._emit(Reset(Snapshot(header.revision, tuple(everything)), reason))
+
+    def _read_all(
+        self, connection: Connection, *, revision: int = 0
+    ) -> tuple[Any, list[dict[str, Entry]]]:
+        """All prefixes at one revision: now, or an earlier one that this member has told of."""
+        rpc, reads = self._rpc, []
+        for followed in self._followed:
+            key, end = range_of(followed.prefix)
+            read = rpc.RangeRequest(
+                key=key, range_end=end, revision=revision, serializable=revision > 0
+            )
+            reads.append(rpc.RequestOp(request_range=read))
+        request = rpc.TxnRequest(success=reads)
+        reply = self._connections.invoke(connection, connection.kv.Txn, request, _READ_TIMEOUT_S)
+        return reply.header, [entries_of(r.response_range.kvs) for r in reply.responses]
+
+    def _range(self, connection: Connection, prefix: str, *, revision: int) -> Any:
+        key, end = range_of(prefix)
+        request = self._rpc.RangeRequest(key=key, range_end=end, revision=revision)
+        return self._connections.invoke(connection, connection.kv.Range, request, _READ_TIMEOUT_S)
+
+    # -- following -------------------------------------------------------------------------
+
+    def _create_request(self, followed: Followed) -> Any:
+        key, end = range_of(followed.prefix)
+        return self._rpc.WatchRequest(
+            create_request=self._rpc.WatchCreateRequest(
+                key=key, range_end=end, start_revision=followed.revision + 1
+            )
+        )
+
+    def _read(self, connection: Connection, responses: Iterable[Any]) -> None:
+        """Tell what comes, in order. Raises Failure when nothing comes any more."""
+        watched: dict[int, Followed] = {}
+        untold: list[Untold] = []
+        for response in responses:
+            if response.created:  # in the order of the requests
+                watched[response.watch_id] = self._followed[len(watched)]
+                if len(watched) == len(self._followed):
+                    self._established()
+            untold += [Untold(watched[response.watch_id], change_of(e)) for e in response.events]
+            if len(watched) == len(self._followed) and self._in_order(connection, untold):
+                self._tell(untold)
+                untold = []
+
+    def _in_order(self, connection: Connection, untold: Sequence[Untold]) -> bool:
+        """Whether no earlier change of another prefix can still be on its way."""
+        settled = self._clock.monotonic() >= self._settled_at_s
+        if len(self._followed) == 1 or settled or not untold:
+            return True
+        newest = max(revision_of(one.change) for one in untold)
+        _, listed = self._read_all(connection, revision=newest)
+        return all(
+            followed.would_be((u.change for u in untold if u.followed is followed), entries)
+            for followed, entries in zip(self._followed, listed, strict=True)
+        )
+
+    def _established(self) -> None:
+        self._failures = 0
+        self._settled_at_s = self._clock.monotonic() + _SETTLING_S
+        if not self._connected:
+            self._connected = True
+            self._emit(Reconnected())
+
+    def _tell(self, untold: list[Untold]) -> None:
+        known = {id(followed): followed.revision for followed in self._followed}
+        for one in sorted(untold, key=lambda one: revision_of(one.change)):
+            if revision_of(one.change) > known[id(one.followed)]:
+                one.followed.apply(one.change)
+                self._emit(one.change)
+
+    def _emit(self, event: WatchEvent) -> None:
+        if not self._closed.is_set():
+            self._callback(event)
+
+
+def _by_key(entry: Entry) -> str:
+    return entry.key

@@ -1,0 +1,338 @@
+"""The store inside one process: etcd's twin for unit tests, with faults at the push of a button.
+
+A :class:`MemoryServer` is the etcd, a :class:`MemoryStore` one client of it. Leases never end by
+time here: a test says when (:meth:`MemoryServer.expire`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CoordinationError, LeaseGone, StoreUnreachable
+from elastic.store.keyvalue import (
+    Deleted,
+    Disconnected,
+    Entry,
+    Lease,
+    Put,
+    Reconnected,
+    Reset,
+    Snapshot,
+    Watch,
+    WatchEvent,
+)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One event of the history."""
+
+    key: str
+    revision: int
+    event: Put | Deleted
+
+
+class MemoryServer:
+    """The data, its history, and the faults. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.down = False
+        self.cuts = 0  # how often connections were cut
+        self.epoch = 0  # grows with every wipe, like a new cluster id
+        self.revision = 1  # as in etcd, where the first write gets 2
+        self.compacted = 0
+        self.entries: dict[str, Entry] = {}
+        self.history: list[_Change] = []
+        self.leases: set[int] = set()
+        self._granted = 0
+
+    # -- faults ----------------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        """No call gets through, every watch loses its connection, until :meth:`reconnect`."""
+        with self.changed:
+            self.down = True
+            self.cuts += 1
+            self.changed.notify_all()
+
+    def reconnect(self) -> None:
+        """End a :meth:`disconnect`."""
+        with self.changed:
+            self.down = False
+            self.changed.notify_all()
+
+    def wipe(self) -> None:
+        """Another, empty store answers from now on; revisions start over, leases are gone."""
+        with self.changed:
+            self.epoch += 1
+            self.cuts += 1
+            self.revision, self.compacted = 1, 0
+            self.entries, self.history, self.leases = {}, [], set()
+            self.changed.notify_all()
+
+    def compact(self) -> None:
+        """Forget the history: a watch that is cut off now cannot resume."""
+        with self.changed:
+            self.compacted = self.revision
+
+    def expire(self, lease_id: int) -> None:
+        """End a lease, as if its owner had died ``ttl_s`` ago."""
+        with self.changed:
+            self.leases.discard(lease_id)
+            keys = [e.key for e in self.entries.values() if e.lease_id == lease_id]
+            self._delete(keys)
+
+    # -- what clients do; all under the lock -----------------------------------------------
+
+    def snapshot(self, prefixes: Sequence[str]) -> Snapshot:
+        with self.changed:
+            found = (e for k, e in sorted(self.entries.items()) if k.startswith(tuple(prefixes)))
+            return Snapshot(self.revision, tuple(found))
+
+    def put(self, key: str, value: bytes, lease_id: int) -> int:
+        with self.changed:
+            if lease_id and lease_id not in self.leases:
+                raise LeaseGone(f"put {key}: the lease is gone")
+            self.revision += 1
+            entry = Entry(key, value, self.revision, lease_id)
+            self.entries[key] = entry
+            self.history.append(_Change(key, self.revision, Put(entry)))
+            self.changed.notify_all()
+            return self.revision
+
+    def delete(self, key: str) -> bool:
+        with self.changed:
+            return self._delete([key] if key in self.entries else [])
+
+    def grant(self) -> int:
+        with self.changed:
+            self._granted += 1
+            self.leases.add(self._granted)
+            return self._granted
+
+    def _delete(self, keys: Sequence[str]) -> bool:
+        if keys:
+            self.revision += 1
+        for key in keys:
+            del self.entries[key]
+            self.history.append(_Change(key, self.revision, Deleted(key, self.revision)))
+        self.changed.notify_all()
+        return bool(keys)
+
+
+class MemoryStore:
+    """Implements :class:`~elastic.store.keyvalue.KeyValue` on a :class:`MemoryServer`."""
+
+    def __init__(self, server: MemoryServer | None = None) -> None:
+        self.server = server if server is not None else MemoryServer()
+        self._closed = False
+        self._watches: list[MemoryWatch] = []
+        self._leases: list[MemoryLease] = []
+
+    def get(self, key: str) -> Entry | None:
+        with self.server.changed:
+            self._check(f"get {key}")
+            return self.server.entries.get(key)
+
+    def list(self, prefix: str) -> Snapshot:
+        with self.server.changed:
+            self._check(f"list {prefix}")
+            return self.server.snapshot([prefix])
+
+    def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
+        with self.server.changed:
+            self._check(f"put {key}")
+            return self.server.put(key, value, lease.id if lease is not None else 0)
+
+    def compare_and_swap(
+        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+    ) -> int | None:
+        with self.server.changed:
+            self._check(f"swap {key}")
+            if self._revision_of(key) != expected_revision:
+                return None
+            return self.server.put(key, value, lease.id if lease is not None else 0)
+
+    def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
+        with self.server.changed:
+            self._check(f"delete {key}")
+            return self._revision_of(key) == expected_revision and self.server.delete(key)
+
+    def delete(self, key: str) -> bool:
+        with self.server.changed:
+            self._check(f"delete {key}")
+            return self.server.delete(key)
+
+    def lease(self, ttl_s: float, *, on_lost: Callable[[], None] | None = None) -> MemoryLease:
+        with self.server.changed:
+            self._check("grant a lease")
+            lease = MemoryLease(self.server, ttl_s, on_lost)
+        self._leases.append(lease)
+        return lease
+
+    def watch(
+        self, prefixes: Sequence[str], callback: Callable[[WatchEvent], None], *, name: str
+    ) -> Watch:
+        if self._closed:
+            raise CoordinationError(f"watch {', '.join(prefixes)}: the store is closed")
+        watch = MemoryWatch(self.server, prefixes, callback, name)
+        self._watches.append(watch)
+        return watch
+
+    def close(self) -> None:
+        watches, self._watches = self._watches, []
+        leases, self._leases = self._leases, []
+        for watch in watches:
+            watch.close()
+        for lease in leases:
+            lease.close()
+        self._closed = True
+
+    def _check(self, what: str) -> None:
+        if self._closed:
+            raise CoordinationError(f"{what}: the store is closed")
+        if self.server.down:
+            raise StoreUnreachable(f"{what}: the memory store is disconnected")
+
+    def _revision_of(self, key: str) -> int:
+        entry = self.server.entries.get(key)
+        return entry.mod_revision if entry else 0
+
+
+class MemoryLease:
+    """A lease that lives until it is closed, expired or wiped away."""
+
+    def __init__(
+        self, server: MemoryServer, ttl_s: float, on_lost: Callable[[], None] | None
+    ) -> None:
+        self._server = server
+        self._on_lost = on_lost
+        self._id = server.grant()
+        self._ttl_s = ttl_s
+        self._renewed_s = SYSTEM_CLOCK.boottime()
+        self._closed = False
+        self._lost = False
+        self._thread = threading.Thread(
+            target=self._keep, name=f"elastic-lease-{self._id:x}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def id(self) -> int:
+        return self._id
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
+    @property
+    def renewed_s(self) -> float:
+        """Now, unless the store is away or has ended it."""
+        with self._server.changed:
+            if not self._server.down and self._id in self._server.leases:
+                self._renewed_s = SYSTEM_CLOCK.boottime()
+            return self._renewed_s
+
+    def close(self, *, revoke: bool = True) -> None:
+        with self._server.changed:
+            self._closed = True
+            self._server.changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if revoke and not self._lost:
+            self._lost = True
+            if not self._server.down:
+                self._server.expire(self._id)
+
+    def _keep(self) -> None:
+        with self._server.changed:
+            self._server.changed.wait_for(lambda: self._closed or self._is_gone())
+            if self._closed:
+                return
+            self._lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def _is_gone(self) -> bool:
+        return not self._server.down and self._id not in self._server.leases
+
+
+class MemoryWatch:
+    """Reads the server's history from where it stands; its thread calls back."""
+
+    def __init__(
+        self,
+        server: MemoryServer,
+        prefixes: Sequence[str],
+        callback: Callable[[WatchEvent], None],
+        name: str,
+    ) -> None:
+        self._server = server
+        self._prefixes = tuple(prefixes)
+        self._callback = callback
+        self._epoch: int | None = None  # None: nothing is known yet
+        self._revision = 0
+        self._cuts = server.cuts
+        self._connected = True
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"elastic-watch-{name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._server.changed:
+            self._closed = True
+            self._server.changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._server.changed:
+                batch = self._next_batch()
+                while not batch and not self._closed:
+                    self._server.changed.wait()
+                    batch = self._next_batch()
+            for event in batch:
+                if self._closed:
+                    return
+                self._callback(event)
+            if self._closed:
+                return
+
+    def _next_batch(self) -> list[WatchEvent]:
+        """What has happened since the last look, in the words of a watch."""
+        server = self._server
+        was_cut, self._cuts = self._cuts != server.cuts, server.cuts
+        if was_cut and self._connected and self._epoch is not None:
+            self._connected = False
+            return [Disconnected("the memory store cut the connection")]
+        if server.down:
+            return []
+        if self._epoch is None:
+            return self._start_over("started")
+        if self._epoch != server.epoch:
+            return self._start_over("wiped")
+        if not self._connected and self._revision < server.compacted:
+            return self._start_over("compacted")
+        resumed: list[WatchEvent] = [] if self._connected else [Reconnected()]
+        self._connected = True
+        since, self._revision = self._revision, server.revision
+        return resumed + [
+            change.event
+            for change in server.history
+            if change.revision > since and change.key.startswith(self._prefixes)
+        ]
+
+    def _start_over(self, reason: str) -> list[WatchEvent]:
+        self._epoch, self._connected = self._server.epoch, True
+        snapshot = self._server.snapshot(self._prefixes)
+        self._revision = snapshot.revision
+        return [Reset(snapshot, reason)]

@@ -1,0 +1,305 @@
+"""The host of small worlds: a warm process that forks workers and plays the agents of all nodes.
+
+It reads one order per line from stdin, and answers each with one line on stdout. No gRPC in here,
+and nothing is computed with torch: what is forked must be as good as new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import queue
+import secrets
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic.link.protocol import (
+    CollectiveFailure,
+    Entered,
+    Heartbeat,
+    Hello,
+    Message,
+    Ready,
+    SigtermAnswer,
+    SigtermAsk,
+    WorldMessage,
+)
+from elastic.link.server import LinkServer, WorkerDeath
+from elastic.node.ports import PortReserve
+from elastic.secure_channel.keys import SecretKey
+from elastic.testing.small_world.worker import become_worker
+from elastic.testing.small_world.world import Death
+
+# What scripts import sooner or later: torch's optimizers import _dynamo when one is made.
+_WARM = (
+    "checkpoints",
+    "elastic",
+    "numpy",
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.nn.parallel",
+    "torch.optim.swa_utils",
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+)
+_ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
+_SLICE_S = 0.02
+_HEARD_WITHIN_S = 2.0  # after a failure, for the death that has caused it to be heard of
+_MOST_WORLDS = 6
+_STACKS_S = 1.0  # for stuck workers to write where they are
+
+
+@dataclass(eq=False)
+class _Process:
+    """A worker, and the link of its node."""
+
+    name: str
+    pid: int
+    server: LinkServer
+    has_said_hello: bool = False
+    is_ready: bool = False
+    has_ended: bool = False
+    exit_code: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "pid": self.pid, "exit_code": self.exit_code}
+
+
+class SmallJob:
+    """One run of a script, by the workers of several nodes with one worker each."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._script = Path(order["script"])
+        self._folder = Path(order["folder"])
+        self._size = int(order["size"])
+        self._death = Death(**order["death"]) if order["death"] is not None else None
+        self._is_replaced = bool(order["is_replaced"])
+        self._is_on_stream = bool(order["on_stream"])
+        self._until_s = time.monotonic() + float(order["limit_s"])
+        self._said: queue.Queue[tuple[int, Message | WorkerDeath]] = queue.Queue()  # by pid
+        self._ports = PortReserve()
+        self._store_key = SecretKey.generate()
+        self._processes: list[_Process] = []
+        self._members: list[_Process] = []  # of the newest world, by rank
+        self._generation = 0
+        self._nonce = ""
+        self._step = 0  # the most that anybody has said to be committed
+        self._failing_since_s: float | None = None
+        self._problem = ""
+
+    def run(self) -> dict[str, Any]:
+        """To the end of all workers."""
+        try:
+            self._start_all()
+            while not self._problem and not all(p.has_ended for p in self._processes):
+                self._turn()
+        finally:
+            self._end_all()
+            self._ports.close()
+        return {
+            "workers": [p.describe() for p in self._processes],
+            "worlds": self._generation,
+            "problem": self._problem,
+        }
+
+    # -- processes ----------------------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        self._generation, self._nonce = 1, secrets.token_hex(4)
+        for rank in range(self._size):
+            dies = self._death if self._death and self._death.rank == rank else None
+            self._start(rank, dies)
+        self._members = list(self._processes)
+
+    def _start(self, rank: int, death: Death | None) -> None:
+        name = f"worker-{len(self._processes)}"
+        server = LinkServer(
+            on_message=lambda worker, message: self._said.put((worker.pid, message)),
+            on_death=lambda worker, death: self._said.put((worker.pid, death)),
+            on_error=lambda error: None,  # the run ends at its limit, with the log of the thread
+        )
+        environment = self._environment(rank, server.path) if self._size > 1 else _ALONE
+        pid = os.fork()
+        if pid == 0:
+            become_worker(
+                self._script,
+                self._folder,
+                name,
+                environment,
+                death=death,
+                counts=self._death is None,
+                on_stream=self._is_on_stream,
+            )
+        self._processes.append(_Process(name, pid, server))
+        server.start()
+
+    def _environment(self, rank: int, link: str) -> dict[str, str]:
+        """What torchrun and our agent put into it. A rank of -1 comes to a world that runs, and
+        is told its place over the link (elastic/rendezvous/handler.py)."""
+        comes_later = rank < 0
+        size = 1 if comes_later else self._size
+        values: dict[str, object] = {
+            "RANK": max(0, rank),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "GROUP_RANK": max(0, rank),
+            "GROUP_WORLD_SIZE": size,
+            "ROLE_RANK": max(0, rank),
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "call elastic.join()" if comes_later else self._store_port,
+            "TORCHELASTIC_RUN_ID": "small-world",
+            "TORCHELASTIC_RESTART_COUNT": int(comes_later),
+            "TORCHELASTIC_MAX_RESTARTS": 1000,
+            "ELASTIC_GENERATION": 0 if comes_later else self._generation,
+            "ELASTIC_NONCE": "" if comes_later else self._nonce,
+            "ELASTIC_LINEAGE": "",
+            "ELASTIC_LINK": link,
+            "ELASTIC_MAX_NODES": self._size,
+            "ELASTIC_NODE_NAME": f"node-{len(self._processes)}",
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    @property
+    def _store_port(self) -> int:
+        return self._ports.ports[self._generation % len(self._ports.ports)]
+
+    def _turn(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            pid, message = self._said.get(timeout=_SLICE_S)
+            if not isinstance(message, WorkerDeath):  # a death is seen below
+                self._on_message(next(p for p in self._processes if p.pid == pid), message)
+        for process in self._processes:
+            if not process.has_ended and self._reap(process):
+                self._on_end(process)
+        self._look_at_trouble()
+        if time.monotonic() > self._until_s:
+            self._problem = "not over within the limit"
+
+    def _reap(self, process: _Process, *, options: int = os.WNOHANG) -> bool:
+        pid, status = os.waitpid(process.pid, options)
+        if pid:
+            process.has_ended = True
+            process.exit_code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # its data workers
+        return bool(pid)
+
+    def _on_end(self, process: _Process) -> None:
+        if process.exit_code == 0:
+            return
+        victim = self._members[self._death.rank] if self._death and self._generation == 1 else None
+        if process is not victim or process.exit_code is not None:
+            self._problem = f"{process.name} has failed"
+            return
+        if self._is_replaced:
+            self._start(-1, None)
+        self._form_next()
+
+    def _end_all(self) -> None:
+        stuck = [p for p in self._processes if not p.has_ended]
+        if stuck and "limit" in self._problem:
+            for process in stuck:
+                os.kill(process.pid, signal.SIGUSR2)
+            time.sleep(_STACKS_S)
+        for process in stuck:
+            os.kill(process.pid, signal.SIGKILL)
+            self._reap(process, options=0)
+        for process in self._processes:
+            process.server.close()
+
+    # -- what they say, and are told ----------------------------------------------------------
+
+    def _on_message(self, process: _Process, message: Message) -> None:
+        match message:
+            case Hello():
+                process.has_said_hello = True
+                if process in self._members:
+                    self._tell(process)
+            case Ready():
+                process.is_ready = True
+                self._form_next()
+            case Heartbeat(step=step) | Entered(step=step):
+                self._step = max(self._step, step)
+            case CollectiveFailure(generation=generation) if generation == self._generation:
+                self._failing_since_s = self._failing_since_s or time.monotonic()
+            case SigtermAsk():
+                process.server.send(SigtermAnswer(leaving=False))
+            case _:
+                pass
+
+    def _look_at_trouble(self) -> None:
+        """A failure with everybody alive: the world is formed again."""
+        since_s = self._failing_since_s
+        if since_s is not None and time.monotonic() - since_s > _HEARD_WITHIN_S:
+            self._form_next(even_if_complete=True)
+
+    def _form_next(self, *, even_if_complete: bool = False) -> None:
+        """The next world, of those who live, once a process that is to come has come."""
+        living = [p for p in self._processes if not p.has_ended]
+        stayed = [p for p in self._members if p in living]
+        came = [p for p in living if p not in stayed]
+        if any(not p.is_ready for p in came):
+            return
+        members = stayed + came
+        if members == self._members and not even_if_complete:
+            return
+        if self._generation == _MOST_WORLDS:
+            self._problem = f"more than {_MOST_WORLDS} worlds"
+            return
+        self._members, self._failing_since_s = members, None
+        self._generation, self._nonce = self._generation + 1, secrets.token_hex(4)
+        for process in members:
+            self._tell(process)
+
+    def _tell(self, process: _Process) -> None:
+        if not process.has_said_hello:
+            return  # not yet here: it is told when it says hello
+        message = WorldMessage(
+            generation=self._generation,
+            nonce=self._nonce,
+            member=True,
+            rank=self._members.index(process),
+            size=len(self._members),
+            local_rank=0,
+            local_size=1,
+            node_rank=self._members.index(process),
+            nodes=len(self._members),
+            store_host="127.0.0.1",
+            store_port=self._store_port,
+            store_key=self._store_key.text,
+            switch_at_step=None,
+            state="active",
+            lineage=tuple(range(1, self._generation)),
+            cause="first" if self._generation == 1 else "lost",
+            reason="a small world",
+            committed_step=self._step or None,
+        )
+        process.server.send(message)
+
+
+def main() -> None:
+    """Until stdin ends."""
+    torch.set_num_threads(1)
+    for name in _WARM:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # children share what is here
+    for line in sys.stdin:
+        answer = SmallJob(json.loads(line)).run()
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

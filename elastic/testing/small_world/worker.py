@@ -1,0 +1,167 @@
+"""A worker of a small world: a fork of the host that becomes the process of a script.
+
+Everything here runs in the child. It never returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from safetensors.torch import save_file
+
+from elastic.testing import nccl_semantics
+from elastic.testing.small_world.world import CALLS, LINES, Death
+from elastic.training import run as training
+
+_PR_SET_PDEATHSIG = 1
+
+
+def become_worker(
+    script: Path,
+    folder: Path,
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    death: Death | None,
+    counts: bool,
+    on_stream: bool,
+) -> NoReturn:
+    """Run the script as its own process would, write what it leaves behind, and end."""
+    code = 1
+    try:
+        _separate_from_the_host(folder / f"{name}.log", environment)
+        if on_stream:
+            nccl_semantics.use_by_default()
+        code = _run(script, folder, name, death, counts)
+    except BaseException:  # noqa: BLE001  printed, and the process ends with 1
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
+    """Nothing of the host is left: its descriptors, its random state, its environment."""
+    os.setsid()  # torchrun makes each worker the leader of a session, too
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    atexit._clear()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.closerange(3, 1 << 16)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    for key in list(os.environ):
+        if key.startswith("ELASTIC_") or key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[key]
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # the host's pool of threads did not come along
+    random.seed()
+    torch.seed()  # what a script leaves to chance differs between its processes
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run(script: Path, folder: Path, name: str, death: Death | None, counts: bool) -> int:
+    sys.argv = [str(script)]
+    sys.path.insert(0, str(script.parent))
+    events = _Events(str(script), death, folder / "death.json", are_wanted=counts)
+    try:
+        if events.are_wanted:
+            sys.settrace(events.trace)
+        left = runpy.run_path(str(script), run_name="__main__")
+    except BaseException as error:  # noqa: BLE001  it ends the process, as it would end python
+        sys.settrace(None)
+        _write_json(folder / f"{name}.json", {"error": f"{type(error).__name__}: {error}"})
+        sys.excepthook(*sys.exc_info())
+        atexit._run_exitfuncs()
+        return 1
+    sys.settrace(None)
+    _write(left, folder / name, events)
+    atexit._run_exitfuncs()
+    return 0
+
+
+def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
+    result = {
+        key: torch.as_tensor(value).detach().clone().contiguous()
+        for key, value in left.get("result", {}).items()
+    }
+    save_file(result, f"{path}.part")
+    os.replace(f"{path}.part", f"{path}.safetensors")
+    run = training._run
+    steps = run._session.job.progress.step if run is not None else 0
+    numbers = {"steps": steps, LINES: events.lines, CALLS: events.calls}
+    _write_json(Path(f"{path}.json"), numbers)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """All of it or nothing: the host may end this process at any moment, another has failed."""
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
+
+
+class _Events:
+    """Counts what the script runs within retry, and ends the process at the given event."""
+
+    def __init__(self, script: str, death: Death | None, note: Path, *, are_wanted: bool) -> None:
+        self.are_wanted = are_wanted or death is not None  # tracing costs a tenth of the time
+        self._script = script
+        self._note = note
+        self._pid = os.getpid()
+        self._last_line = last_line = death.event if death and death.counted == LINES else 0
+        self._last_call = death.event if death and not last_line else 0
+        self._at = 0  # the line of the script that runs
+        self.lines = 0
+        self.calls = 0
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        """For ``sys.settrace``: any function is called."""
+        if os.getpid() != self._pid:  # a data worker, forked from here
+            return None
+        if _is_within_retry():
+            self.calls += 1
+            if self.calls == self._last_call:
+                self._die(f"line {self._at}, in {frame.f_code.co_name}")
+        return self._line if frame.f_code.co_filename == self._script else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and os.getpid() == self._pid:
+            self._at = frame.f_lineno
+            if _is_within_retry():
+                self.lines += 1
+                if self.lines == self._last_line:
+                    self._die(f"line {self._at}")
+        return self._line
+
+    def _die(self, where: str) -> None:
+        sys.settrace(None)
+        line = Path(self._script).read_text().splitlines()[self._at - 1].strip()
+        run = training._run
+        step = run._session.job.progress.step if run is not None else 0
+        self._note.write_text(json.dumps(f"{where} ({line}), {step} steps committed"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_within_retry() -> bool:
+    run = training._run
+    return run is not None and run._session.in_retry and run._session.has_world

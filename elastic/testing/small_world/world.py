@@ -1,0 +1,186 @@
+"""A small world: workers of one script, forked from a warm process, under a pretended agent.
+
+A real cluster (:mod:`elastic.testing.cluster`) takes seconds; a small world takes tenths of one.
+The workers are real: their script runs as under torchrun, with our link, and when one of them dies
+the others recover by the same code as everywhere. What is pretended is the agents: one process
+plays those of all nodes, without etcd and torchrun (:mod:`elastic.testing.small_world.host`).
+
+    with SmallWorld() as world:
+        alone = world.run("train.py", tmp_path / "alone", size=1)
+        outcome = world.run("train.py", tmp_path / "killed", death=Death(rank=1, event=57))
+        outcome.assert_success()
+
+A script leaves its result as ``result``, a dict of tensors or numbers, at module level.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+LINES, CALLS = "lines", "calls"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """Where one of the first workers ends itself with SIGKILL.
+
+    Events are lines of the script, or calls of any Python function, that run within ``run.retry``
+    (or an attempt): outside of it a fault ends the process. Counted from 1.
+    """
+
+    rank: int
+    event: int
+    counted: str = LINES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What became of one process."""
+
+    name: str
+    pid: int
+    exit_code: int | None  # None: ended by a signal
+    steps: int  # committed; -1 if it did not end well
+    lines: int  # of the script that were run within retry, if nobody was to die
+    calls: int
+    result: dict[str, torch.Tensor]
+    error: str  # the exception that has ended it, with its type
+    log: str
+
+    @property
+    def ended_well(self) -> bool:
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left behind."""
+
+    workers: tuple[Worker, ...]  # by their first rank; a replacement comes last
+    worlds: int  # formed
+    problem: str  # why the host has ended the run; "" if it has not
+    died_at: str  # the line where the victim ended itself, for people; "": nobody did
+
+    @property
+    def survivors(self) -> tuple[Worker, ...]:
+        """Those who have a result."""
+        return tuple(worker for worker in self.workers if worker.ended_well)
+
+    def assert_success(self, *, workers: int) -> None:
+        """So many workers have ended well, and the others only because they were to die."""
+        if not self.problem and len(self.survivors) == workers:
+            return
+        raise AssertionError(f"{self.problem or 'too few have ended well'}\n{self.describe()}")
+
+    def describe(self) -> str:
+        """The ends of all logs."""
+        where = f"died at {self.died_at}\n" if self.died_at else ""
+        return where + "\n".join(
+            f"--- {w.name}: exit code {w.exit_code}, {w.steps} steps\n{w.log[-6000:]}"
+            for w in self.workers
+        )
+
+
+class SmallWorld:
+    """The host process; starting it takes as long as importing torch.
+
+    ``on_stream``: scripts that do not choose a backend train with NCCL's semantics
+    (:mod:`elastic.testing.nccl_semantics`).
+    """
+
+    def __init__(self, *, on_stream: bool = False) -> None:
+        self._on_stream = on_stream
+        self._host = subprocess.Popen(
+            [sys.executable, "-m", "elastic.testing.small_world.host"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> SmallWorld:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the host. Idempotent."""
+        for stream in (self._host.stdin, self._host.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+        self._host.wait()
+
+    def run(
+        self,
+        script: str | Path,
+        folder: Path,
+        *,
+        size: int = 3,
+        death: Death | None = None,
+        is_replaced: bool = False,
+        limit_s: float = 120.0,
+    ) -> Outcome:
+        """Run ``script`` to its end.
+
+        ``size`` 1 is plain ``python script``: no agent, no link. After a death the others go on
+        alone, or with a process in place of the dead one. ``folder`` takes logs and results.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        order = {
+            "script": str(script),
+            "folder": str(folder),
+            "size": size,
+            "death": asdict(death) if death is not None else None,
+            "is_replaced": is_replaced,
+            "limit_s": limit_s,
+            "on_stream": self._on_stream,
+        }
+        stdin, stdout = self._host.stdin, self._host.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps(order) + "\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise RuntimeError(f"the host of the small world has ended: {self._host.wait()}")
+        return _outcome(json.loads(line), folder)
+
+
+def _outcome(told: dict[str, Any], folder: Path) -> Outcome:
+    death = folder / "death.json"
+    died_at = json.loads(death.read_text()) if death.exists() else ""
+    workers = tuple(_worker(w, folder) for w in told["workers"])
+    return Outcome(workers=workers, worlds=told["worlds"], problem=told["problem"], died_at=died_at)
+
+
+def _worker(told: dict[str, Any], folder: Path) -> Worker:
+    name = told["name"]
+    log, report, result = (folder / f"{name}.{kind}" for kind in ("log", "json", "safetensors"))
+    numbers = json.loads(report.read_text()) if report.exists() else {}
+    return Worker(
+        name=name,
+        pid=told["pid"],
+        exit_code=told["exit_code"],
+        steps=numbers.get("steps", -1),
+        lines=numbers.get(LINES, 0),
+        calls=numbers.get(CALLS, 0),
+        result=load_file(result) if result.exists() else {},
+        error=numbers.get("error", ""),
+        log=log.read_text(errors="replace") if log.exists() else "",
+    )

@@ -1,0 +1,131 @@
+"""The folder that a job's checkpoints stand in, as a new world finds it: rank 0's task.
+
+Rank 0 completes what a dead world has left, chooses the checkpoint to go on from, and the
+generation that saves go on with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import checkpoints
+from checkpoints import SaveError
+from checkpoints.format.names import parse_committed
+from checkpoints.storage.roots import storage_for
+from checkpoints.storage.small_files import read_record, write_record
+from elastic.errors import CheckpointRequired, ConfigError
+from elastic.training.checkpointing.memory_tier import everywhere
+from elastic.training.checkpointing.ownership import Ownership
+from elastic.world.world import World
+
+GENERATION_FILE = ".generation"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a world's state comes from, as rank 0 found it. JSON, for the other ranks."""
+
+    name: str | None = None  # None: no checkpoint, start with rank 0's initial state
+    generation: int = 0  # that checkpoints go on with
+
+
+class CheckpointFolder:
+    """``report`` is told the name and fault of every checkpoint that is passed over."""
+
+    def __init__(
+        self,
+        root: checkpoints.Root,
+        report: Callable[[str, str], object],
+        *,
+        memory: bool = False,
+    ) -> None:
+        self.storage = storage_for(root)
+        self._memory = memory
+        self._report = report
+        self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
+
+    def check_writable(self, rank: int) -> None:
+        """Raise ConfigError if this worker cannot write into the folder."""
+        name = f".writable-{rank}"
+        try:
+            self.storage.make_folder("")
+            write_record(self.storage, name, b"")
+            self.storage.remove(name)
+        except (OSError, SaveError) as error:
+            cause = error.__cause__ or error
+            reason = getattr(cause, "strerror", None) or str(cause)
+            raise ConfigError(
+                f"checkpoints cannot be written into {self.storage.place}: {reason}",
+                hint="give a folder that every worker may write, on storage that all nodes share",
+            ) from error
+
+    def resolve(self, world: World, *, required: bool) -> Source:
+        """Complete what a dead world left, and choose the checkpoint to go on from.
+
+        Raises CheckpointRequired if there is none and one was required, or there are some and
+        none is whole: a silent start from zero would throw the work away.
+        """
+        checkpoints.collect_garbage(self.storage, generation=world.generation, nonce=world.nonce)
+        with self._readable() as storage:
+            found = checkpoints.latest(storage)
+            seen = checkpoints.list_checkpoints(storage)
+        place = self.storage.place
+        for passed in found.skipped:
+            self._report(passed.name, passed.reason)
+        if found.checkpoint is None and found.skipped:
+            raise CheckpointRequired(
+                f"none of the {len(found.skipped)} checkpoints in {place} can be loaded; "
+                f"the newest: {found.skipped[0].name}: {found.skipped[0].reason}",
+                hint="repair the folder, or give another one to start from step 0",
+            )
+        if found.checkpoint is None and required:
+            raise CheckpointRequired(
+                f"there is no checkpoint in {place}, and one is required",
+                hint="give the folder of the job to go on with, or required=False",
+            )
+        name = found.checkpoint.name if found.checkpoint else None
+        return Source(name, self._next_generation(world, found, seen))
+
+    def _next_generation(
+        self,
+        world: World,
+        found: checkpoints.Resolution,
+        listed: tuple[checkpoints.CheckpointInfo, ...],
+    ) -> int:
+        """The world's generation, unless the folder has seen that one: then the next unseen.
+
+        Launchers that count from one again (plain python, stock backends, an emptied etcd) must
+        not save below what is there, nor under the number of a world that died before it saved.
+        """
+        seen = [info.generation for info in listed]
+        passed = [parse_committed(p.name) for p in found.skipped]
+        seen += [name.generation for name in passed if name]
+        seen += _number(read_record(self.storage, GENERATION_FILE))
+        generation = max([world.generation, *(g + 1 for g in seen)])
+        write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
+        return generation
+
+    def load(self, name: str) -> checkpoints.LoadResult:
+        """Read and verify a checkpoint into fresh memory."""
+        with self._readable() as storage:
+            return checkpoints.load(storage, name)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[checkpoints.Storage]:
+        """The folder; with ``memory``, that of all nodes, too."""
+        if not self._memory:
+            yield self.storage
+            return
+        with everywhere(self.storage, self._report) as storage:
+            yield storage
+
+
+def _number(record: bytes | None) -> list[int]:
+    try:
+        value = json.loads(record or b"")
+    except ValueError:  # none yet, or not ours
+        return []
+    return [value] if type(value) is int and value >= 0 else []

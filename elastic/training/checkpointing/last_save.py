@@ -1,0 +1,149 @@
+"""The last checkpoint of a process: on disk before it ends, or given up within its budget.
+
+All ranks of a world that is whole save together, as always, and wait until somebody has
+committed. Where peers are gone their shares never come; but every rank has the whole state, so
+one of those that are left writes all of it, as a world of one. Which one needs no agreement: they
+look into the folder one after the other, by rank, and who finds nobody at it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import checkpoints
+from checkpoints import CheckpointName, SaveHandle, SaveStatus
+from checkpoints.format.names import parse_attempt, parse_committed
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.training.state.job_state import JobState
+
+if TYPE_CHECKING:
+    from elastic.training.checkpointing.saver import Saver
+
+# At the end of training nothing presses; a peer that dies in its last second must not hold up
+# the others for long, and a slow disk may.
+END_S = 600.0
+# How much longer than its own share a rank waits for those of others, at least and in relation.
+PEERS_S, PEERS_FACTOR = 10.0, 2.0
+TURN_S = 0.25  # from one rank's look into the folder to the next one's
+LAST_TURN = 8  # ranks after that look together: so many do not die at once
+_SLICE_S = 0.02
+
+
+class _Seen(Enum):
+    """What a look into the folder says about a step."""
+
+    STANDS = "it is committed"
+    BEGUN = "another rank is writing it"
+    NOTHING = "nobody is at it"
+    SILENCE = "the disk does not answer"
+
+
+class LastSave:
+    """One attempt to leave the job's present step on disk. ``saver`` has a policy."""
+
+    def __init__(
+        self, saver: Saver, job: JobState, budget_s: float, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._saver = saver
+        self._job = job
+        self._clock = clock
+        self._until_s = clock.monotonic() + budget_s
+        self._step = job.progress.step
+
+    def together(self) -> bool:
+        """Every rank of a world that is whole calls it at the same step. Says whether the step
+        is on disk."""
+        if self._saver.is_whole:
+            self._saver.save(self._job, wait_s=self._left_s())
+            handle = self._saver.handle_of(self._step)
+            if handle is not None and _was_skipped(handle):  # training did not wait; this does
+                handle = self._saver.save_again(self._job, wait_s=self._left_s())
+            if self._wait_for_commit(handle):
+                return True
+            if self._saver.world_size == 1:
+                return False  # the disk has said no, or nothing
+        return self.alone()
+
+    def alone(self) -> bool:
+        """One of the ranks that are left writes everything. Says whether the step is on disk."""
+        if self._saver.has_committed(self._step):
+            return True
+        turn_s = self._clock.monotonic() + TURN_S * min(self._saver.rank, LAST_TURN)
+        while self._left_s() > 0:
+            # Also before one's turn: who sees the step committed need not wait any longer.
+            self._wait(lambda: False, at_most_s=min(TURN_S, turn_s - self._clock.monotonic()))
+            seen = self._look()
+            if seen is _Seen.NOTHING and self._clock.monotonic() >= turn_s:
+                return self._write_all()
+            if seen in (_Seen.STANDS, _Seen.SILENCE):
+                return seen is _Seen.STANDS
+            if seen is _Seen.BEGUN:
+                self._wait(lambda: False, at_most_s=TURN_S)
+        return False
+
+    def part(self) -> bool:
+        """This rank's share only: the checkpoint stands if all other ranks do the same."""
+        if self._saver.is_whole:
+            self._saver.save(self._job, wait_s=self._left_s())
+        handle = self._saver.handle_of(self._step)
+        return handle is not None and self._wait(lambda: handle.is_written)
+
+    def _write_all(self) -> bool:
+        world = self._saver.world_of_one(checkpoints.new_nonce())
+        in_memory = self._saver.begin_in_memory(self._job, world, wait_s=self._left_s())
+        if in_memory is not None:  # it is the faster one, and survives this process
+            self._wait(lambda: in_memory.outcome is not None, at_most_s=self._left_s() / 2)
+        handle = self._saver.begin(self._job, world, wait_s=self._left_s())
+        return self._wait_for_commit(handle)
+
+    def _wait_for_commit(self, handle: SaveHandle | None) -> bool:
+        if handle is None:
+            return self._saver.has_committed(self._step)
+        began_s = self._clock.monotonic()
+        self._wait(lambda: handle.is_written)
+        took_s = self._clock.monotonic() - began_s
+        self._wait(
+            lambda: handle.outcome is not None, at_most_s=max(PEERS_S, PEERS_FACTOR * took_s)
+        )
+        self._saver.poll()
+        return self._saver.has_committed(self._step)
+
+    def _look(self) -> _Seen:
+        """On the engine's thread: a disk may hang."""
+        answers: list[list[str]] = []
+        self._saver.list_later(answers.append)
+        if not self._wait(lambda: bool(answers)):
+            return _Seen.SILENCE
+        mine = (self._saver.generation, self._step)
+        if any(_place(name) >= mine for name in map(parse_committed, answers[0]) if name):
+            return _Seen.STANDS
+        # What this world began together waits for ranks that are gone.
+        attempts = [name for name in map(parse_attempt, answers[0]) if name]
+        others = [name for name in attempts if name.nonce != self._saver.nonce]
+        return _Seen.BEGUN if any(_place(n) == mine for n in others) else _Seen.NOTHING
+
+    def _left_s(self) -> float:
+        return max(0.0, self._until_s - self._clock.monotonic())
+
+    def _wait(self, done: Callable[[], bool], *, at_most_s: float | None = None) -> bool:
+        """Until ``done`` or the end of the budget; says whether it is done."""
+        left_s = self._left_s()
+        until_s = self._clock.monotonic() + (
+            left_s if at_most_s is None else min(left_s, at_most_s)
+        )
+        while not done():
+            if self._clock.monotonic() >= until_s:
+                return False
+            self._saver.poll()  # notices what hangs, or died
+            self._clock.sleep(_SLICE_S)
+        return True
+
+
+def _was_skipped(handle: SaveHandle) -> bool:
+    return handle.outcome is not None and handle.outcome.status is SaveStatus.SKIPPED
+
+
+def _place(name: CheckpointName) -> tuple[int, int]:
+    return name.generation, name.step

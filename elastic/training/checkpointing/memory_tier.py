@@ -1,0 +1,131 @@
+"""Saves into the memory of the nodes between two saves to disk: cheap, often, and never waited for.
+
+The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
+agent's copy of another's parts survives a node. When nobody is left who holds the state, a new
+world goes on from the newest checkpoint in all of it, memory and disk together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import checkpoints
+from checkpoints import LatestN, SaveHandle, SaveOutcome, SaveStatus, Storage, TieredStorage
+from checkpoints.memory.host import memory_roots, own_memory
+from elastic.clock import Clock
+from elastic.telemetry.journal import EventSink
+from elastic.training.checkpointing.writer import Writer
+from elastic.training.state.job_state import JobState
+
+VARIABLE = "ELASTIC_NODE_MEMORY"
+KEEP = LatestN(3)  # ranks write at their own pace, and a checkpoint needs all their parts
+
+Report = Callable[[str, str], object]
+
+
+class MemoryTier:
+    """This rank's writes into its node's memory. ``report``: what is skipped, and why."""
+
+    def __init__(
+        self,
+        every_steps: int,
+        *,
+        report: Report,
+        journal: Callable[[], EventSink],
+        clock: Clock,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._every_steps = every_steps
+        self._report = report
+        self._trouble = ""  # that was told
+        self._saved_step = self._previous_step = -1
+        self._writer: Writer | None = None
+        folder = node_memory(env)
+        if folder is None:
+            self._tell("memory", "no agent hosts memory here: checkpoints go to disk only")
+            return
+        try:
+            storage = own_memory(folder)
+        except OSError as error:
+            self._tell("memory", f"the agent's memory cannot be used: {error}")
+            return
+        self._writer = Writer(storage, KEEP, report=self._ended, journal=journal, clock=clock)
+
+    def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
+        """Between two steps: save if it is time, and there is a free buffer. Never waits."""
+        step = job.progress.step
+        if self._writer is None:
+            return
+        self._writer.poll()
+        # With accumulated gradients several steps lie between two boundaries.
+        before = self._previous_step if 0 <= self._previous_step < step else step - 1
+        self._previous_step = step
+        if step // self._every_steps == before // self._every_steps or step == self._saved_step:
+            return
+        self._saved_step = step
+        self._writer.save(
+            job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
+        )
+
+    def begin(
+        self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
+    ) -> SaveHandle | None:
+        """Hand this rank's share of a checkpoint of ``world`` to the writer; None without one."""
+        if self._writer is None:
+            return None
+        return self._writer.save(
+            job.tree(),
+            step=job.progress.step,
+            world=world,
+            data_position=job.data_position(),
+            wait_s=wait_s,
+        )
+
+    def poll(self) -> None:
+        """Report what has ended."""
+        if self._writer is not None:
+            self._writer.poll()
+
+    def close(self) -> None:
+        """What is half written is lost, and whole elsewhere or older."""
+        if self._writer is not None:
+            self._writer.close(0.0)
+
+    def _ended(self, outcome: SaveOutcome) -> None:
+        if outcome.status is SaveStatus.COMMITTED:
+            self._trouble = ""
+        else:
+            self._tell(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
+
+    def _tell(self, name: str, reason: str) -> None:
+        """Once for as long as it lasts: it may happen every few steps."""
+        if not self._trouble:
+            self._trouble = reason
+            self._report(name, reason)
+
+
+def node_memory(env: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder that this node's agent hosts, if there is one."""
+    folder = env.get(VARIABLE)
+    return Path(folder) if folder else None
+
+
+@contextlib.contextmanager
+def everywhere(disk: Storage, report: Report) -> Iterator[Storage]:
+    """The disk and the memory of all nodes as one, for reading; what fails is reported."""
+    folder = node_memory()
+    try:
+        memory = memory_roots(folder) if folder is not None else []
+    except OSError as error:
+        report("memory", f"the agent's memory cannot be used: {error}")
+        memory = []
+    tiers = TieredStorage([*memory, disk])
+    try:
+        yield tiers
+    finally:
+        for failure in tiers.failures:
+            report("memory", f"{failure.place}: {failure.reason}")
+        tiers.close()

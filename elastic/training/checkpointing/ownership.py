@@ -1,0 +1,229 @@
+"""Who saves into a folder: one job at a time, and a second one is told so.
+
+Rank 0 keeps a record in the folder and counts it up every few seconds. A job with another run id
+that finds one watches it: if it moves, its owner lives. No two clocks are compared, neither of
+two machines nor of one machine at two moments, so a clock that jumps changes nothing.
+
+The same run id is welcome, a record that was given back is free, and so is that of a job on one
+node whose process is gone: the launcher's, or that of a plain ``python train.py``. If that is
+there, it is another job even with the same run id (torchrun's default is "none" for all).
+Anything else is taken over once it has stood still for :data:`WATCH_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+
+from checkpoints import CheckpointError, Storage
+from checkpoints.storage.small_files import read_record, write_record
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError
+from elastic.world.world import is_launched, node_name
+
+OWNER_FILE = ".owner.json"
+BEAT_S = 5.0
+# Restarted workers are back within seconds; their job must not lose its folder meanwhile.
+WATCH_S = 30.0
+_LOOK_S = 0.25
+_JOIN_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """What the record says."""
+
+    run_id: str
+    node: str  # of rank 0
+    process: str  # that the job cannot outlive: boot, pid namespace, pid, start; "" if none
+    beat: int = 0
+    is_released: bool = False
+    running_s: float = 0.0  # how long the job has run, over all its processes
+    failures: int = 0  # worlds of it that broke
+
+
+class Ownership:
+    """One process's claim to a folder. ``on_lost`` is told once if another job has taken it."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        report: Callable[[str], object],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._storage = storage
+        self._report = report
+        self._clock = clock
+        self._process = _lasting_process()
+        self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"local {self._process}"
+        self._before = Owner(run_id=self._run_id, node=node_name(), process=self._process)
+        self._began_s = clock.monotonic()
+        self._has_claimed = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failures: Callable[[], int] = lambda: 0  # of this process's worlds
+        self.is_lost = False
+
+    def claim(self) -> Owner | None:
+        """Make the folder this job's; what is known of the job from before, if anything.
+
+        Raises ConfigError if another job saves into it, after at most WATCH_S.
+        """
+        found = self._read()
+        if found is not None and self._is_anothers(found):
+            self._watch(found)
+        self._adopt(found)
+        self.beat()
+        return self._before if found is not None else None
+
+    def _adopt(self, found: Owner | None) -> None:
+        self._has_claimed = True
+        if found is not None:
+            self._before = replace(
+                self._before,
+                running_s=found.running_s,
+                failures=found.failures + (not found.is_released),
+            )
+
+    def hold(self) -> None:
+        """Keep the record moving, on a thread of its own, until :meth:`close`."""
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._run, name="checkpoint-owner", daemon=True)
+        self._thread.start()
+
+    def beat(self, *, release: bool = False) -> None:
+        """Count the record up. A folder that cannot be written is told by its saves."""
+        try:
+            found = self._read()
+            if found is not None and self._thread is not None and self._is_anothers(found):
+                self.is_lost = True
+                self._report(
+                    f"{self._storage.place} was taken over by {_words(found)}: nothing more is "
+                    "saved into it"
+                )
+                return
+            owner = replace(
+                self._before,
+                beat=(found.beat if found is not None else 0) + 1,
+                is_released=release,
+                running_s=self._before.running_s + self._clock.monotonic() - self._began_s,
+                failures=self._before.failures + self.failures(),
+            )
+            write_record(self._storage, OWNER_FILE, json.dumps(asdict(owner)).encode())
+        except (CheckpointError, OSError):
+            return
+
+    def close(self, *, release: bool) -> None:
+        """Stop counting; ``release``: the job has ended, the folder is free."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(timeout=_JOIN_S)  # a disk may hang: the thread is a daemon
+        if release and not self._thread.is_alive() and not self.is_lost:
+            self.beat(release=True)
+
+    def _run(self) -> None:
+        if not self._has_claimed:  # an earlier rank 0 of this job has
+            with contextlib.suppress(CheckpointError):  # told by the saves
+                self._adopt(self._read())
+        while not self.is_lost and not self._stop.wait(BEAT_S):
+            self.beat()
+
+    def _is_anothers(self, found: Owner) -> bool:
+        if found.is_released:
+            return False
+        if found.run_id == self._run_id:
+            return found.process != self._process != "" and _lives(found) is True
+        return _lives(found) is not False
+
+    def _watch(self, found: Owner) -> None:
+        until_s = self._clock.monotonic() + WATCH_S
+        while self._clock.monotonic() < until_s:
+            self._clock.sleep(_LOOK_S)
+            now = self._read()
+            if now is None or not self._is_anothers(now):
+                return
+            if now.beat != found.beat:
+                raise ConfigError(
+                    f"another job saves into {self._storage.place}: {_words(now)}",
+                    hint="give every job a folder of its own; to go on with that one's work, end "
+                    "it first, or start with its run id",
+                )
+
+    def _read(self) -> Owner | None:
+        data = read_record(self._storage, OWNER_FILE)
+        try:
+            values = json.loads(data or b"")
+            known = {field.name: values[field.name] for field in fields(Owner)}
+        except (ValueError, KeyError, TypeError):
+            return None  # none yet, or not ours
+        owner = Owner(**known)
+        texts, counts = (owner.run_id, owner.node, owner.process), (owner.beat, owner.failures)
+        is_sane = all(isinstance(text, str) for text in texts)
+        is_sane = is_sane and all(type(count) is int and count >= 0 for count in counts)
+        return owner if is_sane and isinstance(owner.running_s, (int, float)) else None
+
+
+def _words(owner: Owner) -> str:
+    return f"job {owner.run_id!r}, rank 0 on node {owner.node}"
+
+
+def _lasting_process() -> str:
+    """The process that this job cannot outlive; "" if others go on with it, or nobody knows."""
+    if not is_launched():
+        return _process(os.getpid())
+    nodes = os.environ.get("ELASTIC_MAX_NODES") or os.environ.get("GROUP_WORLD_SIZE")
+    return _process(_launcher()) if nodes == "1" else ""
+
+
+def _launcher() -> int:
+    """The pid of the nearest ancestor that was not launched itself; 0 if it cannot be known.
+
+    A parent may be a wrapper, which ends with this process.
+    """
+    pid = os.getppid()
+    while pid and b"TORCHELASTIC_RUN_ID=" in _read_bytes(f"/proc/{pid}/environ"):
+        pid = _parent_of(pid)
+    return pid
+
+
+def _process(pid: int) -> str:
+    """A process, unlike any other one on any machine at any time; "" if it has ended."""
+    state, _, start = _stat(pid)
+    boot = _read_bytes("/proc/sys/kernel/random/boot_id").decode().strip()
+    if state in "ZX" or not boot:
+        return ""
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {start}"
+
+
+def _parent_of(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> tuple[str, str, str]:
+    """State, parent and start; a process that is gone is as good as a zombie."""
+    # The command, in brackets, may hold anything.
+    told = _read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")[2].split()
+    return (told[0], told[1], told[19]) if len(told) > 19 else ("X", "0", "")
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _lives(owner: Owner) -> bool | None:
+    """Whether the process that the job cannot outlive is there; None if nobody here can know."""
+    *place, pid, _ = ["", "", *owner.process.split()]
+    here = _process(os.getpid()).split()[:2]
+    if place[2:] != here or not pid.isdigit():
+        return None
+    return _process(int(pid)) == owner.process

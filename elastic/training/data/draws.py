@@ -1,0 +1,308 @@
+"""What the positions of an epoch read: the index lists that torch's samplers stand for.
+
+torch's samplers draw an epoch from a generator whose state nobody saves. Here a draw is a function
+of (seed, epoch, position): the same on every rank and in every world, and the same again after a
+restart. Where an epoch reads each index once it is the keyed permutation of ``permutation.py``;
+where it draws with replacement, each position has a random number of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from elastic.errors import ConfigError
+from elastic.training.data.permutation import Int64s, Permutation
+from elastic.training.data.randomness import derive_seed
+
+Order = Callable[[Int64s], Int64s]
+"""Of one epoch: from global positions to dataset indices."""
+
+_REPLACEMENT = 1  # part of the keys of random numbers, so that no two uses share any
+_WITHOUT_REPLACEMENT = 2
+_ROUND = 3
+# The constants of SplitMix64 (Steele, Lea and Flood, 2014).
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Draw(Protocol):
+    """The indices that one pass over a loader reads, and in which order."""
+
+    @property
+    def n(self) -> int:
+        """Positions of an epoch."""
+
+    @property
+    def name(self) -> str | None:
+        """What a position depends on, in words; None: all samples of the dataset, once each."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch may read an index more than once."""
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Of ``epoch``. Raises ConfigError when the user's sampler has changed."""
+
+    def each_once(self) -> Sequence[int]:
+        """The indices to evaluate on, each one once, in a fixed order."""
+
+
+class WholeDataset:
+    """``range(n)``, in order or shuffled: ``shuffle=True`` and ``shuffle=False``."""
+
+    name = None
+    repeats = False
+
+    def __init__(self, n: int, *, shuffle: bool) -> None:
+        self.n = n
+        self._shuffle = shuffle
+
+    def order(self, seed: int, epoch: int) -> Order:
+        if not self._shuffle:
+            return lambda positions: positions
+        return Permutation(self.n, seed=seed, epoch=epoch).at
+
+    def each_once(self) -> Sequence[int]:
+        return range(self.n)
+
+
+class FirstSamples(WholeDataset):
+    """``SequentialSampler`` of something shorter than the dataset: its first samples, in order."""
+
+    def __init__(self, n: int, samples: int) -> None:
+        super().__init__(n, shuffle=False)
+        _check_range("SequentialSampler", n, samples)
+        self.name: str | None = f"SequentialSampler of {n}"  # type: ignore[assignment]
+
+
+class IndexList:
+    """Given indices: in their order (``sampler=[3, 1, 2]``), or ``SubsetRandomSampler``."""
+
+    def __init__(self, given: Any, samples: int) -> None:
+        self._given = given
+        self._shuffle = isinstance(given, SubsetRandomSampler)
+        self._kind = type(given).__name__
+        self._indices = self._read()
+        if not self._indices.size:
+            raise ConfigError(
+                f"{self._kind} is empty",
+                hint="check the filter or the split that its indices come from",
+            )
+        low, high = int(self._indices.min()), int(self._indices.max())
+        if low < 0 or high >= samples:
+            raise ConfigError(
+                f"{self._kind} names sample {low if low < 0 else high} of a dataset of {samples}",
+                hint="its indices count from 0 within the dataset that the DataLoader was given",
+            )
+        self.n = int(self._indices.size)
+        self.repeats = int(np.unique(self._indices).size) < self.n
+        self.name = self._name(self._indices)
+
+    def _read(self) -> Int64s:
+        indices = _array(self._given.indices if self._shuffle else self._given)
+        if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"{self._kind} does not hold the indices of samples, but {indices.dtype} values "
+                f"of shape {indices.shape}",
+                hint="give a flat list of whole numbers, counted from 0 within the dataset",
+            )
+        return indices.astype(np.int64)
+
+    def _name(self, indices: Int64s) -> str:
+        return f"{self._kind} of {indices.size}, {_digest(indices)}"
+
+    def order(self, seed: int, epoch: int) -> Order:
+        _check_unchanged(self.name, self._name(self._read()))
+        if not self._shuffle:
+            return lambda positions: self._indices[positions]
+        shuffled = Permutation(self.n, seed=seed, epoch=epoch)
+        return lambda positions: self._indices[shuffled.at(positions)]
+
+    def each_once(self) -> Sequence[int]:
+        return list(dict.fromkeys(self._indices.tolist()))
+
+
+class RandomSamples:
+    """``RandomSampler`` with ``replacement`` or ``num_samples``.
+
+    Without replacement more samples than there are come in rounds, each of which reads every
+    sample once, as torch's do.
+    """
+
+    def __init__(self, sampler: RandomSampler, samples: int) -> None:
+        self._range = len(sampler.data_source)
+        _check_range("RandomSampler", self._range, samples)
+        self._replacement = sampler.replacement
+        self.n = sampler.num_samples
+        self.repeats = self._replacement or self.n > self._range
+        how = "with" if self._replacement else "without"
+        self.name = f"RandomSampler, {self.n} of {self._range} {how} replacement"
+        self._samples = samples
+
+    def order(self, seed: int, epoch: int) -> Order:
+        if self._replacement:
+            key = derive_seed(seed, epoch, _REPLACEMENT)
+            return lambda positions: np.minimum(
+                (_uniform(positions, key) * self._range).astype(np.int64), self._range - 1
+            )
+        rounds = {0: Permutation(self._range, seed=seed, epoch=epoch)}
+
+        def at(positions: Int64s) -> Int64s:
+            result = np.empty_like(positions)
+            numbers = positions // self._range
+            for number in np.unique(numbers).tolist():
+                if number not in rounds:
+                    of_round = derive_seed(seed, number, _ROUND)
+                    rounds[number] = Permutation(self._range, seed=of_round, epoch=epoch)
+                here = numbers == number
+                result[here] = rounds[number].at(positions[here] % self._range)
+            return result
+
+        return at
+
+    def each_once(self) -> Sequence[int]:
+        return range(self._samples)
+
+
+class WeightedSamples:
+    """``WeightedRandomSampler``: its weights, its number of samples, drawn anew in each epoch."""
+
+    def __init__(self, sampler: WeightedRandomSampler, samples: int) -> None:
+        self._sampler = sampler
+        self._weights = weights = self._read()
+        self.n = sampler.num_samples
+        self._replacement = self.repeats = sampler.replacement
+        self._samples = samples
+        _check_range("WeightedRandomSampler", weights.size, samples)
+        if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+            raise ConfigError(
+                "WeightedRandomSampler: the weights cannot be drawn from",
+                hint="each weight is a finite number of at least 0, and one at least is above 0",
+            )
+        drawable = int(np.count_nonzero(weights))
+        if not self._replacement and self.n > drawable:
+            raise ConfigError(
+                f"WeightedRandomSampler draws {self.n} samples without replacement, "
+                f"{drawable} have a weight above 0",
+                hint=f"use num_samples={drawable} or fewer, or replacement=True",
+            )
+        self.name = self._name(weights)
+
+    def _read(self) -> npt.NDArray[np.float64]:
+        weights = torch.as_tensor(self._sampler.weights, dtype=torch.double)
+        return np.array(weights.detach().cpu().numpy())
+
+    def _name(self, weights: npt.NDArray[np.float64]) -> str:
+        how = "with" if self._replacement else "without"
+        return f"WeightedRandomSampler, {self.n} {how} replacement, {_digest(weights)}"
+
+    def order(self, seed: int, epoch: int) -> Order:
+        _check_unchanged(self.name, self._name(self._read()))
+        if self._replacement:
+            return self._by_inversion(derive_seed(seed, epoch, _REPLACEMENT))
+        drawn = self._by_exponentials(derive_seed(seed, epoch, _WITHOUT_REPLACEMENT))
+        return lambda positions: drawn[positions]
+
+    def _by_inversion(self, key: int) -> Order:
+        sums = np.cumsum(self._weights)
+        last = int(np.flatnonzero(self._weights)[-1])
+
+        def at(positions: Int64s) -> Int64s:
+            # side="right": a weight of 0 makes no step in the sums, so it is never drawn.
+            found = np.searchsorted(sums, _uniform(positions, key) * sums[-1], side="right")
+            drawn: Int64s = np.minimum(found, last).astype(np.int64)
+            return drawn
+
+        return at
+
+    def _by_exponentials(self, key: int) -> Int64s:
+        """The first arrivals of one exponential clock per sample, of rate ``weight``: that is
+        drawing one after the other (Efraimidis and Spirakis, 2006), and what torch does."""
+        candidates = np.flatnonzero(self._weights)
+        arrivals = -np.log1p(-_uniform(candidates, key)) / self._weights[candidates]
+        first = np.argsort(arrivals, kind="stable")[: self.n]
+        drawn: Int64s = candidates[first].astype(np.int64)
+        return drawn
+
+    def each_once(self) -> Sequence[int]:
+        return range(self._samples)
+
+
+def draw_of(sampler: object, samples: int) -> Draw | None:
+    """What a sampler of a dataset of ``samples`` draws; None for one that we do not know.
+
+    Subclasses are not known: they may draw differently. Raises ConfigError for one of torch's
+    samplers, or a list, that names samples which are not there.
+    """
+    if type(sampler) is SequentialSampler:
+        n = len(sampler)
+        return WholeDataset(n, shuffle=False) if n == samples else FirstSamples(n, samples)
+    if type(sampler) is RandomSampler:
+        is_plain = not sampler.replacement and len(sampler) == len(sampler.data_source) == samples
+        return WholeDataset(samples, shuffle=True) if is_plain else RandomSamples(sampler, samples)
+    if type(sampler) is WeightedRandomSampler:
+        return WeightedSamples(sampler, samples)
+    if type(sampler) is SubsetRandomSampler or isinstance(
+        sampler, (list, tuple, range, np.ndarray, torch.Tensor)
+    ):
+        return IndexList(sampler, samples)
+    return None
+
+
+def _check_range(kind: str, named: int, samples: int) -> None:
+    if named > samples:
+        raise ConfigError(
+            f"{kind} draws from {named} samples, the dataset has {samples}",
+            hint="give the sampler and the DataLoader the same dataset",
+        )
+
+
+def _check_unchanged(before: str, now: str) -> None:
+    if before != now:
+        raise ConfigError(
+            f"the loader's sampler has changed since run.loader was called: it was {before}, "
+            f"it is {now}",
+            hint="a resumed job could not find its order again: keep the sampler as it is, and "
+            "weigh the losses instead if the weights of samples change in training",
+        )
+
+
+def _array(given: Any) -> npt.NDArray[Any]:
+    """A copy, also of a tensor and of a list of tensors (``list(torch.randperm(n))``)."""
+    if isinstance(given, torch.Tensor):
+        return np.array(given.detach().cpu().numpy())
+    if isinstance(given, (np.ndarray, range)):
+        return np.array(given)
+    return np.array([item.item() if isinstance(item, torch.Tensor) else item for item in given])
+
+
+def _digest(values: npt.NDArray[Any]) -> str:
+    return "sha256 " + hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()[:16]
+
+
+def _uniform(numbers: Int64s, key: int) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) of 53 random bits for each of ``numbers``: SplitMix64, by counter."""
+    mixed = numbers.astype(np.uint64)
+    mixed += np.uint64(1)
+    mixed *= _GAMMA
+    mixed += np.uint64(key)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= _MULTIPLY_1
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _MULTIPLY_2
+    mixed ^= mixed >> np.uint64(31)
+    numerators: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64)
+    return numerators * 2.0**-53

@@ -1,0 +1,213 @@
+"""A second loader, read inside the steps of the first: ``for a, b in zip(loader_a, loader_b)``.
+
+The step is the first loader's. The second one gives its own next batches whenever it is asked
+within that step, and moves on when the step commits. A fault puts both positions back, so a step
+that is redone reads the same batches of both.
+
+A pass of the second loader begins with an iterator and may end where the first does not: it spans
+the passes of the first (``next(b)``), ends before them, or is left with them (``zip``). So where
+its next iterator begins is a rule of its own. The first one after a restart or a recovery goes on
+at the position; every further one begins a new epoch, if the present one has begun.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from elastic.errors import TrainingError
+from elastic.training.data.plan import EpochPlan, Position
+
+if TYPE_CHECKING:
+    from elastic.training.data.loader import BatchInfo, ElasticLoader
+    from elastic.training.data.sampler import ElasticSampler
+    from elastic.training.session import Session
+    from elastic.training.step import Step
+    from elastic.world.world import World
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iterator over a loader, made by the script."""
+
+    resumes: bool  # goes on in the middle of an epoch
+    is_first: bool  # of its loader, in this process
+    iterator: weakref.ref[Iterator[Any]] | None = None
+
+
+class Following:
+    """What a loader has given within the step of another. One per loader."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = sampler
+        self._pending: tuple[Step, Position] | None = None  # once that step has committed
+        self._newest: Pass | None = None
+        self._resumes = True
+        self._has_led = self._has_followed = False  # in this process
+        self.follows = False  # saved with the position
+        self.put_backs = 0
+
+    # -- positions ----------------------------------------------------------------------------
+
+    def put_back(self) -> None:
+        """The position was set from outside: what was given since then does not count."""
+        self._pending = None
+        self._resumes = True
+        self.put_backs += 1
+
+    def position(self, step: Step) -> Position:
+        """Of the next batch within ``step``."""
+        if self._pending is not None and self._pending[0] is step:
+            return self._pending[1]
+        return self._sampler.position
+
+    def give(self, step: Step) -> Position:
+        """One more batch is given within ``step``; the position of the next one."""
+        at = self.position(step)
+        self._pending = (step, Position(at.epoch, at.step + 1))
+        self._has_followed = self.follows = True
+        return self._pending[1]
+
+    def commit(self, step: Step) -> None:
+        """What was given within ``step`` has taken effect."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending[0] is step:
+            self._sampler.seek(pending[1])
+
+    def led(self) -> None:
+        """A step of this loader's own has committed."""
+        self._has_led, self.follows = True, False
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def new_pass(self) -> Pass:
+        """The script makes an iterator."""
+        made = self._newest = Pass(self._resumes, is_first=self._newest is None)
+        self._resumes = False
+        if self.follows and not made.resumes:
+            self.end()
+        return made
+
+    def looked(self, passed: Pass) -> None:
+        """The iterator follows nothing; another one may still resume."""
+        self._resumes = self._resumes or (passed is self._newest and passed.resumes)
+
+    def check_leads(self) -> None:
+        """Raise TrainingError for a loader that follows another one."""
+        if self._has_followed:
+            raise self.not_within_a_step()
+
+    def not_within_a_step(self) -> TrainingError:
+        """A batch was asked for while the first loader has no step."""
+        return TrainingError(
+            "this loader gives its batches within the steps of another one; it was asked for one "
+            "outside of them",
+            hint="ask for it inside the loop over the first loader; for another use, make "
+            "another one: run.loader(DataLoader(…)); to evaluate, use run.shard(loader)",
+        )
+
+    def start(self, passed: Pass, *, epochs_are_counted: bool) -> None:
+        """The first batch of a pass is asked for."""
+        if self._has_led:
+            raise TrainingError(
+                "this loader has had steps of its own, and is read within a step of another one",
+                hint="make another one for each use: run.loader(DataLoader(…))",
+            )
+        self._resumes = False
+        is_over = self._sampler.step == self._sampler.plan.steps
+        if not passed.resumes or (is_over and not epochs_are_counted):
+            self.end()
+
+    def end(self) -> None:
+        """The pass is over: the next one reads the next epoch, unless this one was not begun."""
+        at = self._sampler.position if self._pending is None else self._pending[1]
+        self._pending = None
+        if at.step:
+            self._sampler.seek(Position(at.epoch + 1, 0))
+
+    def is_newest(self, passed: Pass) -> bool:
+        """Whether the script has made no further iterator since then."""
+        return passed is self._newest
+
+
+def follow(session: Session, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
+    """The batches of ``loader`` within the steps of another one."""
+    following = loader.following
+    following.start(passed, epochs_are_counted=session.owns_epochs)
+    world: World | None = None
+    at: tuple[int, Position] | None = None
+    batches: Iterator[tuple[BatchInfo, Any]] = iter(())
+    try:
+        while True:
+            leading = session.leading(loader)
+            if leading is None and loader.position.step == len(loader):
+                following.end()  # zip(…, strict=True) makes sure that both are at their end
+                return
+            if leading is None:
+                raise following.not_within_a_step()
+            leader, step = leading
+            if not following.is_newest(passed):
+                raise TrainingError(
+                    "a loop over the loader goes on after a newer one has begun",
+                    hint="finish or leave one loop before the next",
+                )
+            put_backs, next_at = following.put_backs, following.position(step)
+            if (world, at) != (session.world, (put_backs, next_at)):
+                world = session.world
+                batches = loader.batches(world.rank, world.size, keeps_workers=True)
+            assert world is not None
+            info, batch = next(batches, (None, None))
+            if info is None:
+                following.end()
+                return
+            _check_fits(leader, step, loader, info, world.size)
+            at = (put_backs, following.give(step))
+            yield batch
+    except GeneratorExit:
+        is_left = following.is_newest(passed) and at is not None and at[0] == following.put_backs
+        if is_left and (session.owns_epochs or session.current_step is not None):
+            following.end()
+            loader.let_workers_go()
+        raise
+
+
+def _check_fits(
+    leader: ElasticLoader, step: Step, loader: ElasticLoader, info: BatchInfo, world: int
+) -> None:
+    """Gradients are weighted by the leader's shares: those of its follower must be the same."""
+    if len(step) != 1 or info.micro_batches != 1:
+        raise TrainingError(
+            f"step {step.number} is cut into micro-batches: {len(step)} of the first loader, "
+            f"{info.micro_batches} of the one that is read within its steps",
+            hint="read two loaders together without micro_batch=, or put both datasets into one "
+            "loader: DataLoader(torch.utils.data.StackDataset(first, second), …)",
+        )
+    start, stop = leader.plan.span(step.index)
+    if not same_shares(leader.plan, stop - start, loader.plan, info.global_samples, world):
+        raise TrainingError(
+            f"step {step.number} has {stop - start} samples of the first loader and "
+            f"{info.global_samples} of the second: the {world} ranks would have other shares of "
+            "one than of the other, and gradients wrong weights",
+            hint="give both the same run.loader(…, global_batch=…), and both "
+            "DataLoader(…, drop_last=True), so that no last batch is smaller",
+        )
+
+
+@lru_cache(maxsize=16)
+def same_shares(one: EpochPlan, samples: int, other: EpochPlan, others: int, world: int) -> bool:
+    """Whether every rank has the same part of two steps of so many samples.
+
+    >>> same_shares(EpochPlan(100, 8), 8, EpochPlan(100, 4), 4, 2)
+    True
+    >>> same_shares(EpochPlan(100, 8), 8, EpochPlan(100, 4), 3, 2)
+    False
+    """
+    shares = ((one.share(0, samples, rank, world), rank) for rank in range(world))
+    for (first, last), rank in shares:
+        start, stop = other.share(0, others, rank, world)
+        if (last - first) * others != (stop - start) * samples:
+            return False
+    return True

@@ -1,0 +1,369 @@
+"""A user's ``DataLoader``, dealt out over a world that changes.
+
+The loader keeps its dataset, workers and collate_fn; only its batches are replaced: this rank's
+micro-batches from the position to the end of the epoch. What a batch means (step, samples,
+weight) is computed here from the same plan, and never travels through data workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from elastic.errors import ConfigError, TrainingError
+from elastic.training.data.data_workers import DataWorkers
+from elastic.training.data.following import Following
+from elastic.training.data.plan import Position
+from elastic.training.data.randomness import derive_seed
+from elastic.training.data.sampler import ElasticSampler, MicroShare, RankStep
+from elastic.training.data.seeding import SeededBatch, draws_nothing, preserved_generators
+from elastic.training.data.source import Collation, ReplacedBatches, Source, describe, over_batches
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """What one batch of this rank is: micro-batch ``micro_batch`` of ``part``."""
+
+    part: RankStep
+    micro_batch: int
+    is_last_step: bool  # of the epoch
+
+    @property
+    def epoch(self) -> int:
+        return self.part.epoch
+
+    @property
+    def step(self) -> int:
+        """Within the epoch, from 0."""
+        return self.part.step
+
+    @property
+    def micro_batches(self) -> int:
+        """Of this step, the same on every rank."""
+        return len(self.part.micro_batches)
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        return self.micro_batch == self.micro_batches - 1
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The dataset indices that count; empty when the batch only fills a gap."""
+        return self.part.micro_batches[self.micro_batch].indices
+
+    @property
+    def rank_indices(self) -> tuple[int, ...]:
+        """The dataset indices of this rank in the whole step."""
+        return self.part.indices
+
+    @property
+    def samples(self) -> int:
+        """Of this micro-batch; 0: it holds one real sample, whose loss must be masked."""
+        return len(self.indices)
+
+    @property
+    def rank_samples(self) -> int:
+        """Of this rank in the whole step."""
+        return self.part.samples
+
+    @property
+    def global_samples(self) -> int:
+        """Of all ranks in the step."""
+        return self.part.global_samples
+
+    @property
+    def weight(self) -> float:
+        """What this micro-batch's mean loss counts for within the rank's share, 0 to 1."""
+        return self.samples / self.rank_samples if self.samples else 0.0
+
+    @property
+    def rank_weight(self) -> float:
+        """What the rank's share counts for within the global batch, 0 to 1."""
+        return self.rank_samples / self.global_samples
+
+
+class ElasticLoader:
+    """What ``run.loader(…)`` returns.
+
+    ``loader`` is a ``DataLoader``, or anything iterable that gives the batches of the
+    ``DataLoader`` named by ``dataloader`` one for one and in order; that one is changed in place.
+    ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the whole share.
+
+    With ``max_steps`` an epoch ends after so many steps at the latest, in every world and after
+    every recovery: what ``itertools.islice(loader, 9)`` and ``if i == 9: break`` mean, which
+    count from where the pass goes on and so run more steps after a recovery::
+
+        loader = run.loader(DataLoader(…), max_steps=9)   # len(loader) is at most 9
+        for x, y in loader:
+            …
+
+    A resumed job may change it: the epoch that it is in then ends at the new step, or at once.
+
+    ``drive`` is what iterating means: the run puts its steps around the batches. Without it the
+    loader trains alone: a world of one, each step done when the next batch is asked for, and the
+    next epoch after the last one.
+
+    Raises ConfigError for a loader that cannot be dealt out, an empty dataset and bad sizes.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        dataloader: DataLoader[Any] | None = None,
+        seed: int = 0,
+        largest_world: int = 1,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        shards: int | None = None,
+        max_steps: int | None = None,
+        drive: Callable[[ElasticLoader], Iterator[Any]] | None = None,
+        index: Callable[[ElasticLoader], int] | None = None,
+    ) -> None:
+        if micro_batch is not None and micro_batch < 1:
+            raise ConfigError(f"micro_batch is {micro_batch}", hint="it must be at least 1 sample")
+        source = describe(loader if dataloader is None else dataloader)
+        if source.collation is Collation.ITEM:
+            if micro_batch not in (None, 1):
+                raise ConfigError(
+                    f"micro_batch is {micro_batch} for a DataLoader with batch_size=None",
+                    hint="leave it out: each item of the dataset is a batch of its own",
+                )
+            micro_batch = 1
+        if global_batch is None:
+            global_batch = source.global_batch or source.batch_size * largest_world
+        self.sampler = _DrivenSampler(
+            source.dataset,
+            num_replicas=1,
+            rank=0,
+            shuffle=source.shuffle,
+            seed=seed if source.seed is None else source.seed,
+            drop_last=source.drop_last,
+            global_batch=global_batch,
+            shards=shards,
+            max_steps=max_steps,
+            draw=source.draw,
+        )
+        self.plan = self.sampler.plan
+        self.has_item_batches = source.collation is Collation.ITEM
+        self.following = Following(self.sampler)
+        self.micro_batch = micro_batch
+        self._seed = seed
+        inner = loader if dataloader is None else dataloader
+        assert isinstance(inner, DataLoader)
+        self._draws = dataloader is not None or not draws_nothing(inner)
+        self._batches = _MicroBatches(
+            source, self.sampler, micro_batch, seed if self._draws else None
+        )
+        self._inner = over_batches(
+            inner,
+            self._batches,
+            self.sampler,
+            source.collation,
+            in_place=dataloader is not None,
+        )
+        self._outer: Iterable[Any] = self._inner if dataloader is None else loader
+        self._workers = DataWorkers(self._inner) if dataloader is None else None
+        self._passes = 0
+        self._given = loader
+        self._drive = drive or _alone
+        self._index = index or _index_alone
+
+    def __getattr__(self, name: str) -> Any:
+        # dataset, num_workers, a wrapper's own attributes. A name that starts with an underscore
+        # is ours and missing: an object that copy or pickle is still making must not recurse.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._given, name)
+
+    @property
+    def position(self) -> Position:
+        """The epoch, and how many of its steps are committed."""
+        return self.sampler.position
+
+    @property
+    def index(self) -> int:
+        """Within the epoch, from 0: of the present step, or else of the next one.
+
+        For what counts steps itself, since a pass may begin in the middle of an epoch::
+
+            for i, (x, y) in enumerate(loader, start=loader.index):
+            for x, y in tqdm(loader, initial=loader.index, total=len(loader)):
+
+        Restores the state of the job, as the loop would.
+        """
+        return self._index(self)
+
+    def advance(self) -> None:
+        """The step at the position is committed."""
+        self.sampler.advance()
+        self.following.led()
+
+    def seek(self, position: Position) -> None:
+        """Go on at ``position`` from the next iteration on."""
+        self.sampler.seek(position)
+        self.following.put_back()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start ``epoch``, or stay in the middle of it when it is the one resumed."""
+        if epoch != self.position.epoch:
+            self.seek(Position(epoch, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it depends on, as JSON values."""
+        return {**self.sampler.state_dict(), "follows": self.following.follows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; ConfigError when it is of other data."""
+        self.sampler.load_state_dict(state)
+        self.following.put_back()
+        self.following.follows = state.get("follows", False)
+
+    def __len__(self) -> int:
+        """Steps of an epoch, the same for every world and wherever the position is."""
+        return self.plan.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._drive(self)
+
+    def batches(
+        self, rank: int, size: int, *, keeps_workers: bool = False
+    ) -> Iterator[tuple[BatchInfo, Any]]:
+        """The batches of ``rank`` of ``size`` from the position to the end of the epoch.
+
+        The position is read now and never moved: :meth:`advance` does that. Left before its end
+        and with ``keeps_workers``, the data workers wait for the next pass over this epoch, or
+        for :meth:`let_workers_go`. Raises ConfigError when the global batch is smaller than the
+        world, TrainingError when a wrapper does not give the batches of its DataLoader one for
+        one, and when an older pass is asked for more.
+        """
+        self.sampler.set_world(rank, size)
+        self._passes += 1
+        if self.position.step == self.plan.steps:
+            self.let_workers_go()
+            return iter(())  # not worth starting data workers for
+        if self._workers is not None:
+            self._workers.enter(self.position.epoch)
+        infos = self._infos(self.sampler.steps(self.micro_batch))
+        self._inner.generator.manual_seed(
+            derive_seed(self._seed, self.position.epoch, self.position.step, rank)
+        )
+        times_read = self._batches.times_read
+        batches = iter(self._outer)
+        return self._matched(infos, batches, times_read, self._passes, keeps_workers)
+
+    def let_workers_go(self) -> None:
+        """No further pass over this epoch will come."""
+        if self._workers is not None:
+            self._workers.let_go()
+
+    def _infos(self, parts: Iterator[RankStep]) -> Iterator[BatchInfo]:
+        last = self.plan.steps - 1
+        for part in parts:
+            for number in range(len(part.micro_batches)):
+                yield BatchInfo(part, number, part.step == last)
+
+    def _matched(
+        self,
+        infos: Iterator[BatchInfo],
+        batches: Iterator[Any],
+        times_read: int,
+        number: int,
+        keeps_workers: bool,
+    ) -> Iterator[tuple[BatchInfo, Any]]:
+        """Pass ``number`` over the loader."""
+        try:
+            for info in infos:
+                if number != self._passes:
+                    raise TrainingError(
+                        "a loop over the loader goes on after a newer one has begun",
+                        hint="finish or leave one loop before the next",
+                    )
+                with self._read_here():
+                    batch = next(batches, _NOTHING)
+                if batch is _NOTHING:
+                    raise self._mismatch(f"ended before step {info.step} of epoch {info.epoch}")
+                if self._batches.times_read == times_read:
+                    raise self._mismatch("does not read the DataLoader that was named")
+                yield info, batch
+            with self._read_here():
+                if next(batches, _NOTHING) is not _NOTHING:
+                    raise self._mismatch("went on after the last step of the epoch")
+            keeps_workers = False
+        finally:
+            if number == self._passes and not keeps_workers:
+                self.let_workers_go()
+
+    def _read_here(self) -> AbstractContextManager[None]:
+        """Reading without workers seeds the generators of this process; they are the user's."""
+        seeds_here = self._draws and not self._inner.num_workers
+        return preserved_generators() if seeds_here else nullcontext()
+
+    def _mismatch(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{type(self._outer).__name__} {what}",
+            hint="a wrapper named with dataloader= must give its batches one for one, in order",
+        )
+
+
+_NOTHING = object()
+
+
+def _index_alone(loader: ElasticLoader) -> int:
+    return loader.position.step % len(loader)  # after the last step comes the next epoch's first
+
+
+def _alone(loader: ElasticLoader) -> Iterator[Any]:
+    if loader.position.step == len(loader):
+        loader.begin_epoch(loader.position.epoch + 1)
+    for info, batch in loader.batches(0, 1):
+        yield batch
+        if info.is_last_micro_batch:
+            loader.advance()
+
+
+class _DrivenSampler(ElasticSampler):
+    """The sampler of a loader whose epochs a run drives."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Ignored, so that scripts may keep the call: the loop over ``run.epochs`` says it."""
+
+
+class _MicroBatches(ReplacedBatches):
+    """The batch sampler in the user's DataLoader: this rank's micro-batches.
+
+    With a ``seed`` each sample is read with generators of its own.
+    """
+
+    def __init__(
+        self, source: Source, sampler: ElasticSampler, micro_batch: int | None, seed: int | None
+    ) -> None:
+        super().__init__(source)
+        self.sampler = sampler
+        self.times_read = 0
+        self._micro_batch = micro_batch
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.times_read += 1
+        steps = self.sampler.steps(self._micro_batch)  # taken now; the rest is read ahead
+        return (self._batch(micro, part.epoch) for part in steps for micro in part.micro_batches)
+
+    def _batch(self, micro: MicroShare, epoch: int) -> list[int]:
+        indices = micro.indices or (micro.filler,)
+        if self._seed is None:
+            return list(indices)
+        first = micro.first if self.sampler.draw.repeats else None
+        return SeededBatch(indices, self._seed, epoch, first)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch in the present world."""
+        plan, world = self.sampler.plan, self.sampler.num_replicas
+        return sum(
+            plan.micro_batch_count(*plan.span(step), world, self._micro_batch) * times
+            for step, times in ((0, plan.steps - 1), (plan.steps - 1, 1))
+        )

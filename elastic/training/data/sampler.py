@@ -1,0 +1,271 @@
+"""A ``DistributedSampler`` whose world may change between any two steps.
+
+The stock sampler deals samples round-robin to a fixed number of ranks and pads; a resume at
+another world size then repeats some samples and never reads others. Here the order belongs to
+the epoch and the cut to the world (``plan.py``), so neither can happen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic.errors import ConfigError
+from elastic.training.data.draws import Draw, Order, WholeDataset
+from elastic.training.data.permutation import ORDER_VERSION, Int64s
+from elastic.training.data.plan import EpochPlan, Position, Span, check_world
+
+# Positions turned into samples at once: numpy's cost per call (0.2 ms for one small step
+# [measured]) is shared by many steps, and the first batch still comes within milliseconds.
+_READ_AHEAD = 32768
+
+# What states of older releases do not name, and meant.
+_UNNAMED = {"sampler": None, "max_steps": None}
+
+
+_SAME_DRAW = (
+    "every rank and every start of a job needs the same sampler: draw a split or weights with a "
+    "generator of your own, torch.randperm(n, generator=torch.Generator().manual_seed(0))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroShare:
+    """The dataset indices of one micro-batch of one rank.
+
+    ``indices`` may be empty: then ``filler``, a sample of the same step, is run with its loss
+    masked, because every rank must run as many micro-batches as the others. ``first`` is the
+    global position of the first of them in the epoch; the others follow.
+    """
+
+    indices: tuple[int, ...]
+    filler: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One rank's part of one step: the dataset indices, in micro-batches."""
+
+    epoch: int
+    step: int
+    global_samples: int
+    micro_batches: tuple[MicroShare, ...]
+
+    @property
+    def samples(self) -> int:
+        """This rank's samples in the step; 0 is possible in the last step of an epoch."""
+        return sum(len(micro.indices) for micro in self.micro_batches)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The dataset indices of those samples, in the order of the epoch."""
+        return tuple(index for micro in self.micro_batches for index in micro.indices)
+
+
+class ElasticSampler(DistributedSampler[int]):
+    """This rank's indices of an epoch, at any world size, each sample once per epoch.
+
+    Takes what ``DistributedSampler`` takes, and ``global_batch``: the samples of one step of the
+    whole job. Nothing is padded; nothing is dropped unless ``drop_last``, which leaves out the
+    last step when it is not full, or ``max_steps``, after which an epoch ends. ``draw`` is what
+    an epoch reads, if that is not all samples once each. Without ``num_replicas`` and ``rank``
+    the process group is asked, and without a process group the world is this process.
+
+    Alone, with ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
+    is this rank's part of one step. The last step of an epoch is smaller, and where it has fewer
+    samples than there are ranks some get no batch of it: ``drop_last`` avoids both.
+
+    To resume, save :meth:`state_dict` after :meth:`advance` at the end of each step, and load it
+    before iterating. ``len()`` is this rank's samples in a whole epoch, wherever it stands, so
+    that schedules computed from it do not depend on a resume.
+
+    Raises ConfigError for an empty dataset, and for a global batch smaller than the world.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        global_batch: int,
+        shards: int | None = None,
+        max_steps: int | None = None,
+        draw: Draw | None = None,
+    ) -> None:
+        world = _from_group(dist.get_world_size, 1) if num_replicas is None else num_replicas
+        rank = _from_group(dist.get_rank, 0) if rank is None else rank
+        check_world(rank, world)
+        self.draw = draw or WholeDataset(size_of(dataset), shuffle=shuffle)
+        self.plan = EpochPlan(self.draw.n, global_batch, drop_last, shards, max_steps)
+        super().__init__(dataset, world, rank, shuffle, seed, drop_last)
+        self.step = 0
+        self._order: tuple[int, Order] | None = None
+        self.set_world(rank, world)
+
+    @property
+    def position(self) -> Position:
+        """The epoch, and how many of its steps are done."""
+        return Position(self.epoch, self.step)
+
+    @property
+    def rank_batch(self) -> int:
+        """This rank's samples of a full step: the ``batch_size`` that gives one batch per step."""
+        start, stop = self.plan.share(0, self.plan.global_batch, self.rank, self.num_replicas)
+        return stop - start
+
+    def seek(self, position: Position) -> None:
+        """Go on at ``position``. ``step`` may be the number of steps: the epoch is done."""
+        if position.epoch < 0 or not 0 <= position.step <= self.plan.steps:
+            raise ConfigError(
+                f"no such place in the data: epoch {position.epoch}, step {position.step}",
+                hint=f"an epoch has {self.plan.steps} steps of {self.plan.global_batch} samples",
+            )
+        self.epoch, self.step = position.epoch, position.step
+
+    def advance(self) -> None:
+        """The step at the position is done."""
+        self.seek(Position(self.epoch, self.step + 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start ``epoch``, or stay in the middle of it when it is the one resumed."""
+        if epoch != self.epoch:
+            self.seek(Position(epoch, 0))
+
+    def set_world(self, rank: int, size: int) -> None:
+        """Be ``rank`` of ``size`` from the next iteration on: same global batches, same order."""
+        self.plan.check_world(rank, size)
+        self.rank, self.num_replicas = rank, size
+        self.num_samples = sum(stop - start for start, stop in self._kinds_of_share())
+        self.total_size = self.plan.samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for step in self.steps() for index in step.indices)
+
+    def steps(self, micro_batch: int | None = None) -> Iterator[RankStep]:
+        """This rank's part of each step from the position to the end of the epoch.
+
+        Position and world are taken now, not when the first step is asked for: data workers
+        read ahead, and must not see a position that moves.
+        """
+        return self._steps(self.position, self.rank, self.num_replicas, micro_batch)
+
+    def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
+        """The dataset indices at global ``positions`` of ``epoch``."""
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self.draw.order(self.seed, epoch))
+        return self._order[1](positions)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it depends on, as JSON values."""
+        position = {"epoch": self.epoch, "step": self.step}
+        return {**self._identity(), "max_steps": self.plan.max_steps, **position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, at any world size.
+
+        Raises ConfigError when the state is of another order, dataset or global batch: the
+        position would then mean other samples. ``max_steps`` may be another one: it says where
+        epochs end from here on, and an epoch that was complete stays complete.
+        """
+        state = {**_UNNAMED, **state}
+        for name in self.state_dict().keys() - state.keys():
+            raise ConfigError(f"the data position has no {name!r}: {dict(state)}")
+        for name, here in self._identity().items():
+            if state[name] != here:
+                raise ConfigError(
+                    f"the data position was saved with {name}={state[name]!r}, "
+                    f"this run has {name}={here!r}",
+                    hint=_SAME_DRAW
+                    if name == "sampler"
+                    else f"resume with {name}={state[name]!r}; only the world and max_steps may "
+                    "change",
+                )
+        step, steps = int(state["step"]), self.plan.steps
+        before = dataclasses.replace(self.plan, max_steps=state["max_steps"]).steps
+        is_complete = step == before or steps < step < before
+        self.seek(Position(int(state["epoch"]), steps if is_complete else step))
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "order_version": ORDER_VERSION,
+            "n": self.plan.n,
+            "global_batch": self.plan.global_batch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "shards": self.plan.shards,
+            "sampler": self.draw.name,
+        }
+
+    def _kinds_of_share(self) -> Iterator[Span]:
+        """Spans as long, together, as this rank's part of an epoch; not one per step."""
+        full, tail = divmod(self.plan.samples, self.plan.global_batch)
+        yield 0, full * self.rank_batch
+        yield self.plan.share(0, tail, self.rank, self.num_replicas)
+
+    def _steps(
+        self, position: Position, rank: int, world: int, micro_batch: int | None
+    ) -> Iterator[RankStep]:
+        step, last = position.step, self.plan.steps - 1
+        full, tail = (self._sizes(number, rank, world, micro_batch) for number in (0, last))
+        while step <= last:
+            chunk = self._chunk(step, rank, world)
+            ranges = [self._read_positions(number, rank, world) for number in chunk]
+            samples = iter(self.samples_at(position.epoch, np.concatenate(ranges)).tolist())
+            for number in chunk:
+                total, sizes = full if number < last else tail
+                filler = next(samples)
+                first = self.plan.share(*self.plan.span(number), rank, world)[0]
+                micros = []
+                for size in sizes:
+                    micros.append(MicroShare(tuple(islice(samples, size)), filler, first))
+                    first += size
+                yield RankStep(position.epoch, number, total, tuple(micros))
+            step = chunk.stop
+
+    def _chunk(self, step: int, rank: int, world: int) -> range:
+        steps = max(1, _READ_AHEAD * world // self.plan.global_batch)
+        return range(step, min(step + steps, self.plan.steps))
+
+    def _read_positions(self, step: int, rank: int, world: int) -> Int64s:
+        """The share of the step, preceded by the step's first position: the filler."""
+        start, stop = self.plan.span(step)
+        first, last = self.plan.share(start, stop, rank, world)
+        return np.concatenate(([start], np.arange(first, last, dtype=np.int64)))
+
+    def _sizes(
+        self, step: int, rank: int, world: int, micro_batch: int | None
+    ) -> tuple[int, list[int]]:
+        """The samples of ``step`` on all ranks, and those of this rank's micro-batches."""
+        start, stop = self.plan.span(step)
+        spans = self.plan.micro_batches(start, stop, rank, world, micro_batch)
+        return stop - start, [last - first for first, last in spans]
+
+
+def _from_group(ask: Callable[[], int], alone: int) -> int:
+    return ask() if dist.is_available() and dist.is_initialized() else alone
+
+
+def size_of(dataset: Dataset[Any]) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{type(dataset).__name__} has no len(): its samples cannot be dealt out once each",
+            hint="give the dataset a __len__ and a __getitem__ by index",
+        )
+    return len(cast(Sized, dataset))

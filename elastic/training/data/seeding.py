@@ -1,0 +1,102 @@
+"""Random numbers of data loading as a function of (seed, epoch, sample index), or, where an
+epoch may read a sample more than once, of (seed, epoch, position).
+
+A sample's augmentation must not depend on which rank or data worker reads it, or on what that
+process read before: else a step redone in another world would train on other data. The seed
+travels with the indices, because data workers that persist never hear of a new epoch otherwise;
+the user's dataset, collate_fn and worker_init_fn stay as they are.
+
+Seeded are ``random``, ``numpy.random`` and torch's CPU generator: 8 µs a sample [measured].
+Generators that a dataset owns (``np.random.default_rng()``) are its own affair. Data that torch's
+own classes only index is not seeded for: nothing draws there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from elastic.training.data.randomness import derive_seed
+
+_BY_POSITION = 1  # part of the key
+
+
+def draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Whether reading this loader's data surely asks no generator.
+
+    Subclasses, and whatever else a user may have written, count as drawing.
+    """
+    is_torchs = type(loader) is DataLoader and loader.collate_fn is default_collate
+    return is_torchs and _only_indexes(loader.dataset)
+
+
+def _only_indexes(dataset: Dataset[Any]) -> bool:
+    if isinstance(dataset, Subset) and type(dataset) is Subset:
+        return _only_indexes(dataset.dataset)
+    if isinstance(dataset, ConcatDataset) and type(dataset) is ConcatDataset:
+        return all(map(_only_indexes, dataset.datasets))
+    if isinstance(dataset, StackDataset) and type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return all(map(_only_indexes, parts.values() if isinstance(parts, dict) else parts))
+    return type(dataset) is TensorDataset
+
+
+class SeededBatch(list[int]):
+    """Dataset indices that seed the generators, each for its own sample, while they are read.
+
+    ``DataLoader`` reads a batch with ``[dataset[i] for i in batch]``
+    (torch/utils/data/_utils/fetch.py), so each sample finds its own seed, and collate_fn goes on
+    from that of the last one. A dataset whose ``__getitems__`` takes the batch as a whole, without
+    iterating it, draws unseeded.
+    """
+
+    def __init__(
+        self, indices: Iterable[int], seed: int, epoch: int, first: int | None = None
+    ) -> None:
+        super().__init__(indices)
+        self._seed, self._epoch, self._first = seed, epoch, first
+
+    def __iter__(self) -> Iterator[int]:
+        for number, index in enumerate(super().__iter__()):
+            # Where a sample may come twice in an epoch, what it draws belongs to its position.
+            of = (index,) if self._first is None else (self._first + number, _BY_POSITION)
+            _seed_generators(derive_seed(self._seed, self._epoch, *of))
+            yield index
+
+    def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[int], int, int, int | None]]:
+        # The inherited one iterates, and so would seed the process that sends the batch.
+        return SeededBatch, (self[:], self._seed, self._epoch, self._first)
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Put the generators of this process back as they were: for data read without workers."""
+    python, torch_cpu = random.getstate(), torch.default_generator.get_state()
+    numpy = np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(torch_cpu)
+        np.random.set_state(numpy)
+
+
+def _seed_generators(seed: int) -> None:
+    # Not torch.manual_seed: it would reseed the accelerators, which data loading leaves alone.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

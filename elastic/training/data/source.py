@@ -1,0 +1,190 @@
+"""What a user's ``DataLoader`` says about its data, and the same loader over other batches."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from elastic.errors import ConfigError
+from elastic.process_group.torch_private import forget_iterator
+from elastic.training.data.data_workers import make_ready_to_fork
+from elastic.training.data.draws import Draw, WholeDataset, draw_of
+from elastic.training.data.sampler import ElasticSampler, size_of
+
+# How to go on with data that cannot be dealt out: its owner deals it.
+_OWN_LOOP = (
+    "or deal it out yourself, the same amount to every rank, in a loop of your own: "
+    "`run.begin()` before each step and `run.commit()` after it"
+)
+
+
+class Collation(Enum):
+    """What becomes of the samples of one batch."""
+
+    SAMPLES = "samples"  # each is read, collate_fn makes a batch of them: torch's default
+    ITEM = "item"  # batch_size=None: each item of the dataset is a batch already
+    LIST = "list"  # batch_size=None with a BatchSampler: the dataset is given the list of indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The data of a ``DataLoader``, as far as its order and batches go."""
+
+    dataset: Dataset[Any]
+    batch_size: int
+    drop_last: bool
+    shuffle: bool
+    draw: Draw
+    collation: Collation = Collation.SAMPLES
+    seed: int | None = None  # None: the loader names none, the job's holds
+    global_batch: int | None = None  # None: the loader names none
+
+
+class ReplacedBatches(Sampler[list[int]]):
+    """Batches of ours in a user's loader, which remember what it said before."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+
+def describe(loader: object) -> Source:
+    """Read a loader's order and batch size.
+
+    Raises ConfigError, saying what to use instead, for a loader whose order is not a function of
+    a position: iterable datasets, samplers and batch samplers that are not torch's own.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"not a DataLoader: {type(loader).__name__}",
+            hint="pass the DataLoader; one that is wrapped is named beside its wrapper: "
+            "run.loader(wrapper, dataloader=inner)",
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"{type(loader.dataset).__name__} is an IterableDataset: it has no samples to deal out",
+            hint="give the dataset `__len__` and `__getitem__(index)` "
+            f"(torch.utils.data.Dataset), {_OWN_LOOP}",
+        )
+    for replaced in (loader.batch_sampler, loader.sampler):
+        if isinstance(replaced, ReplacedBatches):
+            return replaced.source  # changed in place before, and given to us again
+    batches = loader.batch_sampler
+    if batches is None:
+        return _without_collation(loader)
+    if type(batches) is not BatchSampler:
+        raise _unknown_batches(batches)
+    return _with_sampler(loader.dataset, batches)
+
+
+def _unknown_batches(batches: object) -> ConfigError:
+    return ConfigError(
+        f"the loader's batches come from {type(batches).__name__}, which cannot be dealt out",
+        hint="use DataLoader(dataset, batch_size=…, sampler=…); batches that are always the same "
+        "are items of a dataset whose `__getitem__(i)` returns "
+        "`collate_fn([dataset[j] for j in batches[i]])`, in DataLoader(…, batch_size=None), "
+        + _OWN_LOOP,
+    )
+
+
+def _without_collation(loader: DataLoader[Any]) -> Source:
+    """``batch_size=None``: torch gives the dataset what the sampler yields, one at a time."""
+    sampler: object = loader.sampler
+    if type(sampler) is BatchSampler:
+        source = _with_sampler(loader.dataset, sampler)
+        return dataclasses.replace(source, collation=Collation.LIST)
+    if isinstance(sampler, BatchSampler):
+        raise _unknown_batches(sampler)
+    source = _with_sampler(loader.dataset, BatchSampler(loader.sampler, 1, drop_last=False))
+    return dataclasses.replace(source, collation=Collation.ITEM)
+
+
+def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> Source:
+    sampler: object = batches.sampler
+    samples = size_of(dataset)
+    seed = global_batch = None
+    draw: Draw | None
+    if isinstance(sampler, ElasticSampler):
+        shuffle, seed, global_batch = sampler.shuffle, sampler.seed, sampler.plan.global_batch
+        draw = sampler.draw
+    elif type(sampler) is DistributedSampler:
+        shuffle, seed = sampler.shuffle, sampler.seed
+        draw = WholeDataset(samples, shuffle=shuffle)
+    else:
+        shuffle = isinstance(sampler, RandomSampler)
+        draw = draw_of(sampler, samples)
+    if draw is None:
+        raise ConfigError(
+            f"the order of {type(sampler).__name__} cannot be kept over changes of the world: "
+            "it is drawn by code that only its own process can repeat",
+            hint="if it is the same in each epoch and on each rank, give it as a list: "
+            "DataLoader(dataset, sampler=list(sampler), …); orders that are drawn anew are "
+            "shuffle=True, SubsetRandomSampler(indices) and "
+            "WeightedRandomSampler(weights, num_samples)",
+        )
+    return Source(
+        dataset=dataset,
+        batch_size=batches.batch_size,
+        drop_last=batches.drop_last,
+        shuffle=shuffle,
+        draw=draw,
+        seed=seed,
+        global_batch=global_batch,
+    )
+
+
+class OnlyItem:
+    """The user's ``collate_fn`` for a loader of ours that reads one item as a list of one."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: list[Any]) -> Any:
+        (item,) = items
+        return self.collate(item)
+
+
+def over_batches(
+    loader: DataLoader[Any],
+    batches: Sampler[list[int]],
+    sampler: Sampler[int],
+    collation: Collation,
+    *,
+    in_place: bool = False,
+) -> DataLoader[Any]:
+    """The same loader (workers, collate_fn, pinning, subclass, …) reading ``batches`` instead.
+
+    A shallow copy, so that a subclass and whatever torch adds to ``DataLoader`` come along;
+    ``in_place`` changes the loader itself, for wrappers that hold it. Its iterators read
+    ``batch_sampler`` when they are made and not before (``_BaseDataLoaderIter.__init__``); the
+    guard in ``DataLoader.__setattr__`` keeps users from changing ``batch_size`` without effect.
+    """
+    if loader.num_workers:
+        make_ready_to_fork()
+    ours = loader if in_place else copy.copy(loader)
+    by_list = collation is Collation.LIST
+    object.__setattr__(ours, "batch_sampler", None if by_list else batches)
+    object.__setattr__(ours, "sampler", batches if by_list else sampler)
+    if collation is Collation.ITEM and not isinstance(ours.collate_fn, OnlyItem):
+        ours.collate_fn = OnlyItem(ours.collate_fn)
+    # Persistent workers' iterator holds the old batches, and a copy must not share it.
+    forget_iterator(ours)
+    # Batches are matched with the plan by their order.
+    ours.in_order = True
+    # Torch draws the workers' base seed from this one: from its own, not the training's.
+    ours.generator = torch.Generator()
+    return ours

@@ -1,0 +1,278 @@
+"""A DistributedDataParallel that is one object for life, whatever happens to the world.
+
+Before the first world, in eval mode and without gradients it is a plain module without
+collectives: rank 0 may evaluate alone. (Stock DDP broadcasts buffers in eval mode, too, and such
+a script hangs.) For each world it is initialised again in place: the optimizer, ``torch.compile``
+and the user's variables keep pointing at the right thing.
+"""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from elastic.errors import ConfigError, TrainingError
+from elastic.process_group import torch_private
+from elastic.process_group.collectives import broadcast_tensors
+from elastic.process_group.compiling import not_compiled, not_compiled_itself
+from elastic.process_group.releasable import ReleasableGroup
+from elastic.process_group.semantics import semantics_of
+from elastic.training.gradients.reduction import Reduction, weighted_sum
+
+# Module.__init__ starts these afresh; they belong to the user.
+_HOOK_TABLES = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_BYPASS = "gradients would bypass the weights of uneven shares"
+_REFUSED = {
+    "process_group": "the world's group is the only one that is rebuilt",
+    "device_mesh": "the world's group is the only one that is rebuilt",
+    "delay_all_reduce_named_params": _BYPASS,
+    "param_to_hook_all_reduce": _BYPASS,
+    "mixed_precision": f"it has a communication hook, and {_BYPASS}",
+}
+
+
+class ElasticDDP(DDP):
+    """What ``run.wrap`` returns. ``options`` are DistributedDataParallel's."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        for name in options.keys() & _REFUSED.keys():
+            raise ConfigError(f"wrap({name}=…) is not possible: {_REFUSED[name]}")
+        _check_kind(module)
+        nn.Module.__init__(self)
+        self.module = module
+        self.options = options
+        self.reduction = Reduction()
+        self.in_world = False
+        self._trained: tuple[bool, ...] = ()  # which parameters the reducer was made for
+        self._releasable: ReleasableGroup | None = None  # the reducer does not keep it alive
+        self.require_backward_grad_sync = True
+        self.training = module.training
+        self._in_world_parameters: tuple[nn.Parameter, ...] = ()
+
+    def enter_world(self) -> None:
+        """Become a working DDP over the present default group. Parameters must agree already.
+
+        Without anything to train it stays a plain module, until something is.
+        """
+        self.leave_world()
+        self._in_world_parameters = tuple(self.module.parameters())
+        self._trained = tuple(map(_is_trained, self._in_world_parameters))
+        self.in_world = True
+        if any(self._trained):
+            self._become_ddp()
+
+    def _become_ddp(self) -> None:
+        kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
+        training, module = self.training, self.module
+        # State is agreed before, by restore: init_sync would broadcast all of it once more.
+        # Gradients that are views of the buckets are not copied back out of them: that pays for
+        # the weighting, which plain DDP does in its copy into them.
+        defaults = {"init_sync": False, "gradient_as_bucket_view": True}
+        DDP.__init__(self, module, **{**defaults, **self.options})
+        self.__dict__.update(kept)
+        self.training = training
+        reduction, group = self.reduction, self.process_group
+        is_on_stream = semantics_of(self.device_type).is_on_stream
+        if self.device_type == "cpu" and not is_on_stream:
+            reduction.enter(group, is_divided=True)
+            self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
+            torch_private.give_group(self.reducer, self._releasable)
+        else:  # nobody waits on the host, and an abort releases the stream
+            reduction.enter(group, is_divided=False)
+            super().register_comm_hook(reduction, weighted_sum)
+            if is_on_stream:
+                self._releasable = ReleasableGroup(group, reduction.queue, is_on_stream=True)
+                torch_private.give_group(self.reducer, self._releasable)
+
+    def leave_world(self) -> None:
+        """Back to a plain module, with nothing left of the group.
+
+        The old reducer's hooks must go: the next DDP over the same parameters fails for ever
+        otherwise (DESIGN section 6). So must the reducer itself, here and now: it holds the
+        group, and if the garbage collector of a forked DataLoader worker is the one to find it,
+        the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
+        """
+        if "reducer" in self.__dict__:
+            torch_private.remove_hooks(self.reducer)
+        for name in ("reducer", "logger", "process_group"):
+            self.__dict__.pop(name, None)
+        self.reduction.leave()
+        self._releasable = None
+        self._in_world_parameters = self._trained = ()
+        self.in_world = False
+
+    def _set_static_graph(self) -> None:
+        """DDP calls it for ``static_graph=True``; scripts do, too."""
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
+        self.reduction.is_static = True
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """In ``join()``, on a rank that has no data left: another pass of its peers."""
+        self.reduction.speak_again()
+        super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: gradients would bypass the weights of uneven shares."""
+        raise _refusal("register_comm_hook", hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        raise _refusal("_register_builtin_comm_hook", comm_hook_type)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a forward pass now is one without collectives."""
+        return not (self.in_world and self.training and torch.is_grad_enabled())
+
+    @not_compiled_itself
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; with DDP's work around it only while training in a world."""
+        if not self.is_plain and self._is_reduced():
+            if self.reduction.failure is not None:
+                raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
+            self.reduction.has_forward = True
+            if not self.require_backward_grad_sync:
+                self.reduction.accumulates()
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if device_ids := self.options.get("device_ids"):
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        return self.module(*inputs, **kwargs)
+
+    @not_compiled
+    def _is_reduced(self) -> bool:
+        """Whether gradients of a pass that begins now are reduced: if there will be any.
+
+        The reducer knows only parameters that were trained when it was made. Where the script has
+        frozen or unfrozen some since, it is made anew, in milliseconds; where it has frozen all of
+        them (a discriminator, while the generator trains), it is left out for as long.
+        """
+        trained = tuple(map(_is_trained, self._in_world_parameters))
+        if trained == self._trained:
+            return True in trained
+        if True not in trained:
+            return False
+        self.enter_world()
+        return True
+
+    def begin_step(self, weight: float) -> None:
+        """A step begins, in which this rank holds the part ``weight`` of the global batch."""
+        factor = self.reduction.rescale(weight)
+        if factor is None:
+            raise TrainingError(
+                "gradients accumulated under no_sync() cannot be added to those of a step in which "
+                f"this rank has another share of the samples ({weight:.4g} of them, before "
+                f"{self.reduction.weight:.4g}): the last batch of an epoch is smaller",
+                hint="DataLoader(…, drop_last=True), or do not use no_sync()",
+            )
+        if factor != 1.0:
+            gradients = [p.grad for p in self.all_parameters if p.grad is not None]
+            torch_private.multiply_each(gradients, factor)
+        self.reduction.begin(weight)
+
+    def frozen_indices(self) -> list[int]:
+        """Which of the parameters are not trained, in their order."""
+        return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
+
+    def set_frozen(self, indices: list[int]) -> None:
+        """Train all parameters but these."""
+        frozen = set(indices)
+        for index, parameter in enumerate(self.all_parameters):
+            if parameter.requires_grad is (index in frozen):
+                parameter.requires_grad_(index not in frozen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``copy.deepcopy`` and ``torch.save``: a wrapped module that is in no world."""
+        kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
+        return {
+            "module": self.module,
+            "options": self.options,
+            "training": self.training,
+            "kept": kept,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies are plain modules: nothing of the job, for target networks and averages."""
+        ElasticDDP.__init__(self, state["module"], **state["options"])
+        self.__dict__.update(state["kept"])
+        self.training = state["training"]
+
+    @not_compiled
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """DDP gives rank 0's buffers to all before each forward pass, waiting inside gloo, where
+        nothing could release it (see elastic/process_group/pending.py). On the CPU it waits
+        here."""
+        if semantics_of("cpu").is_on_stream or not all(t.device.type == "cpu" for t in tensors):
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for same in by_dtype.values():
+            flat = torch.cat([t.reshape(-1) for t in same])
+            broadcast_tensors({"buffers": flat}, authoritative_rank)
+            parts = torch.split(flat, [t.numel() for t in same])
+            torch_private.copy_each(same, [p.view_as(t) for p, t in zip(parts, same, strict=True)])
+
+    @property
+    def all_parameters(self) -> tuple[nn.Parameter, ...]:
+        """In a world those that it began with, as in DDP: a walk through a large model in every
+        step would cost more than a millisecond."""
+        return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
+
+
+_is_trained = attrgetter("requires_grad")
+
+
+def _check_kind(module: nn.Module) -> None:
+    """Raise ConfigError for a module that DDP cannot take."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"run.wrap() of a {type(module).__name__}: its process group would end with the world",
+            hint="wrap the module itself: model = run.wrap(Net().to(run.device))",
+        )
+    if _is_sharded(module):
+        raise ConfigError(
+            "run.wrap() of a sharded module (FSDP or DTensor parameters): worlds cannot change "
+            "around it in process yet",
+            hint="wrap the module before it is sharded, to train with DDP; or shard it without "
+            "run.wrap and run.retry, and save with checkpoints.Engine: then each change of the "
+            "world restarts the workers (docs/checkpoints.md has the loop)",
+        )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # Importing these takes a second; a script that has sharded a module has imported them.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        return True
+    return tensor is not None and any(
+        isinstance(parameter, tensor.DTensor) for parameter in module.parameters()
+    )
+
+
+def _refusal(call: str, hook: object) -> ConfigError:
+    return ConfigError(
+        f"model.{call}({getattr(hook, '__name__', hook)}) is not possible: {_BYPASS}",
+        hint="train without the hook: the harness reduces gradients itself",
+    )

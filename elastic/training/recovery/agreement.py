@@ -1,0 +1,105 @@
+"""Which rank's state a new world goes on with (PROTOCOL section 6, "Agreement").
+
+Every rank says how far it is; the lowest rank that is furthest is the source. The generation of
+the last agreement comes first: a rank that completed a step alone in an old generation, and comes
+back after the others did that step again, has the same count and other bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import TrainingError
+from elastic.process_group.collectives import all_gather_json
+
+
+@dataclass(frozen=True)
+class Tag:
+    """How far a rank's weights are. Equal tags mean equal weights."""
+
+    generation: int  # in which all ranks last agreed
+    step: int  # steps committed since the job began
+    stepped: tuple[str, ...] = ()  # optimizers that have stepped since, in order
+    iteration: int = 0  # of the accumulation in which they did, from 0
+    callbacks: int = 0  # of run.after_step that are not done for the last committed step
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank brings to an agreement."""
+
+    nonce: str  # of the world it believes to be in
+    tag: Tag | None  # None: a joining node, or weights that belong to no step
+    begun: bool = False  # whether it is inside a step
+    is_torn: bool = False  # it has trained, and its weights belong to no step any more
+    retries: int = 0  # calls of run.retry that it has completed
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks of the world go on with."""
+
+    source: int | None  # the rank that has the state; None: nobody has any
+    tag: Tag | None
+    receivers: tuple[int, ...]  # ranks that need the source's weights
+    is_torn: bool = False  # some rank has weights that are not the initial ones, of no step
+    retries: int = 0  # calls of run.retry that some rank has completed
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nobody has a state: a checkpoint or the initial state must do."""
+        return self.source is None
+
+
+def agree(mine: RankState) -> Agreement:
+    """Compare all ranks' standings; the same answer on every rank.
+
+    Raises TrainingError if the group joins ranks of different worlds.
+    """
+    return choose([_parse(told) for told in all_gather_json(_tell(mine))])
+
+
+def choose(states: list[RankState]) -> Agreement:
+    """The lowest rank with the greatest tag, and who has another one."""
+    if len({s.nonce for s in states}) > 1:
+        raise TrainingError(
+            f"ranks of different worlds are in one group: {[s.nonce for s in states]}",
+            hint="this should be impossible: report it with the journals of all nodes",
+        )
+    known = [(rank, s) for rank, s in enumerate(states) if s.tag is not None]
+    is_torn = any(s.is_torn for s in states)
+    retries = max(s.retries for s in states)
+    if not known:
+        return Agreement(None, None, (), is_torn, retries)
+    source, best = max(known, key=lambda item: (*_order(item[1]), -item[0]))
+    others = tuple(rank for rank, s in enumerate(states) if s.tag != best.tag)
+    return Agreement(source, best.tag, others, is_torn, retries)
+
+
+def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
+    assert state.tag is not None
+    tag = state.tag
+    done = (len(tag.stepped), tag.iteration, -tag.callbacks)
+    return tag.generation, tag.step, *done, state.begun
+
+
+def _tell(state: RankState) -> dict[str, Any]:
+    tag = state.tag
+    told = None
+    if tag is not None:
+        told = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
+    return {**vars(state), "tag": told}
+
+
+def _parse(told: dict[str, Any]) -> RankState:
+    tag = told["tag"]
+    parsed = None
+    if tag is not None:
+        generation, step, stepped, iteration, callbacks = tag
+        parsed = Tag(
+            int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
+        )
+    return RankState(
+        str(told["nonce"]), parsed, bool(told["begun"]), bool(told["is_torn"]), int(told["retries"])
+    )

@@ -1,0 +1,130 @@
+"""How a new world comes to its state: the newest checkpoint, else rank 0's initial state.
+
+Rank 0 sweeps, resolves and verifies; the others are told the name. Whatever fails on one rank is
+raised on all: nobody is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from checkpoints import CheckpointError, CheckpointInfo, LoadResult
+from checkpoints.format.state_tree import Node, flatten, unflatten
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CheckpointRequired, ElasticError, TrainingError, WorldLost
+from elastic.events import StateRestored
+from elastic.process_group.collectives import all_gather_json, broadcast_json, broadcast_tensors
+from elastic.telemetry.journal import EventSink
+from elastic.training.checkpointing.folder import Source
+from elastic.training.checkpointing.saver import Saver
+from elastic.training.state.job_state import JobState
+from elastic.world.world import World
+
+T = TypeVar("T")
+
+
+def restore(
+    world: World, job: JobState, saver: Saver, journal: EventSink, *, may_begin: bool = True
+) -> int:
+    """Bring every rank to one state. Returns the generation that the job goes on with.
+
+    That is the world's, or a later one if the checkpoint folder has seen that before. Without a
+    checkpoint rank 0's state is the initial one, if it ``may_begin``; else CheckpointRequired.
+    """
+    began_s = SYSTEM_CLOCK.monotonic()
+    together(world, lambda: saver.check_writable(world))
+    found = together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
+    source = Source(**broadcast_json(vars(found) if found is not None else None))
+    origin = None
+    if source.name is None:
+        if not may_begin:
+            raise CheckpointRequired(
+                "a fault has interrupted a change of the weights on all ranks that had them, and "
+                "there is no checkpoint to go on from",
+                hint="give elastic.join(checkpoints=…) a folder that all nodes share",
+            )
+        _share_initial(world, job)
+    else:
+        origin = _load(world, job, saver, source.name)
+    saver.resume(origin, source.generation, job.progress.step)
+    name, took_s = source.name or "initial", SYSTEM_CLOCK.monotonic() - began_s
+    journal.emit(StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)))
+    return source.generation
+
+
+def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:
+    def read_and_check() -> LoadResult:
+        loaded = saver.load(name)
+        job.check(loaded.state, f"checkpoint {name}")
+        return loaded
+
+    loaded = together(world, read_and_check)
+    together(world, lambda: job.apply(loaded.state))
+    return loaded.info
+
+
+def _share_initial(world: World, job: JobState) -> None:
+    """Rank 0's state to all, tensors and the rest alike."""
+    node, tensors = together(world, lambda: flatten(job.tree()))
+    plan = broadcast_json(_plan(node, tensors))
+    together(world, lambda: _check_same_model(world, plan["specs"], tensors))
+    modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
+    broadcast_tensors(modules)
+    small = _small_tensors(world, plan["specs"], tensors)
+    broadcast_tensors(small)
+    if world.rank != 0:
+        tree = unflatten(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
+        together(world, lambda: job.apply_small(tree))
+    else:
+        together(world, lambda: None)
+
+
+def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    specs = {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+    return {"tree": node, "specs": specs}
+
+
+def _check_same_model(
+    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
+    theirs = {n: s for n, s in specs.items() if n.startswith("model/")}
+    mine = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
+    if differing := sorted(n for n in theirs.keys() | mine if theirs.get(n) != mine.get(n)):
+        raise TrainingError(
+            f"rank {world.rank} has another model than rank 0: {', '.join(differing[:10])}",
+            hint="every rank must build the same model",
+        )
+
+
+def _small_tensors(
+    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies, on the CPU, of what trackers hold: rank 0's, and room for them on the others."""
+    names = [name for name in specs if not name.startswith("model/")]
+    if world.rank == 0:
+        return {name: tensors[name].cpu() for name in names}
+    return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}
+
+
+def together(world: World, act: Callable[[], T], *, is_loss: bool = False) -> T:
+    """Act on every rank; if it fails on one, raise on all: there its error, here who failed.
+
+    ``is_loss``: the others go on without a rank that fails (they raise WorldLost).
+    """
+    error: Exception | None = None
+    try:
+        result = act()
+    except (ElasticError, CheckpointError, ValueError, RuntimeError, OSError, KeyError) as failure:
+        error = failure
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    failures = [(rank, text) for rank, text in enumerate(all_gather_json(told)) if text]
+    if error is not None:
+        raise error
+    if failures:
+        rank, text = failures[0]
+        said = f"rank {rank} could not restore the state: {text}"
+        raise WorldLost(said) if is_loss else TrainingError(said)
+    return result

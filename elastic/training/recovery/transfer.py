@@ -1,0 +1,227 @@
+"""State from one rank to others: JSON and raw bytes, never pickle, always into spare memory.
+
+Nothing of the receiver changes before everything has arrived and its hash is right, so a source
+that dies in the middle leaves every receiver as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from elastic.errors import TrainingError
+from elastic.process_group.collectives import broadcast_json, complete, control_device
+
+# A state travels in some chunks at least, so that one is on its way while another is hashed and put
+# in place, and in none so long that three of them would need memory that is missed.
+CHUNKS, SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8, 1 << 20, 32 << 20
+
+Tensors = dict[str, torch.Tensor]
+
+
+def broadcast_blob(
+    node: Any, tensors: Mapping[str, torch.Tensor], source: int
+) -> tuple[Any, Tensors]:
+    """Give every rank the JSON value and the small tensors of ``source``, on the CPU.
+
+    Other ranks may pass anything. For what fits into a packet: everything is one buffer.
+    """
+    if dist.get_world_size() == 1:
+        return node, dict(tensors)
+    is_source = dist.get_rank() == source
+    data = _blob(node, tensors) if is_source else b""
+    device = control_device()
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    complete(dist.broadcast(size, source, async_op=True), device)
+    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if is_source:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    complete(dist.broadcast(buffer, source, async_op=True), device)
+    return (node, dict(tensors)) if is_source else _parse_blob(buffer.cpu())
+
+
+def _blob(node: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    kept = {name: _bytes(tensor) for name, tensor in tensors.items()}
+    head = json.dumps({"node": node, "specs": specs_of(tensors)}).encode()
+    parts = [len(head).to_bytes(8, "little"), head]
+    return b"".join([*parts, *(bytes(flat.cpu().numpy()) for flat in kept.values())])
+
+
+def _parse_blob(buffer: torch.Tensor) -> tuple[Any, Tensors]:
+    length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
+    head = json.loads(bytes(buffer[8 : 8 + length].numpy()))
+    at, tensors = 8 + length, {}
+    for name, spec in head["specs"].items():
+        spare = _spare(spec, torch.device("cpu"))
+        flat = _bytes(spare)
+        flat.copy_(buffer[at : at + flat.numel()])
+        at += flat.numel()
+        tensors[name] = spare
+    return head["node"], tensors
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Name to ``[dtype, shape, device type]``: what a receiver needs to make room."""
+    return {
+        name: [str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type]
+        for name, t in tensors.items()
+    }
+
+
+def transfer(
+    node: Any,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    source: int,
+    receivers: tuple[int, ...],
+    device: torch.device,
+) -> tuple[Any, Tensors] | None:
+    """The source's JSON value and tensors, in spare memory, for each of ``receivers``.
+
+    Every rank calls it and takes part in the broadcasts; those that neither send nor receive
+    keep nothing and get None. Raises TrainingError if a hash is wrong.
+    """
+    rank = dist.get_rank()
+    concerned = rank == source or rank in receivers
+    plan = broadcast_json(
+        {"node": node, "specs": specs_of(tensors)} if rank == source else None, source
+    )
+    spare = (
+        {name: tensor.detach() for name, tensor in tensors.items()}
+        if rank == source
+        else {name: _spare(spec, device) for name, spec in plan["specs"].items()}
+        if concerned
+        else {}
+    )
+    wire = device if device.type == "cuda" else control_device()
+    sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
+    moving = _Moving({name: _bytes(tensor) for name, tensor in spare.items()}, sizes, source, wire)
+    _check(moving.run(), source, concerned)
+    return (plan["node"], spare) if rank in receivers else None
+
+
+Piece = tuple[str, int, int]
+"""Bytes ``start`` to ``stop`` of the tensor of that name."""
+
+
+def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
+    """All tensors' bytes, cut so that many small ones travel together and no chunk is too long."""
+    pieces: list[Piece] = []
+    room = longest
+    for name, size in sizes.items():
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            pieces.append((name, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield pieces
+                pieces, room = [], longest
+    if pieces:
+        yield pieces
+
+
+class _Moving:
+    """All chunks, from the source to all: one is on its way while the one before is taken in.
+
+    ``flat`` holds the bytes of each tensor, to read or to fill; it is empty on a rank that is not
+    concerned.
+    """
+
+    def __init__(
+        self, flat: Tensors, sizes: Mapping[str, int], source: int, wire: torch.device
+    ) -> None:
+        self._flat = flat
+        self._sizes = sizes
+        self._source = source
+        self._wire = wire
+        self._is_source = dist.get_rank() == source
+        self._digest = xxhash.xxh3_64()
+
+    def run(self) -> str:
+        """Returns the hash of what was moved."""
+        total = sum(self._sizes.values())
+        longest = min(max(total // CHUNKS, SHORTEST_CHUNK_BYTES), LONGEST_CHUNK_BYTES)
+        buffers = [torch.empty(min(longest, total), dtype=torch.uint8) for _ in range(2)]
+        before: _Sent | None = None
+        for number, pieces in enumerate(_chunks(self._sizes, longest)):
+            sent = self._send(pieces, buffers[number % 2])
+            if before is not None:
+                self._take_in(before)
+            before = sent
+        if before is not None:
+            self._take_in(before)
+        return str(self._digest.hexdigest())
+
+    def _send(self, pieces: list[Piece], buffer: torch.Tensor) -> _Sent:
+        chunk = buffer[: sum(stop - start for _, start, stop in pieces)]
+        if self._is_source:
+            for place, (name, start, stop) in _places(pieces):
+                chunk[place] = self._flat[name][start:stop]
+        moved = chunk.to(self._wire)
+        return pieces, moved, dist.broadcast(moved, self._source, async_op=True)
+
+    def _take_in(self, sent: _Sent) -> None:
+        pieces, moved, work = sent
+        complete(work, self._wire)
+        if not self._flat:
+            return
+        chunk = moved.cpu()
+        self._digest.update(chunk.numpy().data)
+        if self._is_source:
+            return
+        for place, (name, start, stop) in _places(pieces):
+            flat = self._flat[name]
+            flat[start:stop] = chunk[place].to(flat.device)
+
+
+_Sent = tuple[list[Piece], torch.Tensor, dist.Work | None]
+
+
+def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
+    """Where in its chunk each piece is."""
+    at = 0
+    for piece in pieces:
+        _, start, stop = piece
+        yield slice(at, at + stop - start), piece
+        at += stop - start
+
+
+def _check(mine: str, source: int, concerned: bool) -> None:
+    """Compare the receivers' hashes with the source's."""
+    device = control_device()
+    sent = torch.tensor([int(mine, 16) & (2**62 - 1)], dtype=torch.int64, device=device)
+    got = sent.clone()
+    complete(dist.broadcast(got, source, async_op=True), device)
+    if concerned and int(got.item()) != int(sent.item()):
+        raise TrainingError(
+            f"the state that rank {source} sent arrived damaged (hash {int(sent):x}, "
+            f"expected {int(got):x}); nothing was changed",
+            hint="look for hardware errors on the network between the nodes",
+        )
+
+
+def _spare(spec: list[Any], device: torch.device) -> torch.Tensor:
+    on = device if spec[2] == device.type else torch.device("cpu")
+    return torch.empty(spec[1], dtype=getattr(torch, spec[0]), device=on)
+
+
+def _count_bytes(spec: list[Any]) -> int:
+    count = torch.empty(0, dtype=getattr(torch, spec[0])).element_size()
+    for length in spec[1]:
+        count *= length
+    return count
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as flat bytes: a view where its memory is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 1 and flat.stride(0) != 1:
+        flat = flat.clone()
+    return flat.view(torch.uint8)

@@ -1,0 +1,168 @@
+"""Copies of tensors and of optimizers' states, kept in the same memory from step to step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic.process_group.torch_private import copy_each
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of plain containers and tensors; anything else is shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict or isinstance(value, (dict, defaultdict)):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if type(value) is tuple:
+        return tuple(copied(item) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in plain containers, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
+
+
+class TensorCopies:
+    """Copies of named tensors."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Any, torch.Tensor] = {}
+
+    def clone(self, key: Any) -> torch.Tensor:
+        """A tensor of its own with the value that was copied."""
+        return self._copies[key].clone()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all copies."""
+        return sum(t.numel() * t.element_size() for t in self._copies.values())
+
+    def take(self, tensors: Mapping[Any, torch.Tensor]) -> None:
+        """Copy the present values."""
+        if self._copies.keys() != tensors.keys() or any(
+            not are_alike(self._copies[key], tensor) for key, tensor in tensors.items()
+        ):
+            self._copies = {key: torch.empty_like(t.detach()) for key, t in tensors.items()}
+        if tensors:
+            with torch.no_grad():
+                sources = [tensor.detach() for tensor in tensors.values()]
+                copy_each([self._copies[key] for key in tensors], sources)
+
+    def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> None:
+        """Give the tensors their values back, in place. What was not there then keeps its value."""
+        known = [key for key in tensors if key in self._copies]
+        with torch.no_grad():
+            for key in known:
+                if tensors[key].shape != self._copies[key].shape:
+                    tensors[key].resize_(self._copies[key].shape)
+            if known:
+                present = [tensors[key].detach() for key in known]
+                copy_each(present, [self._copies[key] for key in known])
+
+
+class WeightCopies:
+    """Parameters, and all that optimizers keep about them (momenta, step counts, …).
+
+    Hyper-parameters are small state: see :mod:`elastic.training.state.snapshot`.
+    """
+
+    def __init__(self) -> None:
+        self._tensors = TensorCopies()
+        self._entries: list[_Entry] = []
+        self._values: dict[Any, Any] = {}  # of entries that are no tensors
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the copies."""
+        return self._tensors.size_bytes
+
+    def take(
+        self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Copy the present values."""
+        self._entries = _entries(optimizers)
+        self._values = {e.place: copied(e.value) for e in self._entries if not e.is_tensor}
+        tensors = {e.place: e.value for e in self._entries if e.is_tensor}
+        self._tensors.take(tensors | {id(p): p for p in parameters})
+
+    def put_back(
+        self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Give everything its values back, in place: references to these tensors stay valid."""
+        known = {entry.place for entry in self._entries}
+        for entry in _entries(optimizers):
+            if entry.place not in known:
+                entry.remove()  # made by the step that is undone
+        tensors: dict[Any, torch.Tensor] = {id(p): p for p in parameters}
+        for entry in self._entries:
+            if not entry.is_tensor:
+                entry.value = copied(self._values[entry.place])
+                continue
+            present = entry.value
+            if not isinstance(present, torch.Tensor):
+                present = entry.value = self._tensors.clone(entry.place)
+            tensors[entry.place] = present
+        self._tensors.put_back(tensors)
+
+
+class _Entry:
+    """One value in an optimizer's state: ``optimizer.state[owner][key]``, owner a parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> None:
+        self._optimizer, self._owner, self._key = optimizer, owner, key
+        self.place = (id(optimizer), id(owner), key)
+        self.is_tensor = isinstance(self.value, torch.Tensor)
+
+    @property
+    def value(self) -> Any:
+        state = self._optimizer.state.get(self._owner)
+        return state.get(self._key) if isinstance(state, dict) else state
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        state = self._optimizer.state
+        if self._key is None:
+            state[self._owner] = value
+        else:
+            state.setdefault(self._owner, {})[self._key] = value
+
+    def remove(self) -> None:
+        state = self._optimizer.state
+        if self._key is None:
+            del state[self._owner]
+            return
+        del state[self._owner][self._key]
+        if not state[self._owner]:
+            del state[self._owner]
+
+
+def _entries(optimizers: Sequence[torch.optim.Optimizer]) -> list[_Entry]:
+    return [
+        _Entry(optimizer, owner, key)
+        for optimizer in optimizers
+        for owner, state in list(optimizer.state.items())
+        for key in (list(state) if isinstance(state, dict) else [None])
+    ]
+
+
+def are_alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether one can hold a copy of the other."""
+    return (
+        one is not None
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )

@@ -1,0 +1,209 @@
+"""Everything of a job that must survive: what is in it, whether other state fits, taking it over.
+
+As a tree it is::
+
+    {"model": {"model": state_dict, …}, "tracked": {"optimizer": state_dict, …},
+     "state": run.state, "progress": {step, epoch, index}, "seed": …, "loaders": {…}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from elastic.errors import ConfigError, TrainingError
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.step import Progress
+
+
+class Stateful(Protocol):
+    """What ``run.track`` takes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+@dataclass
+class JobState:
+    """The live objects. One per process."""
+
+    seed: int
+    progress: Progress = field(default_factory=Progress)
+    modules: dict[str, ElasticDDP] = field(default_factory=dict)
+    tracked: dict[str, Stateful] = field(default_factory=dict)
+    loaders: dict[str, ElasticLoader] = field(default_factory=dict)
+    open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
+    user: dict[str, Any] = field(default_factory=dict)
+
+    def track(self, name: str, tracked: Any) -> None:
+        """Register an object under a name of its own. Raises TrainingError if it cannot be."""
+        if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
+            raise TrainingError(
+                f"run.track({name}=…): a {type(tracked).__name__} has no state_dict and "
+                "load_state_dict"
+            )
+        if any(tracked is module for module in self.modules.values()):
+            raise TrainingError(f"run.track({name}=…): a wrapped module is part of the state")
+        if name in self.tracked and self.tracked[name] is not tracked:
+            raise TrainingError(f"run.track({name}=…): another object has that name")
+        self.tracked[name] = tracked
+
+    def registered(self) -> JobState:
+        """What is registered now, for :meth:`go_back_to`."""
+        return dataclasses.replace(
+            self,
+            modules=dict(self.modules),
+            tracked=dict(self.tracked),
+            loaders=dict(self.loaders),
+            open_batch=set(self.open_batch),
+        )
+
+    def go_back_to(self, earlier: JobState) -> None:
+        """Forget what was registered since. Progress and ``run.state`` stay."""
+        self.modules = dict(earlier.modules)
+        self.tracked = dict(earlier.tracked)
+        self.loaders = dict(earlier.loaders)
+        self.open_batch = set(earlier.open_batch)
+
+    def tree(self) -> dict[str, Any]:
+        """The present state. Tensors are the live ones."""
+        return {
+            "model": {name: m.module.state_dict() for name, m in self.modules.items()},
+            "tracked": {name: t.state_dict() for name, t in self.tracked.items()},
+            "state": self.user,
+            "progress": vars(self.progress),
+            "seed": self.seed,
+            "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
+            "frozen": {name: m.frozen_indices() for name, m in self.modules.items()},
+        }
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether some steps may be left out on purpose, for an overflow."""
+        return any(isinstance(t, torch.amp.GradScaler) for t in self.tracked.values())
+
+    def data_position(self) -> dict[str, Any]:
+        """Where each loader stands: for people who look into a checkpoint."""
+        return {name: loader.state_dict() for name, loader in self.loaders.items()}
+
+    def check(self, tree: Mapping[str, Any], source: str) -> None:
+        """Raise TrainingError or ConfigError, naming what differs, unless ``tree`` fits."""
+        problems = _differing_names("wrapped module", self.modules, tree["model"])
+        problems += _differing_names("tracked object", self.tracked, tree["tracked"])
+        for name in self.modules.keys() & tree["model"].keys():
+            live = self.modules[name].module.state_dict()
+            problems += _differing_tensors(name, live, tree["model"][name])
+        for name in self.tracked.keys() & tree["tracked"].keys():
+            problems += _differing_groups(name, self.tracked[name], tree["tracked"][name])
+        if problems:
+            more = [f"… {len(problems) - 20} more"] if len(problems) > 20 else []
+            shown = "\n    ".join(problems[:20] + more)
+            raise TrainingError(
+                f"{source} is of another model; nothing was changed:\n    {shown}",
+                hint="give another checkpoints folder, or the script that wrote this one",
+            )
+        if tree["seed"] != self.seed:
+            raise ConfigError(
+                f"seed={self.seed} was given, {source} was trained with seed={tree['seed']}: "
+                "samples would be repeated and left out",
+                hint=f"join(seed={tree['seed']}), or another checkpoints folder",
+            )
+        for name in self.loaders.keys() & tree["loaders"].keys():
+            self._check_data(name, tree["loaders"][name])
+
+    def _check_data(self, name: str, saved: dict[str, Any]) -> None:
+        loader = self.loaders[name]
+        if name in self.open_batch:
+            # The default depends on the size of the world; a job keeps the one it began with.
+            plan = dataclasses.replace(loader.plan, global_batch=saved["global_batch"])
+            loader.plan = loader.sampler.plan = plan
+        loader.load_state_dict(saved)
+
+    def apply(self, tree: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`check` found to fit."""
+        for name, module in self.modules.items():
+            module.module.load_state_dict(tree["model"][name])
+        self.apply_small(tree)
+
+    def apply_small(self, tree: Mapping[str, Any]) -> None:
+        """Take over everything but the modules' tensors."""
+        linked = _shared_groups(self.tracked)
+        for name, tracked in self.tracked.items():
+            tracked.load_state_dict(tree["tracked"][name])
+        for follower, leader in linked:
+            follower.param_groups = leader.param_groups  # torch gives each a list of its own
+        for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
+            self.modules[name].set_frozen(indices)
+        self.user.clear()
+        self.user.update(tree["state"])
+        vars(self.progress).update(tree["progress"])
+        for name in self.loaders.keys() & tree["loaders"].keys():
+            self.loaders[name].load_state_dict(tree["loaders"][name])
+
+    def weights_sha256(self) -> str:
+        """A hash of all wrapped modules' tensors: equal exactly when the weights are."""
+        digest = hashlib.sha256()
+        for name, module in sorted(self.modules.items()):
+            for key, value in sorted(module.module.state_dict().items()):
+                if isinstance(value, torch.Tensor):
+                    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}\n".encode())
+                    digest.update(data.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"{kind} {n!r} is not in the checkpoint" for n in sorted(live.keys() - saved.keys())
+    ]
+    return problems + [
+        f"{kind} {n!r} is not in this script" for n in sorted(saved.keys() - live.keys())
+    ]
+
+
+def _differing_tensors(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    problems = [f"{name}: {key} is missing" for key in live if key not in saved]
+    problems += [f"{name}: {key} is unexpected" for key in saved if key not in live]
+    for key in live.keys() & saved.keys():
+        mine, theirs = (getattr(d[key], "shape", None) for d in (live, saved))
+        if mine != theirs:
+            problems.append(f"{name}: {key} has shape {_shape(theirs)}, here {_shape(mine)}")
+    return problems
+
+
+def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:
+    """Optimizers check their groups only while they load, after the model has been changed."""
+    if not isinstance(tracked, torch.optim.Optimizer):
+        return []
+    mine = [len(group["params"]) for group in tracked.param_groups]
+    theirs = [len(group["params"]) for group in saved.get("param_groups", [])]
+    if mine == theirs:
+        return []
+    return [
+        f"{name}: parameter groups of sizes {theirs}, here {mine}; groups added in mid-training "
+        "cannot be restored: make all of them before run.retry, with lr=0 until they are used"
+    ]
+
+
+def _shared_groups(
+    tracked: Mapping[str, Stateful],
+) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
+    """Optimizers that work on the parameter groups of another one (SAM and the one inside it)."""
+    first: dict[int, torch.optim.Optimizer] = {}
+    linked = []
+    for optimizer in tracked.values():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            leader = first.setdefault(id(optimizer.param_groups), optimizer)
+            if leader is not optimizer:
+                linked.append((optimizer, leader))
+    return linked
+
+
+def _shape(shape: Any) -> str:
+    return "none" if shape is None else str(tuple(shape))

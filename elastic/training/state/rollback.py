@@ -1,0 +1,276 @@
+"""What an interrupted step is rolled back to: the state of the last commit, exactly or not at all.
+
+Small state is copied at every commit (:mod:`elastic.training.state.snapshot`). Weights and large
+tracked objects are not, as long as the script changes them only where that is noticed and need not
+be undone: weights by ``optimizer.step()`` (a redone step masks it, see
+:class:`elastic.training.step.Step`), large objects in ``run.after_step``. They are watched, and a
+step interrupted after any other change leaves this rank's state torn: it is taken from a peer or a
+checkpoint. Scripts that change them otherwise (SGD by hand, SAM, weight clipping, an EMA updated in
+the loop) do it in every step, so once they have done it, copies are kept from then on, and
+interrupted steps are redone exactly. That costs one copy of the state concerned per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.telemetry.log import get_logger
+from elastic.training.state.change_watch import ChangeWatch, compares_content
+from elastic.training.state.copies import WeightCopies, tensors_in
+from elastic.training.state.job_state import JobState, Stateful
+from elastic.training.state.snapshot import NonParameterState, Snapshot, WholeObject
+
+OUTSIDE = "weights change outside of optimizer.step()"
+NESTED = "an optimizer steps inside of another one's step()"
+UNWRAPPED = "an optimizer steps parameters of no wrapped module"
+SEVERAL = "several optimizers step one after the other"
+PARTIAL = "an optimizer steps while another one accumulates gradients"
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """What became of this rank's state."""
+
+    is_torn: bool  # it belongs to no step
+    has_updates: bool  # what optimizers have done in the step is still in the weights
+
+
+class Rollback:
+    """One per process. Made when all objects of the job are registered."""
+
+    def __init__(self, job: JobState, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._job = job
+        self._optimizers = optimizers
+        self._small = NonParameterState(job)
+        self._large = {name: _Large(name, t) for name, t in self._small.large.items()}
+        self._watch = ChangeWatch(self._weights)
+        self._copies: WeightCopies | None = None
+        self._has_told = False  # of copies
+        self._why_copies = ""  # empty: weights are watched
+        self._copies_between_loops = False
+        self._has_copies = False  # of the last commit, or of the end of the last loop
+        self._has_changed = False  # weights, outside of an optimizer, since the last commit
+        self._steps = 0  # of this process
+        self._has_adopted = False  # what others have learned of the script
+        # After a step whose updates stay in the weights while it is redone: its forward passes
+        # see other weights then, and their batch statistics are not the step's.
+        self.final_buffers: dict[str, Any] | None = None
+        self._own: tuple[torch.Tensor, ...] = ()
+        self.snapshot: Snapshot = {}
+
+    def _weights(self) -> Sequence[torch.Tensor]:
+        modules = list(self._job.modules.values())
+        if len(modules) == 1 and not self._own:
+            return modules[0].all_parameters
+        return [*(p for module in modules for p in module.all_parameters), *self._own]
+
+    # -- while training -----------------------------------------------------------------------
+
+    def take(self) -> None:
+        """The present state is that of a commit, or of the begin of a step."""
+        self.snapshot = self._small.take()
+        self._has_changed = False
+        by_content = compares_content(self._steps)
+        self._has_copies = self._is_copying and self._copy_weights()
+        if not self._has_copies or not self._why_copies:
+            self._watch.expect(by_content=by_content)
+        for large in self._large.values():
+            large.take(by_content=by_content, is_first=self._is_learning)
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether the first step of a job comes next: nobody knows yet what the script changes."""
+        return self._steps == 0 and not self._has_adopted
+
+    @property
+    def _is_copying(self) -> bool:
+        return bool(self._why_copies) or self._is_learning
+
+    def committed(self) -> None:
+        """A step has taken effect; learn from what it has changed. :meth:`take` comes next."""
+        self._steps += 1
+        if self.final_buffers is not None:
+            self._small.put_back_buffers(self.final_buffers)
+            self.final_buffers = None
+        if not self._is_copying:
+            self._copies = None  # the first step's
+        if not self._why_copies and (self._has_changed or self._watch.has_changed):
+            self.copy_weights(OUTSIDE)
+        for large in self._large.values():
+            large.learn()
+
+    def script_goes_on(self) -> None:
+        """A loop has ended: what the script changes now belongs to no step."""
+        if self._copies_between_loops and not self._why_copies:
+            self._has_copies = self._copy_weights()
+
+    def script_has_run(self) -> None:
+        """A loop begins; :meth:`take` comes next."""
+        if not self._copies_between_loops and self._watch.has_changed:
+            self._copies_between_loops = True  # weights are exchanged for evaluation, say
+
+    def before_update(self) -> None:
+        """An optimizer is about to change weights."""
+        if not self._why_copies and not self._has_changed:
+            self._has_changed = self._watch.has_changed
+
+    def after_update(self) -> None:
+        """An optimizer has changed weights."""
+        if not self._why_copies:
+            self._watch.expect(by_content=compares_content(self._steps))
+
+    def watch_also(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Weights of the job that are in no wrapped module."""
+        self._own = tuple(parameters)
+        self._watch.forget()
+        self.copy_weights(UNWRAPPED)
+
+    @property
+    def script_changes_weights(self) -> bool:
+        """Whether weights change outside of optimizers, in this step or in earlier ones."""
+        return self._why_copies == OUTSIDE or self._has_changed or self._watch.has_changed
+
+    def copy_weights(self, why: str) -> None:
+        """From the next commit on, keep a copy of the weights and of the optimizers' states."""
+        if not self._why_copies:
+            self._why_copies = why
+
+    # -- what others need to know -------------------------------------------------------------
+
+    @property
+    def habits(self) -> dict[str, Any]:
+        """What has been learned of the script, as JSON values, for ranks that begin."""
+        return {
+            "weights": self._why_copies,
+            "between_loops": self._copies_between_loops,
+            "large": sorted(name for name, large in self._large.items() if large.is_copied),
+        }
+
+    def adopt(self, habits: Mapping[str, Any], snapshot: Snapshot) -> None:
+        """Take over small state and habits of the rank that the job goes on with."""
+        self.copy_weights(str(habits["weights"]))
+        self._copies_between_loops |= bool(habits["between_loops"])
+        self._has_adopted = True
+        for name in habits["large"]:
+            if name in self._large:
+                self._large[name].is_copied = True
+        self._small.put_back(snapshot)
+        self.snapshot = snapshot
+        self.forget()
+
+    def forget(self) -> None:
+        """The state is another one now: nothing is expected before the next :meth:`take`."""
+        self._watch.forget()
+        self._has_copies = self._has_changed = False
+        for large in self._large.values():
+            large.forget()
+
+    def expect_weights(self) -> None:
+        """A world begins with the present weights: nothing but training may change them."""
+        self._watch.expect(by_content=False)
+
+    @property
+    def weights_have_changed(self) -> bool:
+        """Whether weights have changed since, by whatever means."""
+        return self._watch.has_changed
+
+    # -- after a fault ------------------------------------------------------------------------
+
+    def put_back_small(self) -> None:
+        """Undo what a step has done to the small state."""
+        if self.snapshot:
+            self._small.put_back(self.snapshot)
+
+    def put_back(self, *, is_torn: bool, is_updated: bool = False) -> RolledBack:
+        """Undo what the present step has done.
+
+        Args:
+            is_torn: an update was begun and not ended.
+            is_updated: an optimizer has stepped, for the first time in this step.
+        """
+        buffers = self._small.buffers() if is_updated else None
+        self.put_back_small()
+        if self._has_copies and self._copies is not None:
+            self._copies.put_back(self._weights(), list(self._optimizers.values()))
+            is_torn = has_updates = False
+        else:
+            has_updates = True
+            is_torn = is_torn or self._has_changed or self._watch.has_changed
+        for large in self._large.values():
+            is_torn = not large.put_back() or is_torn
+        if buffers is not None and has_updates and self.final_buffers is None:
+            self.final_buffers = buffers
+        return RolledBack(is_torn=is_torn, has_updates=has_updates and not is_torn)
+
+    def _copy_weights(self) -> bool:
+        """Whether there was room for a copy."""
+        if self._why_copies and not self._has_told:
+            self._has_told = True
+            get_logger().info(
+                "%s: from now on a copy of the weights is kept at each step, so that an "
+                "interrupted one can be redone exactly",
+                self._why_copies,
+            )
+        if self._copies is None:
+            self._copies = WeightCopies()
+        try:
+            self._copies.take(self._weights(), list(self._optimizers.values()))
+        except torch.OutOfMemoryError:
+            self._copies = None
+            if not self._is_learning:
+                get_logger().warning(
+                    "no memory for a copy of the weights: a step that a fault "
+                    "interrupts is taken from a peer or a checkpoint"
+                )
+            return False
+        return True
+
+
+class _Large:
+    """A tracked object that is too large to copy at every commit without need."""
+
+    def __init__(self, name: str, tracked: Stateful) -> None:
+        self.is_copied = False
+        self._name = name
+        self._tracked = tracked
+        self._whole = WholeObject(tracked)
+        self._taken: Any = None
+        self._tensors = _finder(tracked)
+        self._watch = ChangeWatch(self._tensors)
+
+    def take(self, *, by_content: bool, is_first: bool) -> None:
+        self._taken = self._whole.take() if self.is_copied or is_first else None
+        if not self.is_copied:
+            self._watch.expect(by_content=by_content)
+
+    def learn(self) -> None:
+        if not self.is_copied and self._watch.has_changed:
+            self.is_copied = True
+            get_logger().info(
+                "%s changes within steps: from now on it is copied at each one, so that an "
+                "interrupted step can be redone exactly; run.after_step(update) needs no copies",
+                self._name,
+            )
+
+    def put_back(self) -> bool:
+        """Whether the object is now as it was."""
+        if self._taken is not None:
+            self._whole.put_back(self._taken)
+            return True
+        return not self._watch.has_changed
+
+    def forget(self) -> None:
+        self._taken = None
+        self._watch.forget()
+
+
+def _finder(tracked: Stateful) -> Callable[[], Sequence[torch.Tensor]]:
+    if isinstance(tracked, nn.Module):
+        module = tracked  # its state_dict is made anew each time, for a third of a millisecond
+        return lambda: [*module.parameters(), *module.buffers()]
+    return lambda: tensors_in(tracked.state_dict())

@@ -1,0 +1,206 @@
+"""Copies of the non-parameter state that a step may change, taken at its begin and at its commit.
+
+Schedulers, the gradient scaler, hyper-parameters, ``run.state``, buffers, positions: everything
+but the weights and the optimizers' state, which only change when an optimizer steps. After a
+fault they are put back, so that a step that is done again finds what it found the first time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from elastic.process_group import torch_private
+from elastic.training.data.plan import Position
+from elastic.training.state.copies import are_alike, copied, tensors_in
+from elastic.training.state.job_state import JobState, Stateful
+
+SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied where they must be: rollback.py
+
+Snapshot = dict[str, Any]
+"""Plain values and tensors only, so that it can be sent to other ranks."""
+
+
+class Keeper(Protocol):
+    """Copies one object's small state, and puts it back."""
+
+    def take(self) -> Any: ...
+    def put_back(self, taken: Any) -> None: ...
+
+
+class NonParameterState:
+    """Takes snapshots of a job. Made when its objects are complete."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._keepers: dict[str, Keeper] = {
+            name: keeper
+            for name, tracked in job.tracked.items()
+            if (keeper := _keeper(tracked)) is not None
+        }
+        self.large = {name: t for name, t in job.tracked.items() if _keeper(t) is None}
+        self._buffers = {name: _Buffers(m.module) for name, m in job.modules.items()}
+
+    def take(self) -> Snapshot:
+        """A copy of the present state, good until the next one is taken."""
+        job = self._job
+        return {
+            "progress": dict(vars(job.progress)),
+            "state": copied(job.user),
+            "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
+            "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
+            "buffers": {name: buffers.take() for name, buffers in self._buffers.items()},
+            "frozen": {name: module.frozen_indices() for name, module in job.modules.items()},
+        }
+
+    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of the modules' present buffers, for :meth:`put_back_buffers`."""
+        return {name: buffers.copies() for name, buffers in self._buffers.items()}
+
+    def put_back_buffers(self, taken: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Give the modules' buffers these values."""
+        for name, buffers in self._buffers.items():
+            buffers.put_back(taken[name])
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Make the present state what it was; the snapshot stays usable."""
+        job = self._job
+        vars(job.progress).update(snapshot["progress"])
+        job.user.clear()
+        job.user.update(copied(snapshot["state"]))
+        for name, (epoch, step) in snapshot["loaders"].items():
+            if name in job.loaders:
+                job.loaders[name].seek(Position(epoch, step))
+        for name, keeper in self._keepers.items():
+            keeper.put_back(snapshot["tracked"][name])
+        for name, buffers in self._buffers.items():
+            buffers.put_back(snapshot["buffers"][name])
+        for name, module in job.modules.items():
+            module.set_frozen(snapshot["frozen"][name])
+
+
+def _keeper(tracked: Stateful) -> Keeper | None:
+    if isinstance(tracked, torch.optim.Optimizer):
+        return _HyperParameters(tracked)
+    if isinstance(tracked, GradScaler) and tracked.is_enabled():  # a disabled one has no state
+        return _Scaler(tracked)
+    inner = getattr(tracked, "optimizer", None)
+    if not isinstance(tracked, torch.optim.lr_scheduler.LRScheduler) and isinstance(
+        inner, torch.optim.Optimizer
+    ):
+        return _HyperParameters(inner)  # a wrapper around an optimizer
+    return WholeObject(tracked) if size_bytes(tracked.state_dict()) <= SMALL_BYTES else None
+
+
+def size_bytes(value: Any) -> int:
+    """Of all tensors in plain containers."""
+    return sum(t.numel() * t.element_size() for t in tensors_in(value))
+
+
+class WholeObject:
+    """An object by its whole state_dict: schedulers, counters, averages of metrics."""
+
+    def __init__(self, tracked: Stateful) -> None:
+        self._tracked = tracked
+
+    def take(self) -> Any:
+        return copied(self._tracked.state_dict())
+
+    def put_back(self, taken: Any) -> None:
+        self._tracked.load_state_dict(copied(taken))
+
+
+class _HyperParameters:
+    """An optimizer's groups without their parameters: learning rates, momenta, …"""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def take(self) -> Any:
+        groups: list[dict[str, Any]] = [dict(group) for group in self._optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+            for name, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    group[name] = value.detach().clone()
+        return groups
+
+    def put_back(self, taken: Any) -> None:
+        del self._optimizer.param_groups[len(taken) :]  # added by the step that is undone
+        for group, values in zip(self._optimizer.param_groups, taken, strict=True):
+            for name, value in values.items():
+                present = group.get(name)
+                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+                    present.copy_(value)  # a tensor learning rate is captured by compiled code
+                else:
+                    group[name] = copied(value)
+
+
+class _Scaler:
+    """``torch.amp.GradScaler``, without the host waiting for the device as state_dict does.
+
+    Its notes on what each optimizer has done in this step are not in its state_dict; a step
+    that is done again would be refused because of them [measured, torch 2.13].
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def take(self) -> Any:
+        return {
+            name: copied(value) for name, value in torch_private.scales_of(self._scaler).items()
+        }
+
+    def put_back(self, taken: Any) -> None:
+        torch_private.set_scales(self._scaler, taken)
+
+
+class _Buffers:
+    """A module's buffers, copied into the same memory each time.
+
+    All of them, whether they have changed or not: batch norm updates its statistics without
+    counting up their version [measured, torch 2.13]. Which modules there are is looked up once,
+    as DDP does: to walk through a large model in every step costs more than the copies.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._modules = [
+            (f"{path}." if path else "", part) for path, part in module.named_modules()
+        ]
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        """By name. The script may have put new tensors in the place of others."""
+        return {
+            f"{path}{name}": buffer
+            for path, part in self._modules
+            if part._buffers
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        }
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """In memory of their own."""
+        return {name: buffer.detach().clone() for name, buffer in self._present().items()}
+
+    def take(self) -> dict[str, torch.Tensor]:
+        buffers = self._present()
+        if any(not are_alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
+            self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        if buffers:
+            with torch.no_grad():
+                copies = [self._copies[name] for name in buffers]
+                torch_private.copy_each(copies, list(buffers.values()))
+        return self._copies
+
+    def put_back(self, taken: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._present().items():
+                before = taken.get(name)
+                if before is None:  # registered within the step
+                    continue
+                if buffer.shape != before.shape:
+                    buffer.resize_(before.shape)
+                buffer.copy_(before)

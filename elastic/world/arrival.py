@@ -1,0 +1,214 @@
+"""How the ranks of a world meet: at rank 0's store, before any of them builds the group.
+
+In Python and a look at a time: torch's own waits let no signal handler run and cannot be given up,
+and say more on stderr than anybody wants to read.
+
+gloo gets our own store (why: :mod:`elastic.world.world_store`). NCCL gets torch's, because its
+watchdogs ask the store from threads of their own. TCPStore's constructor took 34 s for a timeout
+of 15, and had not returned after ten minutes from a server that accepts and never answers (a
+stopped process) [measured, torch 2.13]; whoever builds a group shuts its sockets down when time is
+up.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    HashStore,
+    Store,
+    TCPStore,
+)
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.telemetry.log import get_logger
+from elastic.world.faults import GroupBuildFailed
+from elastic.world.world_store import StoreServer, WorldStore, connect
+
+_PROBE_S = 0.1  # between two looks for a newer world, while nobody listens
+_FIRST_LOOK_S = 0.001
+_SLOWEST_LOOK_S = 0.02  # a thousand ranks that wait ask the store 50,000 times a second
+
+GiveUp = Callable[[], None]
+"""Raises if the world is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """What a world says about its group."""
+
+    generation: int
+    nonce: str
+    rank: int
+    size: int
+    store_host: str  # rank 0's
+    store_port: int
+    store_key: SecretKey  # that it is opened with
+    store_tls: TlsFiles | None = None  # this node's certificates; None: without TLS
+
+
+class _Patience:
+    """Waits between two looks, longer each time, until the time is up."""
+
+    def __init__(self, deadline_s: float, clock: Clock) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._pause_s = _FIRST_LOOK_S
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline_s - self._clock.monotonic()
+
+    def pause(self) -> None:
+        self._clock.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _SLOWEST_LOOK_S)
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """The store of a world, as this rank has it."""
+
+    client: Store  # for the group
+    # Rank 0 only. Apart from the client, since whatever holds a group (a subgroup, a traceback, a
+    # collective that does not come back) holds its store, too, and would keep the port.
+    server: StoreServer | Store | None = None
+
+    def close(self) -> None:
+        """After the group is gone. torch's stores close when nobody holds them."""
+        if isinstance(self.client, WorldStore):
+            self.client.close()
+        if isinstance(self.server, StoreServer):
+            self.server.close()
+
+
+def open_store(
+    spec: GroupSpec,
+    give_up: GiveUp,
+    *,
+    deadline_s: float,
+    use_torchs: bool,
+    clock: Clock = SYSTEM_CLOCK,
+) -> OpenStore:
+    """The world's store, hosted by rank 0.
+
+    Raises:
+        GroupBuildFailed: nobody listens in time.
+        OSError, DistError: rank 0 cannot listen.
+    """
+    if spec.size == 1:
+        return OpenStore(HashStore())
+    patience = _Patience(deadline_s, clock)
+    server = _serve(spec, patience, use_torchs=use_torchs) if spec.rank == 0 else None
+    try:
+        return OpenStore(_join(spec, give_up, patience, use_torchs=use_torchs), server)
+    except BaseException:
+        if isinstance(server, StoreServer):
+            server.close()
+        raise
+
+
+def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreServer | Store:
+    if use_torchs:
+        return _tcp_store(spec, patience, is_server=True)
+    return StoreServer(
+        spec.store_port,
+        nonce=spec.nonce,
+        size=spec.size,
+        key=spec.store_key,
+        tls=_tls_of(spec),
+    )
+
+
+def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: bool) -> Store:
+    """A client, as soon as rank 0 listens."""
+    while True:
+        give_up()
+        try:
+            if use_torchs:
+                # Its constructor must not be the one to wait.
+                address = spec.store_host, spec.store_port
+                socket.create_connection(address, timeout=_PROBE_S).close()
+                return _tcp_store(spec, patience, is_server=False)
+            return connect(
+                spec.store_host,
+                spec.store_port,
+                nonce=spec.nonce,
+                key=spec.store_key,
+                tls=_tls_of(spec),
+                timeout_s=max(1.0, patience.left_s),
+                give_up=give_up,
+            )
+        except (OSError, DistNetworkError) as error:
+            if patience.left_s < 0:
+                raise GroupBuildFailed(
+                    f"rank 0 of generation {spec.generation} does not answer at "
+                    f"{spec.store_host}:{spec.store_port}: {first_line(error)}",
+                    missing=(0,),
+                    hint="look at the log of its node, and whether a firewall is between",
+                ) from None
+        patience.pause()
+
+
+def _tls_of(spec: GroupSpec) -> Tls | None:
+    """Raises OSError for certificates that cannot be used."""
+    return _loaded(spec.store_tls) if spec.store_tls is not None else None
+
+
+@functools.cache
+def _loaded(files: TlsFiles) -> Tls:
+    """Once for all worlds: to read and check them takes milliseconds."""
+    return Tls(files, report=get_logger().warning)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ stack that torch puts below it."""
+    return str(error).partition("\n")[0]
+
+
+def _tcp_store(spec: GroupSpec, patience: _Patience, *, is_server: bool) -> Store:
+    return TCPStore(
+        spec.store_host,
+        spec.store_port,
+        spec.size,
+        is_server,
+        timeout=datetime.timedelta(seconds=max(1.0, patience.left_s)),
+        wait_for_workers=False,
+    )
+
+
+def meet(
+    store: Store,
+    spec: GroupSpec,
+    give_up: GiveUp,
+    *,
+    deadline_s: float,
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Mark this rank's arrival and wait until all are here. Raises GroupBuildFailed.
+
+    Rank 0 looks for all marks, the others for what it says then: one key each.
+    """
+    marks = [f"{spec.nonce}/arrived/{rank}" for rank in range(spec.size)]
+    complete = f"{spec.nonce}/complete"
+    store.set(marks[spec.rank], "1")
+    awaited = marks if spec.rank == 0 else [complete]
+    patience = _Patience(deadline_s, clock)
+    while not store.check(awaited):
+        give_up()
+        if patience.left_s < 0:
+            missing = tuple(rank for rank, mark in enumerate(marks) if not store.check([mark]))
+            raise GroupBuildFailed(
+                f"ranks {list(missing)} did not come to generation {spec.generation}",
+                missing=missing,
+                hint="look at the logs of their nodes",
+            )
+        patience.pause()
+    if spec.rank == 0:
+        store.set(complete, "1")
