@@ -76,9 +76,11 @@ class Network:
         space = machine.namespace
         _ip("netns", "add", space)
         if self._has_decoy:
-            _ip("-n", space, "link", "add", DECOY, "type", "dummy")
+            # Before eth0, so that it is the first in the kernel's list.
+            _ip("-n", space, "link", "add", DECOY, "type", "veth", "peer", "name", "aa1")
             _ip("-n", space, "address", "add", "172.31.0.1/24", "dev", DECOY)
-            _ip("-n", space, "link", "set", DECOY, "up")
+            for end in (DECOY, "aa1"):
+                _ip("-n", space, "link", "set", end, "up")
         _ip(
             *("link", "add", machine.cable, "type", "veth"),
             *("peer", "name", INTERFACE, "netns", space),

@@ -284,7 +284,7 @@ _OF_TORCH = (
         value="3",
         reason="workers that are started anew end without an abort of their communicators, which "
         "can hang (torchrun's default, 1, aborts them first)",
-        source=f"{_PG_HPP} (ErrorHandlingMode); elastic/agent/server/local_elastic_agent.py",
+        source=f"{_PG_HPP} (ErrorHandlingMode); torch.distributed.elastic (LocalElasticAgent)",
     ),
     Setting(
         name="TORCH_INCLUDE_STACK_TRACE",
