@@ -26,7 +26,6 @@ from elastic.agent.messages import (
 from elastic.agent.permission import Permission
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
-from elastic.config import AgentOptions
 from elastic.errors import (
     CoordinationError,
     ElasticError,
@@ -57,6 +56,7 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_options import AgentOptions
 
 RETRY_S = 0.5
 IDLE_S = 1.0

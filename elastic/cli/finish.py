@@ -21,7 +21,6 @@ import tenacity
 
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
-from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Keys, Outcome, decode
 from elastic.store.etcd.options import etcd_config
@@ -33,6 +32,7 @@ from elastic.store.keyvalue import (
     Reset,
     WatchEvent,
 )
+from elastic.tuning.agent_options import AgentOptions, read_options
 
 BACKOFF_CAP_S = 30.0
 TERMINATED = 128 + signal.SIGTERM

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.config import AgentOptions
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
@@ -16,6 +15,7 @@ from elastic.membership.member_status import MemberStatus
 from elastic.membership.records import BreakageRecord, Cause, FailureRecord, World
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
+from elastic.tuning.agent_options import AgentOptions
 
 # What a world's record remembers: enough to tell three times in a row, bounded in size.
 _REMEMBERED = 16

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic.config import NODE_TLS
 from elastic.membership.records import Node, NodeState, World
 from elastic.membership.view import Liveness, NodeView, View
+from elastic.tuning.agent_options import NODE_TLS
 
 
 @dataclass(frozen=True, kw_only=True)

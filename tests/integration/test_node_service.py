@@ -19,7 +19,6 @@ from etcd_certificates import Authority
 
 from elastic.agent.messages import Close
 from elastic.agent.service import NodeService
-from elastic.config import AgentOptions
 from elastic.errors import (
     CoordinationError,
     JobFailed,
@@ -49,6 +48,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
 OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from membership_nodes import NOW, missing, node, proposal, seen, view, world
 
-from elastic.config import AgentOptions
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
@@ -16,6 +15,7 @@ from elastic.membership.member_status import classify_members
 from elastic.membership.records import FailureReport, NodeState, World
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
+from elastic.tuning.agent_options import AgentOptions
 
 OPTIONS = AgentOptions(cool_down_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")

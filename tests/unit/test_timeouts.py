@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.config import read_options
 from elastic.errors import ConfigError
+from elastic.tuning.agent_options import read_options
 from elastic.tuning.timeouts import FAREWELL_S, Timeouts, for_pod, grace_for, of_environment
 
 

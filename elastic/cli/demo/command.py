@@ -31,10 +31,10 @@ from elastic.cli.demo.view import View, open_view, print_summary, rows_of, sente
 from elastic.cli.launch.local_nodes import LocalNode, LocalNodes
 from elastic.cli.launch.run import StopRequest, stop_on_signals
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.config import MODES
 from elastic.errors import ConfigError
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.ledger import LedgerReader
+from elastic.tuning.agent_options import MODES
 
 # A link to examples/digits.py, so that an installed wheel has the script, too. In a folder of
 # its own: a script's folder comes first on sys.path.
