@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic.config import AgentOptions
 from elastic.events import WorkersTuned
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.network import Network, read_network
 from elastic.tuning.worker_environment import (
     Given,

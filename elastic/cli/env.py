@@ -15,8 +15,8 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from elastic.cli.launch.flags import node_range
-from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError
+from elastic.tuning.agent_options import AgentOptions, read_options
 from elastic.tuning.network import Network, read_network, source_address
 from elastic.tuning.worker_environment import (
     DEFAULT,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import networks
 import pytest
-from elastic.store.embedded.etcd import EmbeddedEtcd
 from etcd_proxy import CuttingProxy
 from training_job import TrainingJob, Workload
 
+from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
-from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError
 from elastic.tuning import profiles
+from elastic.tuning.agent_options import AgentOptions, read_options
 from elastic.tuning.network import (
     ETHERNET,
     INFINIBAND,
