@@ -37,9 +37,13 @@ from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import FrameReader, frame
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import (
+    LINK_CLOSE_S,
+    LINK_CONNECT_S,
+    LINK_FLUSH_S,
+    LINK_HEARTBEAT_S,
+)
 
-CONNECT_WITHIN_S = 10.0
-LAST_WORDS_WITHIN_S = 0.5  # what close() waits for an agent that does not read
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect again
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
@@ -104,7 +108,7 @@ class LinkClient:
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
         beat: Callable[[], Heartbeat],
-        beat_every_s: float = 0.2,
+        beat_every_s: float = LINK_HEARTBEAT_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> LinkClient:
         """Say hello, wait for the welcome, start the thread. Raises LinkError."""
@@ -158,12 +162,12 @@ class LinkClient:
     def _first_hello(self) -> Welcomed:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),
-            stop=tenacity.stop_after_delay(CONNECT_WITHIN_S),
+            stop=tenacity.stop_after_delay(LINK_CONNECT_S),
             wait=tenacity.wait_fixed(0.1),
             sleep=self._clock.sleep,
             reraise=True,
         )
-        deadline_s = self._clock.monotonic() + CONNECT_WITHIN_S
+        deadline_s = self._clock.monotonic() + LINK_CONNECT_S
         try:
             return attempts(self._say_hello, deadline_s)
         except OSError as error:
@@ -200,7 +204,7 @@ class LinkClient:
             self._end_with_agent()
             return
         try:
-            self._attach(self._say_hello(self._clock.monotonic() + CONNECT_WITHIN_S))
+            self._attach(self._say_hello(self._clock.monotonic() + LINK_CONNECT_S))
             self._pause_s = FIRST_PAUSE_S
         except (OSError, LinkError) as error:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
@@ -248,7 +252,7 @@ class LinkClient:
             return
         happened = events.get(sock.fileno(), 0)
         if happened & select.POLLOUT:
-            self._outbox.flush(wait_s=0.01)
+            self._outbox.flush(wait_s=LINK_FLUSH_S)
         if happened & _READABLE:
             self._read(sock)
 
@@ -304,8 +308,8 @@ class LinkClient:
         self._on_agent_death()
 
     def _say_last_words(self) -> None:
-        until_s = self._clock.monotonic() + LAST_WORDS_WITHIN_S
-        while self._socket is not None and not self._outbox.flush(wait_s=0.01):
+        until_s = self._clock.monotonic() + LINK_CLOSE_S
+        while self._socket is not None and not self._outbox.flush(wait_s=LINK_FLUSH_S):
             left_s = until_s - self._clock.monotonic()
             events = _poll({self._socket.fileno(): select.POLLOUT}, left_s)
             if left_s <= 0 or any(event & _READABLE for event in events.values()):

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic.agent.leaving import Leaving, Phase
-from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
+from elastic.agent.service import NodeService
 from elastic.agent.worker_tuning import WorkerTuning
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import HealthServed
@@ -54,6 +54,7 @@ from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.store import EtcdStore
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+from elastic.tuning.agent_intervals import FINISH_WITHOUT_STORE_S
 from elastic.tuning.agent_options import AgentOptions
 
 _running: list[Launch] = []  # of this process

@@ -15,6 +15,14 @@ from typing import Any
 
 from elastic.errors import ConfigError
 from elastic.tuning import profiles, timeouts
+from elastic.tuning.agent_intervals import (
+    COOL_DOWN_S,
+    FAILURE_WINDOW_S,
+    FIRST_CONTACT_S,
+    HEALTHY_S,
+    STOCK_LAST_CALL_S,
+    TORCHRUN_TIMEOUT_S,
+)
 from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
@@ -48,11 +56,6 @@ _STOCK_WITHOUT_MEANING = frozenset(
         "use_libuv",
     }
 )
-# torch/distributed/launcher/api.py puts this into every configuration.
-_TORCHRUN_DEFAULT_TIMEOUT = 900
-# How long torch's own backends wait for more nodes once there are enough (rendezvous/
-# dynamic_rendezvous.py, RendezvousTimeout): what programs that launch are written for.
-STOCK_LAST_CALL_S = 30.0
 _QUOTES = "\"'"
 
 # ELASTIC_* variables that are no options of the rendezvous.
@@ -87,11 +90,11 @@ class AgentOptions:
     join_timeout_s: float = _TIMES.join_timeout_s
     takeover_s: float = _TIMES.takeover_s
     probe_s: float = _TIMES.probe_s
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = FIRST_CONTACT_S
     failure_budget: int = 10
-    failure_window_s: float = 600.0
-    healthy_s: float = 60.0
-    cool_down_s: float = 60.0
+    failure_window_s: float = FAILURE_WINDOW_S
+    healthy_s: float = HEALTHY_S
+    cool_down_s: float = COOL_DOWN_S
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -239,7 +242,7 @@ def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | N
     if given in known:
         return given
     if given == "timeout":
-        is_default = str(value) == str(_TORCHRUN_DEFAULT_TIMEOUT)
+        is_default = str(value) == str(TORCHRUN_TIMEOUT_S)
         return None if is_default else "join_timeout_s"
     if given in _STOCK_NAMES:
         return _STOCK_NAMES[given]
