@@ -228,7 +228,7 @@ class LinkClient:
         try:
             while not self._closing:
                 self._turn()
-            self._say_last_words()
+            self._send_what_is_queued()
         except Exception:  # noqa: BLE001  logged, and the worker ends
             get_logger().exception("the link to the agent broke; the worker ends")
             self._on_agent_death()
@@ -307,7 +307,7 @@ class LinkClient:
             os.rmdir(os.path.dirname(self._path))
         self._on_agent_death()
 
-    def _say_last_words(self) -> None:
+    def _send_what_is_queued(self) -> None:
         until_s = self._clock.monotonic() + LINK_CLOSE_S
         while self._socket is not None and not self._outbox.flush(wait_s=LINK_FLUSH_S):
             left_s = until_s - self._clock.monotonic()

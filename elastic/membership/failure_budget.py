@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.tuning.agent_intervals import COOL_DOWN_S, FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S
+from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
 # What a worker says when a *peer* failed: a consequence, never the reason to end a job.
 # Seen with torch 2.13: gloo "Connection closed by peer [127.0.0.1]:1234", "Connection reset by
@@ -155,12 +155,12 @@ def _what(breakage: Breakage) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlapPolicy:
-    """How often a node may be lost or accused before it is left out for ``cool_down_s``."""
+    """How often a node may be lost or accused before it is left out for ``quarantine_s``."""
 
     losses: int = 3
     accusations: int = 3
     flap_window_s: float = FLAP_WINDOW_S
-    cool_down_s: float = COOL_DOWN_S
+    quarantine_s: float = QUARANTINE_S
 
 
 class FlapTracker:
@@ -203,17 +203,17 @@ class FlapTracker:
             self.cool(node, now)
             self._accusations = []
 
-    def cooling(self, now: float) -> dict[str, float]:
+    def quarantined(self, now: float) -> dict[str, float]:
         """Name or id -> until when."""
         return {node: until for node, until in self._until.items() if now < until}
 
     def cool(self, node: str, now: float) -> None:
-        """Leave this node out for ``cool_down_s``. ``node`` is a name, or an id where the node
+        """Leave this node out for ``quarantine_s``. ``node`` is a name, or an id where the node
         lives on: several agents of one machine may have one name."""
-        self._until[node] = now + self._policy.cool_down_s
+        self._until[node] = now + self._policy.quarantine_s
 
     def _forget(self, now: float) -> None:
         # Names of nodes that come and go for weeks must not pile up.
         horizon = now - self._policy.flap_window_s
         self._losses = {n: t for n, t in self._losses.items() if t[-1] >= horizon}
-        self._until = self.cooling(now)
+        self._until = self.quarantined(now)

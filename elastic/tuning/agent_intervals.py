@@ -89,8 +89,8 @@ SUSPECT_S = 15.0
 FAILURE_WINDOW_S = 600.0
 # A job that lives this long after a failure is healthy, and its budget refunded (healthy_s).
 HEALTHY_S = 60.0
-# A node that keeps failing is left out for this long at a time (cool_down_s).
-COOL_DOWN_S = 60.0
+# A node that keeps failing is left out for this long at a time (quarantine_s).
+QUARANTINE_S = 60.0
 # Losses and accusations of a node within this time count together.
 FLAP_WINDOW_S = 120.0
 

@@ -16,10 +16,10 @@ from typing import Any
 from elastic.errors import ConfigError
 from elastic.tuning import profiles, timeouts
 from elastic.tuning.agent_intervals import (
-    COOL_DOWN_S,
     FAILURE_WINDOW_S,
     FIRST_CONTACT_S,
     HEALTHY_S,
+    QUARANTINE_S,
     STOCK_LAST_CALL_S,
     TORCHRUN_TIMEOUT_S,
 )
@@ -94,7 +94,7 @@ class AgentOptions:
     failure_budget: int = 10
     failure_window_s: float = FAILURE_WINDOW_S
     healthy_s: float = HEALTHY_S
-    cool_down_s: float = COOL_DOWN_S
+    quarantine_s: float = QUARANTINE_S
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None

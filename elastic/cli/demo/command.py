@@ -207,7 +207,7 @@ class Demo:
             where = f"at step {position.step}, in the middle of epoch {position.epoch}"
             self._say(f"{demo_plan.VICTIM} is killed (SIGKILL, agent and worker), {where}")
         else:
-            self._start(nodes, demo_plan.NEWCOMER, endpoint)
+            self._start(nodes, demo_plan.ADDED, endpoint)
         self._plan = self._plan.after(act, position)
 
     def _step_rate(self, position: Position | None) -> None:

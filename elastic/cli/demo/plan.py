@@ -14,7 +14,7 @@ from elastic.tuning.agent_intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 NODES = ("node-0", "node-1", "node-2")
 VICTIM = "node-1"
-NEWCOMER = "node-3"
+ADDED = "node-3"
 MIN_NODES, MAX_NODES = 2, 3
 
 STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is about the kill
@@ -22,7 +22,7 @@ STEPS_BEFORE_JOIN = 10  # of the world without the victim
 
 STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
 STEPS_AFTER_JOIN = 60  # kept for the world with the joining node
-STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, newcomer
+STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, joining node
 
 
 class Act(Enum):
@@ -67,7 +67,7 @@ class Plan:
         """Whether nothing more can be done until a node that was started takes part."""
         if position is None or self.killed_at is None:
             return position is None or len(position.nodes) < MAX_NODES
-        return self.joined_at is not None and NEWCOMER not in position.nodes
+        return self.joined_at is not None and ADDED not in position.nodes
 
     def step_delay_s(self, position: Position | None, waited_s: float) -> float:
         """How much to slow a step down, ``waited_s`` seconds after waiting for a node began.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.cli.demo.journal import Entry
-from elastic.cli.demo.plan import MAX_NODES, NEWCOMER, VICTIM, Plan, Position
+from elastic.cli.demo.plan import ADDED, MAX_NODES, VICTIM, Plan, Position
 from elastic.testing.ledger import Ledger, LedgerError
 from elastic.tuning.agent_intervals import DEMO_PATIENCE_S
 
@@ -92,7 +92,7 @@ def summarize(
         recomputed_steps=ledger.recomputed_steps,
         accuracy=accuracy,
         killed=_where(VICTIM, plan.killed_at),
-        added=_where(NEWCOMER, plan.joined_at),
+        added=_where(ADDED, plan.joined_at),
         duration_s=duration_s,
         failures=tuple(failures),
     )
@@ -156,15 +156,15 @@ def _failed_plan(generations: Sequence[Generation], plan: Plan) -> Iterable[str]
         yield f"the job ended before {VICTIM} was killed"
         return
     if plan.joined_at is None:
-        yield f"the job ended before {NEWCOMER} could be started"
+        yield f"the job ended before {ADDED} could be started"
         return
     worked = [g for g in generations if g.last_step is not None]
     smaller = [g for g in worked if g.generation > plan.killed_at.generation]
-    if not any(VICTIM not in g.nodes and NEWCOMER not in g.nodes for g in smaller):
-        yield f"no generation trained without {VICTIM} and before {NEWCOMER}"
-    if not any(NEWCOMER in g.nodes and len(g.nodes) == MAX_NODES for g in smaller):
+    if not any(VICTIM not in g.nodes and ADDED not in g.nodes for g in smaller):
+        yield f"no generation trained without {VICTIM} and before {ADDED}"
+    if not any(ADDED in g.nodes and len(g.nodes) == MAX_NODES for g in smaller):
         waited = f"{DEMO_PATIENCE_S:.0f} s"
-        yield f"no generation trained with {NEWCOMER}: it did not join within {waited}"
+        yield f"no generation trained with {ADDED}: it did not join within {waited}"
 
 
 def _failed_samples(ledger: Ledger, train_samples: int, epochs: int) -> Iterable[str]:
