@@ -7,6 +7,33 @@ three (scripts/timeouts_table.py): the comment above a constant is its reason th
 
 from __future__ import annotations
 
+# etcd ------------------------------------------------------------------------------------------
+
+# One call to etcd, retries included.
+STORE_CALL_S = 5.0
+# For the first contact of a store that is not told another limit: one call.
+STORE_CONNECT_S = STORE_CALL_S
+# For an agent's first contact (connect_timeout_s): two calls, as etcd may be starting as well.
+FIRST_CONTACT_S = 2 * STORE_CALL_S
+# The longest pause between two tries. PROTOCOL section 3 builds on it.
+STORE_BACKOFF_CAP_S = 1.0
+# A call's first try; each further one has twice as long, within the limit of the call.
+STORE_FIRST_ATTEMPT_S = 1.5
+# A member of the cluster that does not answer in this time is not used;
+STORE_PROBE_S = 1.0
+# on an overloaded machine the probe gets more patient, up to this.
+STORE_SLOWEST_PROBE_S = 4.0
+# A watch that is silent for longer is questioned.
+STORE_PULSE_S = 1.0
+# A read that brings a watch up to date.
+STORE_READ_S = 2.0
+# After a watch was made anew, its first messages may be older than what was read: they settle.
+STORE_SETTLING_S = 1.0
+# To give a lease back when an agent ends: without it the lease ends by itself.
+STORE_REVOKE_S = 1.0
+# To find out why TLS fails, one plain connection is made.
+STORE_DIAGNOSIS_S = 0.5
+
 # The agent's threads ---------------------------------------------------------------------------
 
 # Waits of the main thread are sliced: between two slices Python runs the handlers of signals.
@@ -14,7 +41,7 @@ MAIN_THREAD_SLICE_S = 0.2
 # A node that waits for a world in which the others keep their workers asks the store this often.
 ASK_MEMBERS_S = 0.5
 # After this long without the store, a node whose workers have ended well leaves without waiting for
-# the other nodes: half of a pod's usual time between two starts.
+# the other nodes.
 FINISH_WITHOUT_STORE_S = 30.0
 # The node's thread tries again this long after the store did not answer.
 NODE_RETRY_S = 0.5
@@ -23,8 +50,8 @@ NODE_IDLE_S = 1.0
 # A node that leaves waits this long for the world without it; otherwise the end of its lease tells
 # the others.
 LEAVING_WORLD_S = 2.0
-# Twice the silence that the store's watch questions (STORE_PULSE_S): etcd is then out of reach.
-STORE_AWAY_S = 2.0
+# Etcd is out of reach after twice the silence in which its watch is questioned.
+STORE_AWAY_S = 2 * STORE_PULSE_S
 # The node's thread turns every second (NODE_IDLE_S). After a pause of this length it may have been
 # frozen, and not etcd away: it gets as long to find etcd again. (The permission of its workers was
 # not extended meanwhile.)
@@ -33,8 +60,8 @@ FROZEN_S = 5.0
 # torchrun's side -------------------------------------------------------------------------------
 
 # The node's thread hears of a worker's death within milliseconds, and may be busy with etcd for as
-# long as one call takes (STORE_CALL_S).
-REPLACEMENT_DECIDED_S = 5.0
+# long as one call takes.
+REPLACEMENT_DECIDED_S = STORE_CALL_S
 # How long torch's own backends wait for more nodes once there are enough (torch 2.11 to 2.15:
 # rendezvous/dynamic_rendezvous.py, RendezvousTimeout): what programs that launch are written for.
 STOCK_LAST_CALL_S = 30.0
@@ -93,33 +120,6 @@ HEALTHY_S = 60.0
 QUARANTINE_S = 60.0
 # Losses and accusations of a node within this time count together.
 FLAP_WINDOW_S = 120.0
-
-# etcd ------------------------------------------------------------------------------------------
-
-# One call to etcd, retries included.
-STORE_CALL_S = 5.0
-# For the first contact of a store that is not told another limit: one call.
-STORE_CONNECT_S = STORE_CALL_S
-# For an agent's first contact (connect_timeout_s): two calls, as etcd may be starting as well.
-FIRST_CONTACT_S = 2 * STORE_CALL_S
-# The longest pause between two tries. PROTOCOL section 3 builds on it.
-STORE_BACKOFF_CAP_S = 1.0
-# A call's first try; each further one has twice as long, within the limit of the call.
-STORE_FIRST_ATTEMPT_S = 1.5
-# A member of the cluster that does not answer in this time is not used;
-STORE_PROBE_S = 1.0
-# on an overloaded machine the probe gets more patient, up to this.
-STORE_SLOWEST_PROBE_S = 4.0
-# A watch that is silent for longer is questioned.
-STORE_PULSE_S = 1.0
-# A read that brings a watch up to date.
-STORE_READ_S = 2.0
-# After a watch was made anew, its first messages may be older than what was read: they settle.
-STORE_SETTLING_S = 1.0
-# To give a lease back when an agent ends: without it the lease ends by itself.
-STORE_REVOKE_S = 1.0
-# To find out why TLS fails, one plain connection is made.
-STORE_DIAGNOSIS_S = 0.5
 
 # The embedded etcd (laptops and tests) -----------------------------------------------------------
 
