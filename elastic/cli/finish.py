@@ -155,7 +155,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "--rdzv-endpoint",
         default=environ.get("PET_RDZV_ENDPOINT"),
         metavar="HOST:PORT",
-        help="etcd, as torchrun is told it (default: PET_RDZV_ENDPOINT)",
+        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
     )
     parser.add_argument(
         "--run-id",
@@ -168,12 +168,12 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "--rdzv-conf",
         default=environ.get("PET_RDZV_CONF", ""),
         metavar="KEY=VALUE,...",
-        help="options, as torchrun takes them (default: PET_RDZV_CONF)",
+        help="options, in torchrun's format (default: PET_RDZV_CONF)",
     )
     parser.add_argument(
         "--keep-failed",
         action="store_true",
-        help="leave the pods of a failed job parked, for a look at them",
+        help="leave the pods of a failed job parked, to inspect them",
     )
     parser.add_argument(
         "--credentials",

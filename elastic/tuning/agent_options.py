@@ -142,7 +142,7 @@ class AgentOptions:
             )
         if self.health_port is not None and not 0 <= self.health_port <= 65535:
             raise ConfigError(
-                f"health_port={self.health_port} is no port",
+                f"health_port={self.health_port} is not a port (0 to 65535)",
                 hint=timeouts.where_to_set("health_port"),
             )
         if not 0 <= self.node_memory_share <= 0.45:
@@ -152,7 +152,7 @@ class AgentOptions:
             )
         if self.mode not in MODES:
             raise ConfigError(
-                f"mode={self.mode} is none of {', '.join(MODES)}",
+                f"mode={self.mode} is not one of {', '.join(MODES)}",
                 hint=timeouts.where_to_set("mode"),
             )
         if self.profile is not None:
