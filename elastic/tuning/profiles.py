@@ -40,7 +40,7 @@ _NCCL_IB = "NCCL src/transport/net_ib/connect.cc"
 _NCCL_SOCKET = "NCCL src/transport/net_socket.cc"
 
 # ibv_modify_qp's timeout: 4.096 us times two to the power of it, for each of 1 + retry_cnt tries.
-_ROCE_TIMEOUT = 22
+_ROCE_TIMEOUT_EXPONENT = 22
 _FAST_ETHERNET_MBPS = 100_000  # NVIDIA's documentation: "generic 100G networks"
 # After an error the watchdog sleeps this many times the limit of a dump (ProcessGroupNCCL.cpp,
 # Watchdog::runLoop), and a group's destructor joins it.
@@ -197,7 +197,7 @@ def _transport(profile: str, network: Network, route: Route | None) -> tuple[Set
     if profile == IB:
         return (_ib_timeout("20", is_default=True), _IB_RETRIES)
     if profile == ROCE:
-        return (_ib_timeout(str(_ROCE_TIMEOUT), is_default=False), _IB_RETRIES)
+        return (_ib_timeout(str(_ROCE_TIMEOUT_EXPONENT), is_default=False), _IB_RETRIES)
     if profile == SOCKETS:
         return (*_without_rdma(network), *_socket_threads(network, route))
     if profile == CLOUD:
