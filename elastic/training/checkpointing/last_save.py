@@ -17,18 +17,19 @@ from checkpoints import CheckpointName, SaveHandle, SaveStatus
 from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import LAST_SAVE_S, LAST_SAVE_TURN_S, SAVE_SLICE_S
 
 if TYPE_CHECKING:
     from elastic.training.checkpointing.saver import Saver
 
 # At the end of training nothing presses; a peer that dies in its last second must not hold up
 # the others for long, and a slow disk may.
-END_S = 600.0
+END_S = LAST_SAVE_S
 # How much longer than its own share a rank waits for those of others, at least and in relation.
 PEERS_S, PEERS_FACTOR = 10.0, 2.0
-TURN_S = 0.25  # from one rank's look into the folder to the next one's
+TURN_S = LAST_SAVE_TURN_S
 LAST_TURN = 8  # ranks after that look together: so many do not die at once
-_SLICE_S = 0.02
+_SLICE_S = SAVE_SLICE_S
 
 
 class _Seen(Enum):

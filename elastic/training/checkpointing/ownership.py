@@ -23,14 +23,20 @@ from checkpoints import CheckpointError, Storage
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
+from elastic.tuning.worker_intervals import (
+    OWNER_HEARTBEAT_S,
+    OWNER_JOIN_S,
+    OWNER_LOOK_S,
+    OWNER_WATCH_S,
+)
 from elastic.world.world import is_launched, node_name
 
 OWNER_FILE = ".owner.json"
-BEAT_S = 5.0
+BEAT_S = OWNER_HEARTBEAT_S
 # Restarted workers are back within seconds; their job must not lose its folder meanwhile.
-WATCH_S = 30.0
-_LOOK_S = 0.25
-_JOIN_S = 1.0
+WATCH_S = OWNER_WATCH_S
+_LOOK_S = OWNER_LOOK_S
+_JOIN_S = OWNER_JOIN_S
 
 
 @dataclass(frozen=True, kw_only=True)
