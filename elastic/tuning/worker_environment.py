@@ -185,7 +185,8 @@ def choose_route(
     for peer in peers:
         towards = interface_towards(network, peer, source)
         if towards is not None:
-            return Route(towards.name, f"it is on the route to {peer}, the leader's address")
+            who = "the leader" if peer == peers[0] else "another node"
+            return Route(towards.name, f"it is on the route to {who}, {peer}")
     if own is not None:
         return Route(own.name, f"it has {own_address}, where the other nodes reach this one")
     return None

@@ -134,6 +134,19 @@ def test_what_has_no_route_has_no_interface() -> None:
     assert interface_towards(PLAIN, "x", lambda towards: None) is None
 
 
+@pytest.mark.parametrize("spelled", ["FD00:0::2", "fd00::2%eth0", "10.1.0.5"])
+def test_an_address_is_found_however_it_is_spelled(spelled: str) -> None:
+    both = Interface(name="eth0", addresses=("10.1.0.5", "fd00::2"))
+    assert Network(interfaces=(LO, both)).with_address(spelled) == both
+
+
+def test_the_reason_names_the_node_on_the_way() -> None:
+    to_leader = route(peers=["10.2.0.9", "10.1.0.9"])
+    to_another = route(peers=["10.9.9.9", "10.2.0.9"])
+    assert to_leader is not None and to_leader.reason.endswith("the leader, 10.2.0.9")
+    assert to_another is not None and to_another.reason.endswith("another node, 10.2.0.9")
+
+
 # Profiles -------------------------------------------------------------------------------------
 
 
