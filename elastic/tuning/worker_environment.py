@@ -22,7 +22,8 @@ from elastic.tuning.profiles import Choice, Route, Setting
 # listed there is not the user's.
 TUNED = "ELASTIC_TUNED"
 
-_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_", "TORCH_INCLUDE_")
+_DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_", "TORCH_INCLUDE_", _DEBUG)
 # torch's own spelling (c10d/Utils.hpp, getCvarBool).
 _ON = frozenset({"y", "yes", "1", "t", "true"})
 _MOST_IB_RETRIES, _MOST_IB_TIMEOUT = 7, 31  # fields of three and five bits
@@ -350,6 +351,12 @@ _UNSAFE_IN_PROCESS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
         is_on,
         f"it turns on {profiles.ERROR_HANDLING}, which ends the survivors of a dead peer. Workers "
         "override it; remove it",
+    ),
+    (
+        _DEBUG,
+        lambda value: value.upper() == "DETAIL",
+        f"it turns on {profiles.ERROR_HANDLING}, which ends the survivors of a dead peer, and "
+        "cannot be undone. Use INFO, or remove it",
     ),
     (
         profiles.DUMP_ON_TIMEOUT,

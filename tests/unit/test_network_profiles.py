@@ -307,6 +307,7 @@ def test_dead_names_are_answered(name: str) -> None:
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", "20000"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "0"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "true", "0"),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail", "INFO"),
     ],
 )
 def test_what_is_not_safe_is_named(name: str, unsafe: str, safe: str) -> None:
