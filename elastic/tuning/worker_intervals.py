@@ -98,10 +98,6 @@ SAVE_SLICE_S = 0.02
 # A disk that is slower than the policy slows training down to its rate. One that hangs does not:
 # after one wait of this length saves are skipped until it answers.
 BUSY_WAIT_S = 5.0
-# A save that nobody could commit by then is given up: a peer of it, or the disk, is gone.
-COMMIT_DEADLINE_S = 600.0
-# A save that is written is kept open this long for its peers' parts.
-COMMIT_PATIENCE_S = 60.0
 # The owner of a folder renews its file this often.
 OWNER_HEARTBEAT_S = 5.0
 # Six renewals: restarted workers are back within seconds, and their job must not lose its folder

@@ -21,7 +21,6 @@ OWN_PLACES = {
     "elastic/node/orphan_reaper.py": "the reaper runs as a script, without this package",
 }
 TEST_KIT = "elastic/testing/"  # no job waits for its limits
-TO_BE_MOVED = "elastic/training/"  # its intervals are in worker_intervals, and are to be imported
 _SUFFIX = re.compile(
     r"(?i)_(s|ms|us|interval|timeout|deadline|patience|seconds|attempts|retries|tries|backoff)$"
 )
@@ -115,7 +114,7 @@ def test_intervals_have_one_place() -> None:
         for name, tree in sources()
         if REPOSITORY / name not in PLACES
         and name not in OWN_PLACES
-        and not name.startswith((TEST_KIT, TO_BE_MOVED))
+        and not name.startswith(TEST_KIT)
         for constant, line in intervals(tree)
     ]
     assert found == [], "these belong to elastic/tuning, with their reasons"
@@ -143,7 +142,6 @@ def test_nothing_reads_the_environment_when_it_is_imported() -> None:
     found = [
         f"{name}:{getattr(node, 'lineno', 0)}"
         for name, tree in sources()
-        if not name.startswith(TO_BE_MOVED)
         for statement in tree.body
         for node in read_when_imported(statement)
         if reads_environment(node)
