@@ -40,11 +40,12 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import (
     LINK_CLOSE_S,
     LINK_CONNECT_S,
+    LINK_FIRST_PAUSE_S,
     LINK_FLUSH_S,
     LINK_HEARTBEAT_S,
+    LINK_LONGEST_PAUSE_S,
 )
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect again
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -92,7 +93,7 @@ class LinkClient:
         self._received = FrameReader(MAX_MESSAGE)
         self._unheard: list[Message] = []
         self._next_beat_s = 0.0
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s = LINK_FIRST_PAUSE_S
         self._waker, self._wakee = socket.socketpair()
         for sock in (self._waker, self._wakee):
             sock.setblocking(False)
@@ -205,15 +206,17 @@ class LinkClient:
             return
         try:
             self._attach(self._say_hello(self._clock.monotonic() + LINK_CONNECT_S))
-            self._pause_s = FIRST_PAUSE_S
+            self._pause_s = LINK_FIRST_PAUSE_S
         except (OSError, LinkError) as error:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                 self._end_with_agent()  # its death cannot be seen, but nobody listens any more
                 return
-            if self._pause_s == 2 * FIRST_PAUSE_S:  # a dying agent's socket ends before its process
+            if (
+                self._pause_s == 2 * LINK_FIRST_PAUSE_S
+            ):  # a dying agent's socket ends before its process
                 get_logger().warning("link: connecting to the agent again: %s", error)
             _poll({self._agent: select.POLLIN, self._wakee.fileno(): select.POLLIN}, self._pause_s)
-            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._pause_s = min(LINK_LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def _disconnect(self) -> None:
         sock, self._socket = self._socket, None

@@ -29,6 +29,10 @@ STORE_PULSE_S = 1.0
 STORE_READ_S = 2.0
 # After a watch was made anew, its first messages may be older than what was read: they settle.
 STORE_SETTLING_S = 1.0
+# A renewal of a lease gets a share of the length of the lease, at least this,
+STORE_SHORTEST_RENEWAL_S = 0.3
+# and at most this: then another member is asked.
+STORE_LONGEST_RENEWAL_S = 1.5
 # To give a lease back when an agent ends: without it the lease ends by itself.
 STORE_REVOKE_S = 1.0
 # To find out why TLS fails, one plain connection is made.

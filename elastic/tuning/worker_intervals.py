@@ -14,6 +14,10 @@ from __future__ import annotations
 LINK_HEARTBEAT_S = 0.2
 # To connect to the agent, tries included: it may be busy with starting workers.
 LINK_CONNECT_S = 10.0
+# Between two attempts to connect again: the first pause,
+LINK_FIRST_PAUSE_S = 0.05
+# and the longest: an agent that comes back is found within this.
+LINK_LONGEST_PAUSE_S = 1.0
 # What close() waits for an agent that does not read.
 LINK_CLOSE_S = 0.5
 # A worker waits in slices of this for the end of an attempt to send, and looks for messages.
@@ -91,6 +95,9 @@ HALT_SLICE_S = 1.0
 # The last save at the end of training: nothing presses; a peer that dies in its last second must
 # not hold up the others for long, and a slow disk may.
 LAST_SAVE_S = 600.0
+# A rank that has written its share waits this long at least for its peers' shares: they began at
+# the same moment, on disks like its own.
+LAST_SAVE_PEERS_S = 10.0
 # From one rank's look into the folder to the next one's.
 LAST_SAVE_TURN_S = 0.25
 # Between two looks whether a save is committed.

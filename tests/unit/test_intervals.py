@@ -60,7 +60,8 @@ def intervals(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def assigned(statement: ast.stmt) -> Iterator[tuple[str, int]]:
     if isinstance(statement, ast.Assign):
-        names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+        targets = [node for target in statement.targets for node in ast.walk(target)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
     elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         names = [statement.target.id]
     else:
@@ -155,6 +156,7 @@ def test_nothing_reads_the_environment_when_it_is_imported() -> None:
         ("WAIT_S = 2.0", 1),
         ("_RETRY_MS: int = 2 * 5", 1),
         ("LIMIT_S = {1: 2.0}", 1),
+        ("LIMIT_S, FACTOR = 10.0, 2.0", 1),
         ("class A:\n    wait_s: float = 1.0", 1),
         ("def f(*, within_s: float = 5.0) -> None: ...", 1),
         ("START_S = 0.0", 0),

@@ -361,7 +361,7 @@ def test_a_world_without_permission_to_train_does_not_commit(ranks: list[Rank]) 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_save, "PEERS_S", 0.3)
+    monkeypatch.setattr(last_save, "LAST_SAVE_PEERS_S", 0.3)
     monkeypatch.setattr(last_save, "PEERS_FACTOR", 0.0)
     monkeypatch.setattr(last_save, "LAST_SAVE_TURN_S", 0.05)
 

@@ -17,10 +17,10 @@ from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.checkpointing.saver import Saver
 from elastic.training.state.job_state import JobState
-from elastic.tuning.worker_intervals import LAST_SAVE_TURN_S, SAVE_SLICE_S
+from elastic.tuning.worker_intervals import LAST_SAVE_PEERS_S, LAST_SAVE_TURN_S, SAVE_SLICE_S
 
-# How much longer than its own share a rank waits for those of others, at least and in relation.
-PEERS_S, PEERS_FACTOR = 10.0, 2.0
+# How much longer than for its own share a rank waits for those of others.
+PEERS_FACTOR = 2.0
 LAST_TURN = 8  # ranks after that look together: so many do not die at once
 
 
@@ -101,7 +101,8 @@ class LastSave:
         self._wait(lambda: handle.is_written)
         took_s = self._clock.monotonic() - began_s
         self._wait(
-            lambda: handle.outcome is not None, at_most_s=max(PEERS_S, PEERS_FACTOR * took_s)
+            lambda: handle.outcome is not None,
+            at_most_s=max(LAST_SAVE_PEERS_S, PEERS_FACTOR * took_s),
         )
         self._saver.poll()
         return self._saver.has_committed(self._step)
