@@ -28,6 +28,7 @@ from elastic.agent import worker_tuning
 from elastic.agent.leaving import Phase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
+from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
 from elastic.node.status import JobSucceeded
 from elastic.node.tls_options import node_tls
@@ -63,6 +64,7 @@ def create(
     run_id = _run_id(parameters)
     keys = Keys.of(options.prefix, run_id)
     worker_tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
+    check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
     launches: list[Launch] = []  # filled later: the store comes first

@@ -142,6 +142,20 @@ EMBEDDED_HEARTBEAT_MS = 100
 # Ten heartbeats, as etcd's documentation advises.
 EMBEDDED_ELECTION_MS = 10 * EMBEDDED_HEARTBEAT_MS
 
+# Hangs ------------------------------------------------------------------------------------------
+
+# The first steps of a world allocate, tune and compile: a rank may take this long for one.
+HANG_FIRST_STEPS_S = 300.0
+# A rank is reported to the leader after a part of its budget, and at least this: shorter silences
+# are those of a busy machine.
+HANG_SUSPICION_S = 0.4
+# For a worker to write its stacks after the signal that asks for them.
+STACKS_DUMPED_S = 1.0
+# Between two looks whether it has.
+STACKS_POLL_S = 0.01
+# For py-spy to read the stacks of a process.
+STACKS_PY_SPY_S = 5.0
+
 # The health endpoint -----------------------------------------------------------------------------
 
 # A connection to /livez or /readyz is closed after this: a kubelet asks and goes.
