@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from elastic.agent.hangs import Hangs, RanksAreQuiet, WorkerHung, WorldHung
+from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
 from elastic.agent.messages import (
     BaseEvent,
@@ -150,7 +150,7 @@ class NodeLoop:
             self._hangs.start()
         keys = self._at.keys
         self._watch = self._at.store.watch(
-            [keys.leader, keys.world, keys.done, keys.hang_verdict],
+            [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
             lambda event: self.post(BaseEvent(event)),
             name="elastic-watch-world",
         )
@@ -276,6 +276,9 @@ class NodeLoop:
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+            case StacksTaken():
+                if self._hangs is not None:
+                    self._hangs.on_stacks_taken(message)
             case WorkerHung(pid, reason):
                 if self._workers is not None:
                     self._workers.is_hung(pid, reason)
@@ -366,6 +369,9 @@ class NodeLoop:
             case Put(entry) if entry.key == self._at.keys.hang_verdict:
                 if self._hangs is not None:
                     self._hangs.on_verdict(entry)
+            case Put(entry) if entry.key.startswith(self._at.keys.hang_stacks):
+                if self._hangs is not None:
+                    self._hangs.on_stacks(entry)
             case Deleted(key, revision) if key == self._at.keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == self._at.keys.world:

@@ -86,6 +86,8 @@ def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
 
     For a rank that waits it is measured by how long its own steps take: the others' are as long.
     """
+    if facts.flags & Flag.DEBUGGER:
+        return HANG_SUSPICION_S  # whoever waits is told at once
     if facts.phase in (Phase.COLLECTIVE, Phase.FORMING):
         return _wait_s(facts, policy)
     return max(HANG_SUSPICION_S, _SUSPICION * budget_s(facts, policy))

@@ -14,7 +14,7 @@ import threading
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import CheckpointSkipped
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.current_step import CurrentStep

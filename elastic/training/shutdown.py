@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.events import CheckpointSkipped
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager, leaving_s

@@ -121,6 +121,8 @@ class AgentOptions:
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
 
+    preflight: bool = False  # check this node before it may join (elastic/doctor/preflight.py)
+
     # What a pod is told by its manifest (deploy/base).
     termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
     health_port: int | None = None  # /livez and /readyz; 0: the kernel chooses, None: no server

@@ -10,9 +10,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import WorldMessage
-from elastic.process_group.collectives import all_sum
-from elastic.process_group.group import GroupSpec, ProcessGroup
-from elastic.process_group.pending import pending
+from elastic.process_group import GroupSpec, ProcessGroup, all_sum
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import TlsFiles
 from elastic.telemetry.journal import EventSink
@@ -96,7 +94,7 @@ class InProcess:
         if is_world_fault(error) or _is_switch(error):
             return True
         # Whatever the script makes of results that an abort has left is not its mistake.
-        return pending.may_be_garbage and may_come_of_garbage(error)
+        return self._group.may_be_garbage and may_come_of_garbage(error)
 
     def recover(self, error: BaseException) -> None:
         """Leave the world that is over, enter the next one, and restore the state of a commit."""

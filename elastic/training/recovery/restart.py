@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.gradients.control_flags import StepFlags
