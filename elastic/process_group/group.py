@@ -39,6 +39,7 @@ from elastic.process_group.sockets import BuildWatch, Footprint, still_open
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
+from elastic.tuning.worker_intervals import COLLECTIVE_TIMEOUT_S, DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.world.discovery import greet
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
@@ -46,11 +47,8 @@ from elastic.world.world import World, fresh_nonce, world_from_environment
 
 __all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
 
-# The one place for the limit of a collective. Long, because rank 0 may evaluate for minutes
-# while the others wait; short enough that a hang without a watchdog ends on the same day.
-COLLECTIVE_TIMEOUT_S = 1800.0
 _TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-_DRAIN_S = 0.05  # collectives of an aborted group come back within about 2 ms, if at all
+_DRAIN_S = DRAIN_S
 
 DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 

@@ -26,17 +26,23 @@ import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.process_group.wait_phase import begin_wait, describe_group, end_wait, queued
+from elastic.tuning.worker_intervals import (
+    DRAIN_SLICE_S,
+    GLOO_SLICE_MS,
+    STREAM_SLICE_S,
+    WORKER_SLICE_S,
+)
 from elastic.world.faults import GroupAborted
 
-_WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
-_DRAIN_SLICE_S = 0.0005
+_WAIT_SLICE_S = WORKER_SLICE_S
+_DRAIN_SLICE_S = DRAIN_SLICE_S
 # A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
 # abort is heard of at the end of one, where gloo does not say it at once.
-_GLOO_SLICE = datetime.timedelta(milliseconds=20)
+_GLOO_SLICE = datetime.timedelta(milliseconds=GLOO_SLICE_MS)
 _wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
 _TAKEN_DOWN = "the group was taken down"
 # Between two looks at a collective that is queued on a device.
-_STREAM_SLICE_S = 20e-6
+_STREAM_SLICE_S = STREAM_SLICE_S
 _QUEUED_UNTIL_PRUNED = 64
 
 Done = Callable[[BaseException | None], object]

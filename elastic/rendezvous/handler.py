@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from elastic.agent import worker_tuning
 from elastic.agent.leaving import Phase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
@@ -65,6 +66,7 @@ def create(
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
     keys = Keys.of(options.prefix, run_id)
+    worker_tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
     check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
@@ -200,7 +202,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.workers_start_again()
         if world is None:
             return self._warm_up(launch)
-        launch.set_world(world.generation, world.nonce, world.lineage)
+        peers = launch.service.peer_addresses(world)
+        launch.set_world(world.generation, world.nonce, world.lineage, peers)
         launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         launch.memory.look()
         launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
@@ -238,7 +241,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         Their real ranks come over the link. A script that builds a group from the environment
         nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
         """
-        launch.set_world(0, "", ())
+        launch.set_world(0, "", (), launch.service.peer_addresses(None))
         launch.service.warm_up()
         return RendezvousInfo(
             torch_private.private_store((launch.service.member,)),

@@ -60,7 +60,7 @@ class Control:
     hang_in_abort: bool = False
     hang_in_build: bool = False
     # ProcessGroupNCCL2 (torch 2.15) has no _group_start and _group_end.
-    is_nccl2: bool = os.environ.get("NCCL_SEMANTICS") == "2"
+    is_nccl2: bool = field(default_factory=lambda: os.environ.get("NCCL_SEMANTICS") == "2")
     calls: list[str] = field(default_factory=list)  # of what aborts
 
 

@@ -22,7 +22,8 @@ from elastic.process_group.sockets import BuildWatch
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
-from elastic.tuning import timeouts
+from elastic.tuning import profiles, timeouts
+from elastic.tuning.worker_environment import TUNED
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0
@@ -200,6 +201,7 @@ def test_a_deadline_that_is_met_does_nothing() -> None:
 
 
 ASYNC, OLD = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+IN_PROCESS = {setting.name: setting.value for setting in profiles.in_process_settings()}
 
 
 @pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
@@ -209,14 +211,14 @@ def test_error_handling_of_torch_is_overridden_with_a_word(
     caplog.set_level("WARNING", logger="elastic")
     environ = dict(given)
     leave_errors_to_us(environ, is_in_process=True)
-    assert environ == {ASYNC: "0"}
+    assert environ == IN_PROCESS
     assert f"{next(iter(given))}={given[next(iter(given))]} is overridden" in caplog.text
 
 
 def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
     for environ in ({}, {ASYNC: "0"}):
         leave_errors_to_us(environ, is_in_process=True)
-        assert environ == {ASYNC: "0"}
+        assert environ == IN_PROCESS
     assert not caplog.text
 
 
@@ -225,8 +227,32 @@ def test_torchruns_own_default_is_overridden(caplog: pytest.LogCaptureFixture) -
     caplog.set_level("INFO", logger="elastic")
     environ = {ASYNC: "1"}
     leave_errors_to_us(environ, is_in_process=True)
-    assert environ == {ASYNC: "0"}
+    assert environ == IN_PROCESS
     assert "is 0 for recovery in process; it was 1" in caplog.text
+
+
+def test_what_the_agent_has_set_is_overridden_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING", logger="elastic")
+    environ = {ASYNC: "3", TUNED: f"GLOO_SOCKET_IFNAME,{ASYNC}"}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ == {**IN_PROCESS, TUNED: environ[TUNED]}
+    assert not caplog.text
+
+
+def test_the_watchdog_of_an_aborted_group_is_gone_before_the_abort_is_given_up() -> None:
+    """It sleeps four times the limit of a dump, and the destructor of a group joins it."""
+    environ: dict[str, str] = {}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert 4 * int(environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < timeouts.ABORT_S * 1000
+    assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+
+
+def test_the_users_own_dumps_are_kept() -> None:
+    environ = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_where_worlds_change_by_a_restart_the_users_mode_counts() -> None:
