@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.link.client import LinkClient
 from elastic.link.protocol import (
     Bye,
@@ -27,6 +29,7 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.telemetry.log import get_logger
+from elastic.worker.hang_page import offer_page
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world import World, node_name
 
@@ -69,6 +72,8 @@ class Worlds:
             on_agent_death=_die,
             beat=self._position,
         )
+        if (page := offer_page()) is not None:
+            self._client.send(page)
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
@@ -152,6 +157,7 @@ class Worlds:
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
+        phases.enter(Phase.NO_WORLD)
         with self._changed:
             if not self._said_ready:
                 self._said_ready = True
@@ -162,6 +168,7 @@ class Worlds:
                     self._entering = newest.generation
                     self._forming_at = newest.switch_at_step
                     self.is_waiting = False
+                    phases.enter_generation(newest.generation)
                     return newest
                 self.is_waiting = True
                 self._changed.wait(SLICE_S)
@@ -181,6 +188,7 @@ class Worlds:
         """The world of the environment was entered: any other one is entered by a restart."""
         with self._changed:
             self._entering = generation
+        phases.enter_generation(generation)
 
     # -- the main thread tells ----------------------------------------------------------------
 

@@ -55,8 +55,8 @@ def test_messages_go_both_ways_in_order(agent: Agent) -> None:
 
 def test_it_beats(agent: Agent) -> None:
     client = connect(agent.server.path, beat_every_s=0.01)
-    for _ in range(3):
-        agent.wait_for(Heartbeat)
+    senders = [agent.wait_for(Heartbeat)[0] for _ in range(3)]
+    assert {worker.pid for worker in senders} == {os.getpid()}
     client.close()
 
 

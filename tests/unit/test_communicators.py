@@ -14,11 +14,11 @@ from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
 from elastic.process_group import group as process_group
-from elastic.process_group.abort import BuildWatch
 from elastic.process_group.deadline import CallDeadline
 from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.process_group.nccl_environment import leave_errors_to_us
-from elastic.process_group.pending import pending
+from elastic.process_group.pending import open_works
+from elastic.process_group.sockets import BuildWatch
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
@@ -47,7 +47,7 @@ def group() -> Iterator[ProcessGroup]:
     vars(control).update(before)
     control.calls.clear()
     made.destroy()
-    pending.open()
+    open_works()
 
 
 def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
@@ -58,7 +58,7 @@ def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
     abort = backend.abort
 
     def aborting() -> None:
-        known.append(pending.may_be_garbage)
+        known.append(group.may_be_garbage)
         abort()
 
     monkeypatch.setattr(backend, "abort", aborting)
@@ -88,7 +88,7 @@ def test_all_communicators_are_aborted_as_one(
     made.abort()
     made.destroy()
     assert control.calls[:4] == [expected[0], "abort", "abort", expected[2]]
-    pending.open()
+    open_works()
 
 
 def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(

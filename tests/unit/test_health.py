@@ -198,5 +198,5 @@ def test_a_server_that_never_served_lets_its_port_go() -> None:
     unused = HealthServer(0, ROUTES, on_error=fail)
     port = unused.port
     unused.close()
-    with socket.create_server(("127.0.0.1", port)):
-        pass
+    with socket.create_server(("127.0.0.1", port)) as next_one:
+        assert next_one.getsockname()[1] == port

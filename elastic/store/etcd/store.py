@@ -126,6 +126,20 @@ class EtcdStore:
         reply = self._call(f"delete {key}", lambda c: c.kv.DeleteRange, request)
         return bool(reply.message.deleted) or reply.in_doubt
 
+    # -- the server ------------------------------------------------------------------------
+
+    def version(self) -> str:
+        """etcd's version, as the member in use has it."""
+        request = self._rpc.StatusRequest()
+        reply = self._call("ask for the version", lambda c: c.maintenance.Status, request)
+        return str(reply.message.version)
+
+    def alarms(self) -> tuple[str, ...]:
+        """Alarms of all members, like ``NOSPACE``: a member that has one refuses writes."""
+        request = self._rpc.AlarmRequest(action=self._rpc.AlarmRequest.GET)
+        found = self._call("list alarms", lambda c: c.maintenance.Alarm, request).message.alarms
+        return tuple(sorted({str(self._rpc.AlarmType.Name(member.alarm)) for member in found}))
+
     # -- leases and watches ----------------------------------------------------------------
 
     def lease(self, ttl_s: float, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:

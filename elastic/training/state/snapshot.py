@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from elastic.process_group import torch_private
+from elastic import torch_private
 from elastic.training.data.plan import Position
 from elastic.training.state.copies import are_alike, copied, tensors_in
 from elastic.training.state.job_state import JobState, Stateful
@@ -24,7 +24,7 @@ Snapshot = dict[str, Any]
 
 
 class Keeper(Protocol):
-    """Copies one object's small state, and puts it back."""
+    """Copies one object's non-parameter state, and puts it back."""
 
     def take(self) -> Any: ...
     def put_back(self, taken: Any) -> None: ...

@@ -1,0 +1,66 @@
+"""The process group that DDP's reducer is given: what it waits for ends with the group, too.
+
+The reducer sums up its buckets, builds them anew in the second step of each world, by a plan that
+rank 0 broadcasts, and with ``find_unused_parameters=True`` sums up in every step which parameters
+were used. It would wait for all of that inside gloo, where an abort may not reach it (see
+:mod:`elastic.process_group.pending`). Its calls come here first; here the waiting is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.compiling import not_compiled
+from elastic.process_group import patches
+from elastic.process_group.pending import pending_works
+
+AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
+
+
+class ReleasableGroup(dist.ProcessGroup):
+    """Passes on what the reducer asks of ``group``; ``all_reduce`` stands for the group's own.
+
+    The reducer waits for sums where nothing can be raised: they must have ended by then. On a
+    stream it does not wait; but the plan for its buckets is read by the host at once, and what an
+    aborted broadcast leaves is none.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, all_reduce: AllReduce, *, is_on_stream: bool
+    ) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group = group
+        self._all_reduce = all_reduce
+        works = pending_works()
+        self._finish = works.finish_on_stream if is_on_stream else works.finish_one
+
+    def replace(self, reducer: Any) -> None:
+        """Have the reducer ask this group from now on. It does not keep this group alive."""
+        patches.replace_reducer_group(reducer, self)
+
+    @not_compiled
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        (tensor,) = tensors
+        return self._all_reduce(tensor, opts)
+
+    @not_compiled
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        return _Broadcast(self._group.broadcast(tensors, opts), self._finish)
+
+
+class _Broadcast(dist.Work):
+    """Waited for as soon as it is begun; a failure is raised there, or the reducer would take what
+    is not a plan for one."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[dist.Work], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._finish = finish
+
+    def wait(self, timeout: object = None) -> bool:
+        self._finish(self._work)
+        return True

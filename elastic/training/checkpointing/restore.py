@@ -1,0 +1,107 @@
+"""Restores a new world's state: the newest checkpoint, else rank 0's initial state.
+
+Rank 0 removes leftovers, chooses and verifies the checkpoint; the other ranks receive its name. A
+failure of one rank is raised on all: none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from checkpoints import CheckpointInfo, LoadResult
+from checkpoints.format.state_tree import Node, flatten, unflatten
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CheckpointRequired, TrainingError
+from elastic.events import StateRestored
+from elastic.process_group import broadcast_json, broadcast_tensors
+from elastic.telemetry.journal import EventSink
+from elastic.training.checkpointing.folder import Source
+from elastic.training.checkpointing.saver import Saver
+from elastic.training.state.all_ranks import on_all_ranks
+from elastic.training.state.job_state import JobState
+from elastic.world.world import World
+
+
+def restore(
+    world: World, job: JobState, saver: Saver, journal: EventSink, *, may_begin: bool = True
+) -> int:
+    """Bring every rank to one state. Returns the generation that the job goes on with.
+
+    That is the world's, or a later one if the checkpoint folder has seen that before. Without a
+    checkpoint rank 0's state is the initial one, if it ``may_begin``; else CheckpointRequired.
+    """
+    began_s = SYSTEM_CLOCK.monotonic()
+    on_all_ranks(world, lambda: saver.check_writable(world))
+    found = on_all_ranks(world, lambda: saver.resolve(world) if world.rank == 0 else None)
+    source = Source(**broadcast_json(vars(found) if found is not None else None))
+    origin = None
+    if source.name is None:
+        if not may_begin:
+            raise CheckpointRequired(
+                "a fault has interrupted a change of the weights on all ranks that had them, and "
+                "there is no checkpoint to go on from",
+                hint="give elastic.join(checkpoints=…) a folder that all nodes share",
+            )
+        _share_initial(world, job)
+    else:
+        origin = _load(world, job, saver, source.name)
+    saver.resume(origin, source.generation, job.progress.step)
+    name, took_s = source.name or "initial", SYSTEM_CLOCK.monotonic() - began_s
+    journal.emit(StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)))
+    return source.generation
+
+
+def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:
+    def read_and_check() -> LoadResult:
+        loaded = saver.load(name)
+        job.check(loaded.state, f"checkpoint {name}")
+        return loaded
+
+    loaded = on_all_ranks(world, read_and_check)
+    on_all_ranks(world, lambda: job.apply(loaded.state))
+    return loaded.info
+
+
+def _share_initial(world: World, job: JobState) -> None:
+    """Rank 0's state to all, tensors and the rest alike."""
+    node, tensors = on_all_ranks(world, lambda: flatten(job.tree()))
+    plan = broadcast_json(_plan(node, tensors))
+    on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], tensors))
+    modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
+    broadcast_tensors(modules)
+    small = _small_tensors(world, plan["specs"], tensors)
+    broadcast_tensors(small)
+    if world.rank != 0:
+        tree = unflatten(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
+        on_all_ranks(world, lambda: job.apply_small(tree))
+    else:
+        on_all_ranks(world, lambda: None)
+
+
+def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    specs = {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+    return {"tree": node, "specs": specs}
+
+
+def _check_same_model(
+    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
+    theirs = {n: s for n, s in specs.items() if n.startswith("model/")}
+    mine = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
+    if differing := sorted(n for n in theirs.keys() | mine if theirs.get(n) != mine.get(n)):
+        raise TrainingError(
+            f"rank {world.rank} has another model than rank 0: {', '.join(differing[:10])}",
+            hint="every rank must build the same model",
+        )
+
+
+def _small_tensors(
+    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies, on the CPU, of what trackers hold: rank 0's, and room for them on the others."""
+    names = [name for name in specs if not name.startswith("model/")]
+    if world.rank == 0:
+        return {name: tensors[name].cpu() for name in names}
+    return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}

@@ -1,0 +1,90 @@
+"""Stops the main thread, so that another thread can save a state that does not change.
+
+For a process that ends: a thread that stops here does not continue. A step's boundary is the best
+place; where none comes in time, a signal interrupts the script in the middle of a step, as long as
+no optimizer has stepped in it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import NoReturn
+
+from elastic.clock import SYSTEM_CLOCK
+
+_SLICE_S = 1.0
+
+
+class Place(Enum):
+    """Where the main thread was stopped."""
+
+    BOUNDARY = "between two steps: the state is that of the last commit"
+    STEP = "in a step: what it has changed is to be put back"
+    FAILED = "an exception ends the script: as in a step"
+
+
+class Halt:
+    """One per process. The main thread asks; the thread that saves requests."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self.is_preempted = False  # this process was told to leave, and does so at a boundary
+        self.has_left = False  # it has saved, and is about to exit
+        self._is_requested = threading.Event()
+        self._may_interrupt: Callable[[], bool] | None = None
+        self._saving = threading.Lock()
+
+    # -- the thread that saves ----------------------------------------------------------------
+
+    def request(self) -> None:
+        """The main thread is to stop at the next boundary, or where an exception ends it."""
+        self._is_requested.set()
+
+    def wait_for_own_save(self, timeout_s: float) -> bool:
+        """Until the main thread does not save by itself (any more); False if it still does."""
+        if not self._saving.acquire(timeout=max(0.0, timeout_s)):
+            return False
+        self._saving.release()
+        return True
+
+    def interrupt(self, may_stop: Callable[[], bool]) -> None:
+        """Have the main thread look now, wherever it runs Python, whether it may stop there."""
+        self._may_interrupt = may_stop
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    # -- the main thread ----------------------------------------------------------------------
+
+    def at_boundary(self) -> None:
+        """Does not return if a stop was requested."""
+        if self._is_requested.is_set():
+            self._stop(Place.BOUNDARY)
+
+    def on_signal(self) -> bool:
+        """Whether a SIGTERM was sent by :meth:`interrupt`. Does not return if it stops here."""
+        may_stop = self._may_interrupt
+        if may_stop is None:
+            return False
+        if may_stop():
+            self._stop(Place.STEP)
+        return True
+
+    @contextmanager
+    def own_save(self) -> Iterator[None]:
+        """The main thread saves by itself, unless another one is about to."""
+        with self._saving:
+            is_requested = self._is_requested.is_set()
+            if not is_requested:
+                yield
+        if is_requested:
+            self._stop(Place.FAILED)
+
+    def _stop(self, place: Place) -> NoReturn:
+        self.place = place
+        while True:  # the other thread ends the process
+            SYSTEM_CLOCK.sleep(_SLICE_S)

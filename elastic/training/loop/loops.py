@@ -1,0 +1,120 @@
+"""The loops that resume: over epochs, steps, and batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+from elastic.errors import TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
+from elastic.training.data.following import Pass
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.plan import Position
+from elastic.training.loop.consumers import Consumer, consumer_of
+from elastic.training.loop.follower import follow
+from elastic.training.loop.step_loop import StepLoop
+from elastic.training.step import Step
+from elastic.world.world import world_from_environment
+
+
+def epochs(loop: StepLoop, count: int) -> Iterator[int]:
+    """The remaining epochs of ``count``; the first may be in its middle.
+
+    An epoch is over when the next one is asked for: what the script does after the loader
+    (evaluation, schedulers) belongs to it, and happens again if it was interrupted.
+    """
+    loop.bootstrap.enter_loop()
+    loop.scope.owns_epochs = True
+    try:
+        while loop.epoch < count:
+            yield loop.epoch
+            loop.end_epoch()
+    finally:
+        loop.scope.owns_epochs = False
+    loop.finish()
+
+
+def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
+    """The remaining steps of the loader's epoch.
+
+    A step begins when it is handed out and commits when the next is asked for, or when the loop
+    is left after an optimizer has stepped. So a peek costs nothing.
+    """
+    loop.bootstrap.enter_loop()
+    loop.begin_pass(loader)
+    world = loop.lifecycle.world
+    batches = loader.batches(world.rank, world.size, keeps_workers=True)
+    phases.enter(Phase.DATA)
+    try:
+        for first in batches:
+            yield loop.begin(loader, first, batches)
+            loop.commit()
+            phases.enter(Phase.DATA)
+        phases.enter(Phase.SCRIPT)
+        loop.script_goes_on()
+    except GeneratorExit:
+        phases.enter(Phase.SCRIPT)
+        loop.leave(world, loader)
+        raise
+
+
+def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
+    """The steps' data, for steps of one micro-batch: what iterating a loader means.
+
+    Within a step of another loader: batches of this one, which follows it.
+    """
+    passed = loader.following.new_pass()
+    iterator = _batches(loop, loader, passed)
+    passed.iterator = weakref.ref(iterator)
+    return iterator
+
+
+def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
+    consumer = Consumer()
+    if passed.is_first or not loader.following.follows:  # a follower may begin one in each step
+        # No name here for the iterator: it would keep itself alive.
+        consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
+    if loop.is_peek:
+        # Nothing can be trained yet: a look at the data, to learn its shape or statistics.
+        loader.following.looked(passed)
+        world = loop.lifecycle.world if loop.lifecycle.has_world else world_from_environment()
+        for _, data in loader.batches(world.rank, world.size):
+            yield data
+        return
+    consumer.refuse_cycle()
+    if loop.current.leading(loader) is not None:
+        yield from follow(loop, loader, passed)
+        return
+    loader.following.looked(passed)
+    loader.following.check_leads()
+    if loader.has_item_batches and loader.plan.global_batch > 1:
+        raise TrainingError(
+            f"with batch_size=None a step has {loader.plan.global_batch} batches of the dataset, "
+            "and a rank may have several of them",
+            hint="for step in run.steps(loader):\n"
+            "    optimizer.zero_grad()\n"
+            "    for batch in step:\n"
+            "        step.backward(loss_of(batch))\n"
+            "    optimizer.step()",
+        )
+    with closing(steps(loop, loader)) as left:
+        for step in left:
+            consumer.warn_of_count(step.index)
+            consumer = Consumer()
+            yield step.only_micro_batch()
+
+
+def index(loop: StepLoop, loader: ElasticLoader) -> int:
+    """Within the epoch: of the present step of the loader, or else of the next one."""
+    if not loop.is_peek:
+        loop.bootstrap.enter_loop()
+    position = loader.position
+    left = loop.current.left_step(loader)
+    if left is not None and left.optimizer_stepped:
+        position = Position(position.epoch, position.step + 1)  # settled when the next loop begins
+    if loop.scope.owns_epochs:
+        return position.step if position.epoch == loop.epoch else 0
+    return position.step % len(loader)

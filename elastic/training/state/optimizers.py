@@ -1,0 +1,324 @@
+"""Watches optimizers step: a step with gradients that are not the job's is an error, not a drift.
+
+One hook on all of torch's optimizers, so that those which nobody told us about are seen, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from elastic.errors import TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.state.change_watch import versions
+from elastic.training.state.job_state import JobState
+from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
+from elastic.training.step import Step
+
+Closure = Callable[[], Any]
+
+
+class OptimizerGuard:
+    """Checks every ``optimizer.step()`` that would change wrapped parameters."""
+
+    def __init__(self, present_step: Callable[[], Step | None]) -> None:
+        self.tracked: dict[str, torch.optim.Optimizer] = {}
+        self.has_stepped = False  # some tracked optimizer, in this process
+        self.rollback: Rollback | None = None  # is told of updates, once there is one
+        self._present_step = present_step
+        self._modules: list[ElasticDDP] = []
+        self._known: dict[int, _Known] = {}  # by id
+        self._updates: list[_Update] = []  # under way, the outermost first
+        self._unwrapped: dict[int, _Known] = {}  # by id: they step parameters of no wrapped module
+        self._handles: Sequence[Any] = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+
+    def watch(self, module: ElasticDDP) -> None:
+        """From now on this module's parameters are guarded."""
+        self._modules.append(module)
+        for known in self._known.values():
+            known.count = None
+
+    def allow(self, name: str, tracked: object) -> None:
+        """This object was tracked. Wrappers show the real optimizer as ``.optimizer``."""
+        for candidate in (tracked, getattr(tracked, "optimizer", None)):
+            if isinstance(candidate, torch.optim.LBFGS):
+                raise TrainingError(
+                    f"run.track({name}=…): LBFGS changes its state before it knows the gradients, "
+                    "a step of it cannot be done again",
+                    hint="use another optimizer",
+                )
+            if isinstance(candidate, torch.optim.Optimizer):
+                known = self._of(candidate)
+                known.name = known.name or name
+                if known.name == name:
+                    self.tracked[name] = candidate
+
+    def go_back_to(self, job: JobState) -> None:
+        """Guard what is registered in ``job``, and nothing else."""
+        self.tracked.clear()
+        self._modules = list(job.modules.values())
+        self._known.clear()
+        self._unwrapped.clear()
+        for name, tracked in job.tracked.items():
+            self.allow(name, tracked)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an update was begun and not ended: the weights belong to no step."""
+        return any(
+            update.version is None or update.version != _version(update.optimizer)
+            for update in self._updates
+            if update.name is not None and not update.is_masked
+        )
+
+    def reset(self) -> None:
+        """A new attempt: what was interrupted is forgotten."""
+        self._updates.clear()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def accumulating(self, step: Step) -> list[str]:
+        """Tracked optimizers with gradients from this step that they have not used in it."""
+        waiting = [name for name in self.tracked if name not in step.stepped]
+        if not waiting or not any(m.reduction.has_new_gradients for m in self._modules):
+            return []
+        used = {id(p) for name in step.stepped for p in _parameters(self.tracked[name])}
+        new = {
+            id(p)
+            for module in self._modules
+            if module.reduction.has_new_gradients
+            for p in module.all_parameters
+            if p.grad is not None and id(p) not in used
+        }
+        return [
+            name for name in waiting if any(id(p) in new for p in _parameters(self.tracked[name]))
+        ]
+
+    @property
+    def unwrapped(self) -> dict[str, list[torch.Tensor]]:
+        """What optimizers have stepped that is in no wrapped module, by optimizer."""
+        return {known.label: known.own for known in self._unwrapped.values() if known.own}
+
+    @property
+    def unwrapped_and_tracked(self) -> list[torch.Tensor]:
+        """Of these, the parameters of tracked optimizers."""
+        return [p for known in self._unwrapped.values() if known.name for p in known.own]
+
+    # Both run in every step: whatever they call is called with cold caches.
+
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        phases.enter(Phase.OPTIMIZER)
+        known, step = self._of(optimizer), self._present_step()
+        self._forget_abandoned(optimizer)
+        name, closure = known.name, _closure(args, kwargs)
+        is_masked = step is not None and name is not None and step.is_masked(name)
+        if name is not None and self._updates and self.rollback is not None:
+            self.rollback.copy_weights(NESTED)
+        # A closure runs inside: if it fails, the weights may still be untouched.
+        version = _version(optimizer) if closure is not None else None
+        update = _Update(optimizer, name, is_masked, version)
+        if closure is None:
+            self._prepare(update, known, step)
+            self._updates.append(update)
+            return None
+        if name is None and self._touched(known, optimizer):
+            raise _not_tracked(optimizer)
+        self._updates.append(update)
+
+        def prepared() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._prepare(update, known, step)
+            return loss
+
+        return _with_closure(args, kwargs, prepared)
+
+    def _prepare(self, update: _Update, known: _Known, step: Step | None) -> None:
+        """The gradients are there, and the update comes next."""
+        optimizer = update.optimizer
+        touched = self._touched(known, optimizer)
+        if known.own and step is not None:
+            self._unwrapped[id(optimizer)] = known
+        if update.is_masked:
+            optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
+            return
+        for module in touched:
+            if _has_gradient(module):
+                _check(optimizer, known.name, step, module)
+        if self.rollback is not None and known.name is not None:
+            self.rollback.before_update()
+            if step is not None and set(step.stepped) - {known.name}:
+                self.rollback.copy_weights(SEVERAL)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        phases.enter(Phase.SCRIPT)
+        update = self._updates.pop() if self._updates else None
+        if update is None or update.name is None or update.is_masked:
+            return
+        self.has_stepped = True
+        step = self._present_step()
+        if step is not None:
+            step.stepped.append(update.name)
+        if self.rollback is not None:
+            self.rollback.after_update()
+
+    def _forget_abandoned(self, optimizer: torch.optim.Optimizer) -> None:
+        """An update that ended with an exception, which the script has caught."""
+        for place, update in enumerate(self._updates):
+            if update.optimizer is optimizer:
+                del self._updates[place:]
+                return
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> _Known:
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            known = self._known[id(optimizer)] = _Known(optimizer)
+        return known
+
+    def _touched(self, known: _Known, optimizer: torch.optim.Optimizer) -> list[ElasticDDP]:
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        if known.count != count:
+            known.look_through(optimizer, self._modules)
+            known.count = count
+        return known.touched
+
+
+@dataclass
+class _Update:
+    """An ``optimizer.step()`` that has begun."""
+
+    optimizer: torch.optim.Optimizer
+    name: str | None  # if it is tracked
+    is_masked: bool
+    version: int | None  # of its parameters before; None: it changes them at once
+
+
+class _Known:
+    """What is known of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.name: str | None = None  # if it is tracked
+        self.count: int | None = None  # of its parameters when it was looked through
+        self.touched: list[ElasticDDP] = []  # modules with some of them
+        self.own: list[torch.Tensor] = []  # parameters of no wrapped module
+
+    @property
+    def label(self) -> str:
+        return self.name or type(self.optimizer()).__name__
+
+    def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[ElasticDDP]) -> None:
+        parameters = list(_parameters(optimizer))
+        ids = {id(p) for p in parameters}
+        wrapped = {m: {id(p) for p in m.module.parameters()} for m in modules}
+        self.touched = [m for m, theirs in wrapped.items() if ids & theirs]
+        self.own = [p for p in parameters if not any(id(p) in t for t in wrapped.values())]
+
+
+def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers inside of one (SAM's ``base_optimizer``), by name, if its state lacks theirs."""
+    if not isinstance(tracked, torch.optim.Optimizer):
+        return {}
+    if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
+        return {}  # it sees to that
+    return {
+        name: inner
+        for name, inner in vars(tracked).items()
+        if isinstance(inner, torch.optim.Optimizer)
+    }
+
+
+def _closure(args: Any, kwargs: Any) -> Closure | None:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def _not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
+    return TrainingError(
+        f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
+        hint="run.track(optimizer=optimizer), or a restart would lose its state",
+    )
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: ElasticDDP
+) -> None:
+    """Raise unless the module's gradients are the job's in this step."""
+    kind = type(optimizer).__name__
+    if name is None:
+        raise _not_tracked(optimizer)
+    if not module.in_world:
+        return  # before the first world: rank 0's result is given to all
+    if step is None:
+        raise TrainingError(
+            f"{kind}.step() outside of a step of the loop",
+            hint="step inside `for … in loader`, where loader = run.loader(…)",
+        )
+    if not step.is_last_micro_batch:
+        raise TrainingError(
+            f"{kind}.step() at step {step.number} before the last of its {len(step)} micro-batches",
+            hint="step once per step: after the loop over micro-batches, "
+            "or `if step.is_last_micro_batch`",
+        )
+    reduction = module.reduction
+    if reduction.failure is not None:
+        raise reduction.failure  # the script has swallowed it
+    reduction.wait()
+    if not reduction.is_done:
+        raise TrainingError(
+            f"{kind}.step() at step {step.number} with gradients that were not reduced over "
+            "the world",
+            hint="call the wrapped module, in train mode, in the forward pass of each backward",
+        )
+    if reduction.is_late:
+        raise TrainingError(
+            f"{kind}.step() at step {step.number} with gradients of a forward pass that ran in the "
+            "step before: the next batch was asked for between forward and backward pass, so that "
+            "a change of the world there would lose that batch",
+            hint="fetch the next batch after loss.backward(), and after optimizer.step()",
+        )
+    if len(step) > 1 and not step.is_weighted:
+        raise TrainingError(
+            f"{kind}.step() at step {step.number} with unweighted gradients of "
+            f"{len(step)} micro-batches",
+            hint="use step.backward(loss), or (loss * step.weight).backward()",
+        )
+
+
+def _has_gradient(module: ElasticDDP) -> bool:
+    return any(parameter.grad is not None for parameter in module.all_parameters)
+
+
+def _version(optimizer: torch.optim.Optimizer) -> int:
+    """Grows with every change of the optimizer's parameters."""
+    return versions(_parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

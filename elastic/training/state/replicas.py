@@ -1,0 +1,95 @@
+"""Whether all ranks still hold the same weights: recovery takes that for granted.
+
+Ranks differ when gradients are not averaged (a forgotten ``run.wrap``), or when a script changes
+weights or gradients by what each rank draws for itself. Nothing fails then, and the model is worse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic.errors import TrainingError
+from elastic.process_group import all_gather_json, broadcast_tensors
+from elastic.telemetry.log import get_logger
+from elastic.training.state.change_watch import compares_content, contents
+
+_ROUNDING = 1e-4  # of the largest weight: other processors may round otherwise
+
+Weights = Mapping[str, Sequence[torch.Tensor]]
+
+
+def is_compared_after(step: int) -> bool:
+    """Whether ranks compare their weights after step number ``step`` of the job.
+
+    In its first steps and at powers of two: a few milliseconds, ever more rarely.
+    """
+    return compares_content(step)
+
+
+def compare(weights: Weights, rank: int, step: int) -> None:
+    """Raise TrainingError on all ranks if one of them has other weights than rank 0.
+
+    ``weights``: by the name of what they belong to, the same names and shapes on every rank.
+    """
+    mine = {name: list(contents(tensors)) for name, tensors in weights.items()}
+    everyones = all_gather_json(mine)
+    if all(theirs == everyones[0] for theirs in everyones):
+        return
+    differing = all_gather_json(_differing(weights, rank))
+    for other, names in enumerate(differing):
+        if names:
+            raise TrainingError(
+                f"after step {step} rank {other} has other weights than rank 0 in "
+                f"{', '.join(names)}: they are updated with gradients, or by amounts, that are not "
+                "the same on all ranks",
+                hint="model = run.wrap(model) before the optimizer is made, and call that model in "
+                "the loop; what is drawn at random for weights or gradients needs a generator "
+                "with the same seed on all ranks: torch.Generator().manual_seed(step)",
+            )
+
+
+def differing_names(state: Mapping[str, Any]) -> list[str]:
+    """What of ``run.state`` differs between ranks, the same answer on all. Every rank calls it."""
+    everyones = all_gather_json({key: _digest(value) for key, value in state.items()})
+    names = {name for theirs in everyones for name in theirs}
+    return sorted(n for n in names if len({theirs.get(n) for theirs in everyones}) > 1)
+
+
+def warn_of_differing(names: Sequence[str]) -> None:
+    """Say what is lost by it."""
+    get_logger().warning(
+        "run.state differs between ranks in %s: after the death of a rank all go on with the "
+        "values of the lowest rank that lives. Set it on all ranks to the same value; what only "
+        "one rank knows, the others hear by value = run.mean(run.is_main, x=value)['x'], which "
+        "every rank calls",
+        ", ".join(map(repr, names)),
+    )
+
+
+def _digest(value: Any) -> str:
+    said = json.dumps(value, sort_keys=True, default=repr).encode()
+    return hashlib.blake2b(said, digest_size=8).hexdigest()
+
+
+def _differing(weights: Weights, rank: int) -> list[str]:
+    """The names whose weights differ from rank 0's by more than rounding."""
+    names = []
+    for name, tensors in weights.items():
+        theirs = {str(i): t.detach().clone() for i, t in enumerate(tensors)}
+        broadcast_tensors(theirs)
+        if rank and any(_is_other(t, theirs[str(i)]) for i, t in enumerate(tensors)):
+            names.append(name)
+    return names
+
+
+def _is_other(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if not mine.numel():
+        return False
+    difference = (mine.detach().double() - theirs.double()).abs().max()
+    limit = _ROUNDING * theirs.double().abs().max()
+    return bool((difference > limit).item())
