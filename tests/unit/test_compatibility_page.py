@@ -49,6 +49,16 @@ def test_what_is_promised_at_both_ends_was_run(
     assert result["versions"]["torch"].startswith(f"{minor}.")
 
 
+def test_no_cell_is_empty(compat: ModuleType, results: dict[str, Any]) -> None:
+    """But for other Pythons, which not every machine has."""
+    for environment in compat.ENVIRONMENTS:
+        if environment.python and environment.name not in results:
+            continue
+        result = results[environment.name]
+        assert set(result["checks"]) == {check.name for check in environment.checks}
+        assert compat.passed(result), environment.name
+
+
 def test_every_version_in_between_has_an_environment(compat: ModuleType) -> None:
     minors = {".".join(version.split(".")[:2]) for version in compat.TORCHES}
     major, oldest = map(int, torch_versions.OLDEST.split("."))
