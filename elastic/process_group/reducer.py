@@ -61,6 +61,7 @@ class _Broadcast(dist.Work):
         self._work = work
         self._finish = finish
 
+    @not_compiled
     def wait(self, timeout: object = None) -> bool:
         self._finish(self._work)
         return True
