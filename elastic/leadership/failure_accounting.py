@@ -94,7 +94,9 @@ class FailureAccounting:
         if before is not None and before.members and world.mode == "in-process":
             self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
 
-    def charge(self, broken: Broken, step_rate: StepRate | None, now: float) -> budget.Stop | None:
+    def charge(
+        self, broken: Broken, step_rate: StepRate | None, now: float
+    ) -> budget.StopJob | None:
         """Once per world, however often its successor has to be proposed. Says whether the job
         has to stop."""
         world = broken.members.world

@@ -15,7 +15,7 @@ from elastic.membership.joining_nodes import find_joining_nodes, first_node, ref
 from elastic.membership.member_status import MemberStatus, classify_members
 from elastic.membership.proposal import also, count, names, propose, verb, world_of
 from elastic.membership.records import Cause, Node, NodeState, Outcome, World
-from elastic.membership.surviving_world import Succession
+from elastic.membership.surviving_world import SurvivingWorld
 from elastic.membership.view import (
     Decision,
     End,
@@ -64,7 +64,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return replacing
     if not status.survivors:
         return _after_everybody(view, status, now, policy)
-    return Succession(view, status, now, policy).decide()
+    return SurvivingWorld(view, status, now, policy).decide()
 
 
 def adoptable(view: View) -> World | None:

@@ -24,7 +24,7 @@ Nodes = tuple[NodeView, ...]
 
 
 @dataclass(frozen=True)
-class Succession:
+class SurvivingWorld:
     """One decision about ``standing``, whose survivors are not empty."""
 
     view: View

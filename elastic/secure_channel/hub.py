@@ -22,7 +22,7 @@ from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits, Pending
+from elastic.secure_channel.limits import Limits, PendingConnections
 from elastic.secure_channel.reports import LimitedReports, Report
 from elastic.secure_channel.tls import RECORD_BYTES, Tls, awaited_event, failure, shake_hands
 
@@ -70,7 +70,7 @@ class Hub:
             sock.setblocking(False)
         self._requests: deque[Callable[[], object]] = deque()
         self._connections: set[Connection] = set()
-        self._pending: Pending[Connection] = Pending(limits)
+        self._pending: PendingConnections[Connection] = PendingConnections(limits)
         self._open = 0  # of the accepted ones
         self._deadlines: dict[Connection, float] = {}
         self._is_listening = False

@@ -27,7 +27,7 @@ class Limits:
     evict_after_s: float = 0.05
 
 
-class Pending(Generic[T]):
+class PendingConnections(Generic[T]):
     """Connections that have not proved themselves: the oldest goes first."""
 
     def __init__(self, limits: Limits) -> None:

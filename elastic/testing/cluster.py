@@ -28,7 +28,7 @@ from typing import TypeVar
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.membership.records import Keys, Leader, Node, World, decode
 from elastic.store.keyvalue import KeyValue
-from elastic.testing.ledger import Ledger, LedgerReader
+from elastic.testing.ledger import LedgerReader, RunLedger
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
 from elastic.testing.waiting import PATIENCE_S
@@ -174,7 +174,7 @@ class LocalCluster:
 
     # What the job says ------------------------------------------------------------------------
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         """What the workers have written down until now."""
         return self._reader.read()
 

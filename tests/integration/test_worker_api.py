@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import worker_api_script as script
 
 import checkpoints
-from elastic.testing.ledger import Ledger, read_ledger
+from elastic.testing.ledger import RunLedger, read_ledger
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 240
@@ -42,7 +42,7 @@ class Outcome:
         return torch.tensor(self.result["weights"], dtype=torch.float64)
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         return read_ledger(self.folder / "ledger")
 
 
@@ -62,7 +62,7 @@ def launch(folder: Path, size: int, *args: object, restarts: int = 0) -> Outcome
     return Outcome(done.returncode, done.stderr, folder)
 
 
-def by_hand(ledger: Ledger) -> torch.Tensor:
+def by_hand(ledger: RunLedger) -> torch.Tensor:
     """Plain torch on the samples of each step: the mean over the whole global batch."""
     torch.manual_seed(0)
     model = script.network()

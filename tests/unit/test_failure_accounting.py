@@ -11,7 +11,7 @@ from elastic.config import AgentOptions
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
-from elastic.membership.failure_budget import Stop
+from elastic.membership.failure_budget import StopJob
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import FailureReport, NodeState, World
 from elastic.membership.step_rate import StepRate
@@ -89,7 +89,9 @@ def test_a_newcomer_whose_agent_dies_before_the_switch_cools_down_by_name() -> N
     assert accounting.cooling(NOW) == {"n3": NOW + 30.0}
 
 
-def charge_again_and_again(accounting: FailureAccounting, times: int, *, steps: int) -> Stop | None:
+def charge_again_and_again(
+    accounting: FailureAccounting, times: int, *, steps: int
+) -> StopJob | None:
     """Worlds 1, 2, … each broken by n2's workers, ``steps`` after the one before."""
     stop = None
     for generation in range(1, times + 1):

@@ -15,7 +15,7 @@ from membership_nodes import node, world
 
 from elastic.clock import ManualClock
 from elastic.errors import ConfigError
-from elastic.health.endpoints import Verdict, liveness, readiness
+from elastic.health.endpoints import HealthStatus, liveness, readiness
 from elastic.health.server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
 from elastic.membership.records import Done, Node, NodeState, Outcome, World, WorldState
 from elastic.node.watchdog import Watchdog
@@ -114,8 +114,8 @@ def test_a_thread_that_ended_in_order_is_not_missed() -> None:
 # Over sockets ---------------------------------------------------------------------------------
 
 ROUTES = {
-    "/livez": lambda: Verdict(True, "it lives"),
-    "/readyz": lambda: Verdict(False, "it waits", {"node": "n1"}),
+    "/livez": lambda: HealthStatus(True, "it lives"),
+    "/readyz": lambda: HealthStatus(False, "it waits", {"node": "n1"}),
 }
 
 

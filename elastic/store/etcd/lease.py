@@ -19,8 +19,8 @@ from elastic.clock import Clock
 from elastic.errors import CoordinationError
 from elastic.store.etcd.calls import BACKOFF_CAP_S, Calls, Reply
 from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.connection import Connections
-from elastic.store.etcd.failures import Failure, Remedy, classify
+from elastic.store.etcd.connection import EtcdConnections
+from elastic.store.etcd.failures import CallFailure, Remedy, classify
 
 # A member may freeze right after a renewal. With these, and a second to see that it is frozen, the
 # next member is asked after 0.25 + 0.17 of the TTL and a second: in time for the default of 4 s.
@@ -35,7 +35,7 @@ class EtcdLease:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: EtcdConnections,
         calls: Calls,
         clock: Clock,
         ttl_s: float,
@@ -134,7 +134,7 @@ class EtcdLease:
             asked_s = self._clock.boottime()
             try:
                 alive = self._renew() or self._confirm()
-            except Failure:
+            except CallFailure:
                 failures += 1  # not a loss; the store's last_contact_s tells how long
                 continue
             failures = 0
@@ -163,7 +163,7 @@ class EtcdLease:
         finally:
             self._stream = None
         if reply is None:
-            raise Failure(Remedy.RETRY, "the renewal was not answered")
+            raise CallFailure(Remedy.RETRY, "the renewal was not answered")
         self._connections.touch()
         return bool(reply.TTL > 0)
 
