@@ -29,7 +29,14 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
-from elastic.membership.records import FailureReport, Node, NodeState, World, WorldState, encode
+from elastic.membership.records import (
+    FailureReport,
+    Node,
+    NodeState,
+    WorldRecord,
+    WorldState,
+    encode,
+)
 from elastic.membership.step_rate import StepRate
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import STORE
@@ -68,7 +75,7 @@ class Workers:
         self._left: set[int] = set()
         self._entered: dict[int, int] = {}  # pid to generation
         self._starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
-        self._pushed: World | None = None  # the newest world they were told
+        self._pushed: WorldRecord | None = None  # the newest world they were told
         self._failure_report: FailureReport | None = None  # to be written, or written
         self._trouble_written = False
         self._has_parted = False  # told to leave: their ends are no deaths
@@ -253,12 +260,12 @@ class Workers:
         known = [w.generation for w in (running, pushed) if w is not None and self._is_in(w)]
         return max([*known, self._node.arrived_for])
 
-    def _is_in(self, world: World) -> bool:
+    def _is_in(self, world: WorldRecord) -> bool:
         return self._node.node_id in world.node_ids
 
     # ── what they are told ───────────────────────────────────────────────────────────────
 
-    def learn(self, world: World | None) -> None:
+    def learn(self, world: WorldRecord | None) -> None:
         """The newest world: hand it on if it concerns workers that need no restart."""
         node = self._node
         if world is None or not node.in_process:
@@ -310,11 +317,11 @@ class Workers:
         self._pushed = None
         self._at.status.to_replace.clear()
 
-    def _send(self, world: World, to: Worker | None) -> None:
+    def _send(self, world: WorldRecord, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):
             self._server.send(self._message(world, worker), worker)
 
-    def _message(self, world: World, worker: Worker) -> WorldMessage:
+    def _message(self, world: WorldRecord, worker: Worker) -> WorldMessage:
         node = self._node
         # A world of the other mode is entered by a restart: to these processes it is the end.
         runs_it = node.running is not None and node.running.generation == world.generation
@@ -369,7 +376,9 @@ class Workers:
         self._at.post(ChangeNode(lambda node: node))
 
 
-def _nodes_of(world: World | None, generation: int, ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _nodes_of(
+    world: WorldRecord | None, generation: int, ranks: tuple[int, ...]
+) -> tuple[str, ...]:
     """The nodes that run these ranks of that generation."""
     if world is None or world.generation != generation:
         return ()

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.membership.records import Done, Node, NodeState, World, WorldState
+from elastic.membership.records import Done, Node, NodeState, WorldRecord, WorldState
 from elastic.node.status import NodeStatus
 
 
@@ -57,7 +57,7 @@ def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> HealthStat
 
 
 def readiness(
-    node: Node, world: World | None, done: Done | None, *, is_parked: bool
+    node: Node, world: WorldRecord | None, done: Done | None, *, is_parked: bool
 ) -> HealthStatus:
     """Whether this node's workers are in the present world."""
     is_ready, reason = _standing(node, world, done)
@@ -78,7 +78,7 @@ def readiness(
     return HealthStatus(is_ready, reason, details)
 
 
-def _standing(node: Node, world: World | None, done: Done | None) -> tuple[bool, str]:
+def _standing(node: Node, world: WorldRecord | None, done: Done | None) -> tuple[bool, str]:
     if done is not None:
         return False, f"the job has ended: {done.outcome.value}: {done.reason}"
     if (said := _NOT_IN_A_WORLD.get(node.state)) is not None:

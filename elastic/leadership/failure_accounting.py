@@ -13,7 +13,7 @@ from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
 from elastic.membership.member_status import MemberStatus
-from elastic.membership.records import BreakageRecord, Cause, FailureRecord, World
+from elastic.membership.records import BreakageRecord, Cause, FailureRecord, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
 
@@ -61,7 +61,7 @@ class FailureAccounting:
         """Node id or name -> until when it is left out."""
         return self._flaps.cooling(now)
 
-    def remember(self, world: World | None, now: float, wall_s: float) -> None:
+    def remember(self, world: WorldRecord | None, now: float, wall_s: float) -> None:
         """Begin a term with what the last leader knew. (A leader whose own workers fail hands
         leadership over: without this, their failures would never add up.)"""
         self._breakages = [
@@ -87,7 +87,7 @@ class FailureAccounting:
         """A node that was given up as dead answers."""
         self._flaps.found(name)
 
-    def formed(self, before: World | None, world: World, now: float) -> None:
+    def formed(self, before: WorldRecord | None, world: WorldRecord, now: float) -> None:
         """A world was written: remember who came into a running job."""
         horizon = now - self._cool_down_s
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}

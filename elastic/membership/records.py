@@ -110,7 +110,7 @@ class BreakageRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class WorldRecord:
     """The agreed world: key ``world``. Only compare-and-swap writes it."""
 
     generation: int
@@ -170,7 +170,7 @@ class Node:
     max_nodes: int
     library: str  # torch-elastic-harness version
     torch: str
-    running: World | None  # the world record its workers run, for a wiped etcd
+    running: WorldRecord | None  # the world record its workers run, for a wiped etcd
     arrived_for: int  # the last generation this node is done with, when arrived
     failure: str | None  # what its workers ended with, when it arrived after a failure
     failure_exit_code: int | None
@@ -238,8 +238,8 @@ class Secret:
     version: int = RECORD_VERSION
 
 
-Record = World | Node | Leader | FailureReport | Done | Secret
-R = TypeVar("R", World, Node, Leader, FailureReport, Done, Secret)
+Record = WorldRecord | Node | Leader | FailureReport | Done | Secret
+R = TypeVar("R", WorldRecord, Node, Leader, FailureReport, Done, Secret)
 
 
 def encode(record: Record) -> bytes:
@@ -320,13 +320,13 @@ def _nonsense(record: object) -> str | None:
             return f"memory_port={port}, expected 0 to 65535"
         case Node(ports=ports) if not ports or not all(0 <= p < 65536 for p in ports):
             return f"ports={_shown.repr(list(ports))}, expected at least one, each below 65536"
-        case Node(min_nodes=low, max_nodes=high) | World(min_nodes=low, max_nodes=high) if not (
-            1 <= low <= high
-        ):
+        case (
+            Node(min_nodes=low, max_nodes=high) | WorldRecord(min_nodes=low, max_nodes=high)
+        ) if not (1 <= low <= high):
             return f"min_nodes={low} and max_nodes={high}, expected 1 <= min <= max"
-        case World(generation=generation) if generation < 1:
+        case WorldRecord(generation=generation) if generation < 1:
             return f"generation={generation}, expected at least 1"
-        case World() if len(set(record.node_ids)) < len(record.members):
+        case WorldRecord() if len(set(record.node_ids)) < len(record.members):
             return "a member stands twice in the world"
     return None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.membership.records import Cause, World
+from elastic.membership.records import Cause, WorldRecord
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
@@ -80,7 +80,7 @@ def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
 
 
-def is_planned(world: World | None) -> bool:
+def is_planned(world: WorldRecord | None) -> bool:
     return world is not None and world.switch_at_step is not None
 
 

@@ -13,7 +13,7 @@ from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
 from elastic.membership.failure_budget import StopJob
 from elastic.membership.member_status import classify_members
-from elastic.membership.records import FailureReport, NodeState, World
+from elastic.membership.records import FailureReport, NodeState, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
 
@@ -22,11 +22,11 @@ SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
 
 
-def runs(name: str, group: World) -> NodeView:
+def runs(name: str, group: WorldRecord) -> NodeView:
     return seen(node(name, NodeState.READY, in_process=True, running=group, arrived_for=1))
 
 
-def out(name: str, group: World, code: int = 1) -> NodeView:
+def out(name: str, group: WorldRecord, code: int = 1) -> NodeView:
     return seen(node(name, arrived_for=group.generation, failure="boom", exit_code=code))
 
 

@@ -17,7 +17,7 @@ from elastic.clock import ManualClock
 from elastic.errors import ConfigError
 from elastic.health.endpoints import HealthStatus, liveness, readiness
 from elastic.health.server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
-from elastic.membership.records import Done, Node, NodeState, Outcome, World, WorldState
+from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.node.watchdog import Watchdog
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
@@ -50,7 +50,7 @@ def ended(outcome: Outcome, exit_code: int) -> Done:
     ],
 )
 def test_a_node_whose_workers_are_in_the_world_is_ready(
-    n: Node, newest: World | None, said: str
+    n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
     assert verdict.is_ok
@@ -71,7 +71,7 @@ def test_a_node_whose_workers_are_in_the_world_is_ready(
     ],
 )
 def test_a_node_whose_workers_are_not_in_the_world_says_why(
-    n: Node, newest: World | None, said: str
+    n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
     assert not verdict.is_ok

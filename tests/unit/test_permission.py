@@ -18,7 +18,7 @@ from elastic.config import AgentOptions
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
 from elastic.membership.decision import Policy
-from elastic.membership.records import Done, Keys, NodeState, Outcome, World
+from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
@@ -144,14 +144,14 @@ def test_a_node_that_the_job_goes_on_without_extends_nothing(
     assert agent.turns() is None
 
 
-def switching(*names: str, at: int | None) -> World:
+def switching(*names: str, at: int | None) -> WorldRecord:
     return world(*names, generation=8, mode="in-process", switch_at_step=at)
 
 
 @pytest.mark.parametrize(
     "newer", [switching("n1", "n2", at=None), switching("n1", "n2", at=9), switching("n2", at=9)]
 )
-def test_a_world_to_change_to_extends_it(newer: World) -> None:
+def test_a_world_to_change_to_extends_it(newer: WorldRecord) -> None:
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0

@@ -20,7 +20,7 @@ from elastic.membership.records import (
     Node,
     Record,
     Secret,
-    World,
+    WorldRecord,
     decode,
     encode,
 )
@@ -71,7 +71,7 @@ def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
 
 
 any_record = st.one_of(
-    *(records(cls) for cls in (World, Node, Leader, FailureReport, Done, Secret))
+    *(records(cls) for cls in (WorldRecord, Node, Leader, FailureReport, Done, Secret))
 )
 
 
@@ -142,10 +142,10 @@ def changed(data: dict[str, Any], path: str, value: Any) -> bytes:
     return json.dumps(copy).encode()
 
 
-def refused(cls: type[World] | type[Node] | type[Leader], value: bytes) -> str:
+def refused(cls: type[WorldRecord] | type[Node] | type[Leader], value: bytes) -> str:
     """The message of the refusal; every one names the key."""
     with pytest.raises(RecordError) as caught:
-        decode(cast("type[World]", cls), KEY, value)
+        decode(cast("type[WorldRecord]", cls), KEY, value)
     assert caught.value.message.startswith(f"{KEY}: ")
     assert caught.value.hint
     assert len(caught.value.message) < 500
@@ -153,28 +153,28 @@ def refused(cls: type[World] | type[Node] | type[Leader], value: bytes) -> str:
 
 
 def test_the_samples_are_good() -> None:
-    assert decode(World, KEY, json.dumps(WORLD).encode()).members[0].process.pid == 2
+    assert decode(WorldRecord, KEY, json.dumps(WORLD).encode()).members[0].process.pid == 2
     assert decode(Leader, KEY, json.dumps(LEADER).encode()).address == "h"
 
 
 def test_an_integer_is_a_time_too() -> None:
-    assert decode(World, KEY, changed(WORLD, "time_s", 3)).time_s == 3.0
+    assert decode(WorldRecord, KEY, changed(WORLD, "time_s", 3)).time_s == 3.0
 
 
 @pytest.mark.parametrize("path", ["colour", "members.0.colour", "members.0.process.colour"])
 def test_unknown_field(path: str) -> None:
-    assert "unknown 'colour'" in refused(World, changed(WORLD, path, "red"))
+    assert "unknown 'colour'" in refused(WorldRecord, changed(WORLD, path, "red"))
 
 
 @pytest.mark.parametrize("field", sorted(WORLD))
 def test_missing_field(field: str) -> None:
     rest = {k: v for k, v in WORLD.items() if k != field}
-    assert f"missing '{field}'" in refused(World, json.dumps(rest).encode())
+    assert f"missing '{field}'" in refused(WorldRecord, json.dumps(rest).encode())
 
 
 def test_missing_field_inside_says_where() -> None:
     member = {k: v for k, v in MEMBER.items() if k != "role"}
-    said = refused(World, changed(WORLD, "members", [MEMBER, member]))
+    said = refused(WorldRecord, changed(WORLD, "members", [MEMBER, member]))
     assert "members[1]: missing 'role'" in said
 
 
@@ -202,7 +202,7 @@ def test_missing_field_inside_says_where() -> None:
     ],
 )
 def test_wrong_type(path: str, value: Any, expected: str) -> None:
-    said = refused(World, changed(WORLD, path, value))
+    said = refused(WorldRecord, changed(WORLD, path, value))
     assert expected in said
     assert path.split(".")[-1] in said
 
@@ -218,7 +218,7 @@ def test_wrong_type(path: str, value: Any, expected: str) -> None:
     ],
 )
 def test_right_type_without_meaning(path: str, value: Any, said: str) -> None:
-    assert said in refused(World, changed(WORLD, path, value))
+    assert said in refused(WorldRecord, changed(WORLD, path, value))
 
 
 @given(records(Node), st.sampled_from([[], [70000], [-1]]))
@@ -230,7 +230,7 @@ def test_a_node_without_usable_ports(node: Node, ports: list[int]) -> None:
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
 def test_another_version(version: Any) -> None:
-    said = refused(World, changed(WORLD, "version", version))
+    said = refused(WorldRecord, changed(WORLD, "version", version))
     assert f"record version {version!r}, this library reads 1" in said
 
 
@@ -239,20 +239,20 @@ def test_another_version_is_named_before_its_unknown_fields() -> None:
     assert "record version 2" in refused(Leader, newer)
 
 
-@given(records(Node), records(World))
-def test_another_version_inside_a_record(node: Node, world: World) -> None:
+@given(records(Node), records(WorldRecord))
+def test_another_version_inside_a_record(node: Node, world: WorldRecord) -> None:
     data = json.loads(encode(node)) | {"running": json.loads(encode(world)) | {"version": 2}}
     assert "record version 2" in refused(Node, json.dumps(data).encode())
 
 
 @pytest.mark.parametrize("version", [1.0, True])
 def test_a_version_that_merely_equals_one(version: Any) -> None:
-    assert "version=" in refused(World, changed(WORLD, "version", version))
+    assert "version=" in refused(WorldRecord, changed(WORLD, "version", version))
 
 
 @pytest.mark.parametrize("value", [b"[]", b"3", b'"x"', b"null", b"true"])
 def test_json_that_is_no_object(value: bytes) -> None:
-    assert "not an object" in refused(World, value)
+    assert "not an object" in refused(WorldRecord, value)
 
 
 @pytest.mark.parametrize(
@@ -272,21 +272,21 @@ def test_json_that_is_no_object(value: bytes) -> None:
     ids=lambda value: repr(value[:12]),
 )
 def test_what_is_not_json(value: bytes) -> None:
-    assert "is not JSON" in refused(World, value)
+    assert "is not JSON" in refused(WorldRecord, value)
 
 
 def test_a_number_beyond_all_floats() -> None:
-    assert "finite" in refused(World, json.dumps(WORLD).replace("1.5", "1e999").encode())
+    assert "finite" in refused(WorldRecord, json.dumps(WORLD).replace("1.5", "1e999").encode())
 
 
 def test_deep_nesting_in_a_field() -> None:
     deep = json.dumps(WORLD).replace('"ab"', "[" * 900 + "]" * 900).encode()
-    assert "nonce" in refused(World, deep)
+    assert "nonce" in refused(WorldRecord, deep)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_bytes(value: bytes) -> None:
-    refused(World, value)
+    refused(WorldRecord, value)
 
 
 json_values = st.recursive(
@@ -300,7 +300,7 @@ json_values = st.recursive(
 def test_any_value_in_any_field_is_read_or_refused(field: str, value: Any) -> None:
     data = json.dumps(WORLD | {field: value}).encode()
     try:
-        world = decode(World, KEY, data)
+        world = decode(WorldRecord, KEY, data)
     except RecordError as error:
         assert error.message.startswith(f"{KEY}: ")
     else:
