@@ -28,6 +28,7 @@ from elastic.membership.records import (
 KEY = "/elastic/job/world"
 
 words = st.text(max_size=12)
+whole = st.integers(-(10**18), 10**18)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 limits = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1]))
 # What the types alone would draw, narrowed to what a record may mean.
@@ -55,7 +56,7 @@ def records(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
-    plain = {str: words, float: numbers, bool: st.booleans(), int: st.integers()}
+    plain = {str: words, float: numbers, bool: st.booleans(), int: whole}
     if name in meanings:
         return meanings[name]
     if hint == tuple[Member, ...]:
@@ -185,16 +186,15 @@ def test_missing_field_inside_says_where() -> None:
         ("generation", 7.0, "int"),
         ("generation", True, "int"),
         ("generation", None, "int"),
-        ("members", {}, "a list"),
-        ("members", None, "a list"),
-        ("members", ["n1"], "an object"),
-        ("members.0.process", [], "an object"),
+        ("members", {}, "array"),
+        ("members", None, "array"),
+        ("members", ["n1"], "object"),
+        ("members.0.process", [], "object"),
         ("members.0.process.pid", "2", "int"),
         ("lineage", ["5"], "int"),
         ("nonce", 3, "str"),
-        ("time_s", "now", "a number"),
-        ("time_s", True, "a number"),
-        ("time_s", 10**400, "a finite number"),
+        ("time_s", "now", "float"),
+        ("time_s", True, "float"),
         ("switch_at_step", "soon", "int"),
         ("state", "sleepy", "one of: active, paused"),
         ("state", [], "one of: active, paused"),
@@ -205,6 +205,7 @@ def test_wrong_type(path: str, value: Any, expected: str) -> None:
     said = refused(WorldRecord, changed(WORLD, path, value))
     assert expected in said
     assert path.split(".")[-1] in said
+    assert f"={value!r}, " in said or f"={value[0]!r}, " in said
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,8 @@ def test_right_type_without_meaning(path: str, value: Any, said: str) -> None:
 def test_a_node_without_usable_ports(node: Node, ports: list[int]) -> None:
     """Its port would be picked by ``generation % len(ports)`` on the leader."""
     data = json.loads(encode(node)) | {"ports": ports}
-    assert "ports=" in refused(Node, json.dumps(data).encode())
+    said = refused(Node, json.dumps(data).encode())
+    assert "has ports" in said and str(ports[0] if ports else ports) in said
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
@@ -262,8 +264,6 @@ def test_json_that_is_no_object(value: bytes) -> None:
         b"{",
         b"\xff\xfe\x00",
         b"\x80\x81",
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
         json.dumps(WORLD).encode() + b"x",
         json.dumps(WORLD).replace("1.5", "NaN").encode(),
         json.dumps(WORLD).replace("1.5", "-Infinity").encode(),
@@ -275,13 +275,23 @@ def test_what_is_not_json(value: bytes) -> None:
     assert "is not JSON" in refused(WorldRecord, value)
 
 
-def test_a_number_beyond_all_floats() -> None:
-    assert "finite" in refused(WorldRecord, json.dumps(WORLD).replace("1.5", "1e999").encode())
+def test_numbers_beyond_all_floats_and_integers_of_many_digits() -> None:
+    said = refused(WorldRecord, json.dumps(WORLD).replace("1.5", "1e999").encode())
+    assert "1e999 is not a finite number" in said
+    assert "401 digits" in refused(WorldRecord, changed(WORLD, "time_s", 10**400))
 
 
-def test_deep_nesting_in_a_field() -> None:
-    deep = json.dumps(WORLD).replace('"ab"', "[" * 900 + "]" * 900).encode()
-    assert "nonce" in refused(WorldRecord, deep)
+@pytest.mark.parametrize("value", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_deep_nesting(value: bytes) -> None:
+    assert "nested more than" in refused(WorldRecord, value)
+
+
+def test_nesting_in_a_field() -> None:
+    def nested(depth: int) -> bytes:
+        return json.dumps(WORLD).replace('"ab"', "[" * depth + "]" * depth).encode()
+
+    assert "nonce=[[" in refused(WorldRecord, nested(9))
+    assert "nested more than" in refused(WorldRecord, nested(900))
 
 
 @given(st.binary(max_size=200))
