@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from elastic.agent.messages import ChangeNode
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
@@ -38,6 +38,7 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.membership.step_rate import StepRate
+from elastic.messages.world import RankAssignment, WorldSpec, derive
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import STORE
 from elastic.store.keyvalue import Lease
@@ -327,25 +328,20 @@ class Workers:
         runs_it = node.running is not None and node.running.generation == world.generation
         is_member = node.node_id in world.node_ids and (world.mode == IN_PROCESS or runs_it)
         return WorldMessage(
-            generation=world.generation,
-            nonce=world.nonce,
-            member=is_member,
-            rank=world.first_rank_of(node.node_id) + worker.local_rank if is_member else 0,
-            size=world.size,
-            local_rank=worker.local_rank,
-            local_size=node.nproc,
+            world=derive(WorldSpec, world),
+            assignment=self._assignment(world, worker) if is_member else None,
             node_rank=world.node_ids.index(node.node_id) if is_member else 0,
             nodes=len(world.members),
-            store_host=world.store_host,
-            store_port=world.store_port,
             store_key=self._at.secret.key(STORE).text,
-            store_tls=astuple(tls.files) if (tls := self._at.tls) is not None else (),
-            switch_at_step=world.switch_at_step,
-            state="paused" if world.state is WorldState.PAUSED else "active",
-            lineage=world.lineage,
-            cause=world.cause.value,
-            reason=world.reason,
-            committed_step=world.committed_step,
+            store_tls=tls.files if (tls := self._at.tls) is not None else None,
+        )
+
+    def _assignment(self, world: WorldRecord, worker: Worker) -> RankAssignment:
+        return RankAssignment(
+            rank=world.first_rank_of(self._node.node_id) + worker.local_rank,
+            size=world.size,
+            local_rank=worker.local_rank,
+            local_size=self._node.nproc,
         )
 
     # ── what the store is told ───────────────────────────────────────────────────────────

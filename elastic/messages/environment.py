@@ -15,6 +15,8 @@ from elastic.errors import ConfigError
 from elastic.messages.world import RankAssignment, WorldIdentity, derive
 
 WORLD_VARIABLE = "ELASTIC_WORLD"
+# What MASTER_PORT says to a script that builds a group without having a world yet.
+CALL_JOIN = "call elastic.join()"
 
 
 def identity_variable(world: WorldIdentity) -> dict[str, str]:

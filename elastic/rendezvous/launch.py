@@ -32,6 +32,8 @@ from elastic.config import AgentOptions
 from elastic.events import HealthServed
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
+from elastic.messages.environment import identity_variable
+from elastic.messages.world import WorldIdentity
 from elastic.node.address import own_address
 from elastic.node.checkpoint_memory import host_memory
 from elastic.node.identity import current_process
@@ -162,11 +164,9 @@ class Launch:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
 
-    def set_world(self, generation: int, nonce: str, lineage: tuple[int, ...]) -> None:
+    def set_world(self, world: WorldIdentity) -> None:
         """What the workers that are started next are told."""
-        self._variables["ELASTIC_GENERATION"] = str(generation)
-        self._variables["ELASTIC_NONCE"] = nonce
-        self._variables["ELASTIC_LINEAGE"] = ",".join(map(str, lineage))
+        self._variables |= identity_variable(world)
 
     @contextlib.contextmanager
     def starting_workers(self) -> Iterator[Mapping[str, str | None]]:
