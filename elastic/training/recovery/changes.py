@@ -11,12 +11,10 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import Heartbeat, WorldMessage
-from elastic.process_group.group import GroupSpec
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.tls import TlsFiles
+from elastic.messages.world import WorldState
 from elastic.training.recovery.reconfiguration import Recovery
 from elastic.training.step import Step
-from elastic.worker.worlds import Worlds, world_of, write_environment
+from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
 from elastic.world.faults import causes
 
 if TYPE_CHECKING:
@@ -176,7 +174,7 @@ class Changes:
         while True:
             with self._lap("wait_s"):
                 message = self._worlds.next()
-            if not message.member:
+            if message.assignment is None:
                 self._leave_job(message)
             try:
                 self._form(message)
@@ -187,7 +185,7 @@ class Changes:
                 session.end_world(broken=True)
                 continue
             self._worlds.entered(session.job.progress.step)
-            if message.state != "paused":
+            if message.world.state is not WorldState.PAUSED:
                 return
             # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
             session.saver.save(session.job)
@@ -196,21 +194,12 @@ class Changes:
 
     def _form(self, message: WorldMessage) -> None:
         session, worlds = self._session, self._worlds
-        spec = GroupSpec(
-            generation=message.generation,
-            nonce=message.nonce,
-            rank=message.rank,
-            size=message.size,
-            store_host=message.store_host,
-            store_port=message.store_port,
-            store_key=SecretKey.parse(message.store_key),
-            store_tls=TlsFiles(*message.store_tls) if message.store_tls else None,
-        )
+        spec = group_spec(message)
         with self._lap("build_s"):
             session.group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
         write_environment(message)
         with self._lap("agree_s"):
-            world = self.recovery.enter(world_of(message), message.committed_step)
+            world = self.recovery.enter(world_of(message), message.world.committed_step)
         session.begin_world(world)
         if session.commits.has_committed or session.job.progress.step:
             self.recovery.expect_weights()
