@@ -8,9 +8,11 @@ have unknown ones; here they may not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import reprlib
 import typing
+from collections.abc import Iterable
 from enum import Enum
 from types import NoneType
 from typing import Any, TypeVar
@@ -58,6 +60,8 @@ def convert(cls: type[T], data: Json) -> T:
         record = msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
         raise DecodeError(_explain(cls, data, str(error))) from None
+    except UnicodeEncodeError as error:  # half of a surrogate pair, but in a text that is wanted
+        raise DecodeError(f"has {shown(error.object)}, which is not valid Unicode") from None
     _check_fields(data, record, "")
     return record
 
@@ -94,18 +98,24 @@ def _explain(cls: type[Any], data: Json, said: str) -> str:
 
 def _check_fields(data: Any, record: object, path: str) -> None:
     """That the objects in ``data`` have the names of the fields that were made of them."""
-    if dataclasses.is_dataclass(record):
-        names = {field.name for field in dataclasses.fields(record)}
-        if data.keys() != names:
-            raise DecodeError(_differs(path, data.keys() - names, names - data.keys()))
-        for name in names:
-            _check_fields(data[name], getattr(record, name), f"{path}.{name}")
-    elif isinstance(record, tuple):
+    if isinstance(record, tuple):
         for index, item in enumerate(record):
             _check_fields(data[index], item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(record):
+        names = _names_of(type(record))
+        if data.keys() != names:
+            raise DecodeError(_differs(path, data.keys() - names, names - data.keys()))
+        for name, value in data.items():
+            if isinstance(value, (dict, list)):
+                _check_fields(value, getattr(record, name), f"{path}.{name}")
 
 
-def _differs(path: str, unknown: set[str], missing: set[str]) -> str:
+@functools.cache
+def _names_of(cls: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))
+
+
+def _differs(path: str, unknown: Iterable[str], missing: Iterable[str]) -> str:
     names = [
         f"{word} {', '.join(map(shown, sorted(fields)))}"
         for word, fields in (("unknown", unknown), ("missing", missing))

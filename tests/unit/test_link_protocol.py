@@ -139,6 +139,8 @@ def test_a_message_that_lacks_a_field_with_a_default_is_none() -> None:
         b'{"type": "Heartbeat", "generation": 1, "step": 1, "phase": "", "step_time_s": 1e999}',
         b'{"type": "Ready", "type": "Ready"}',
         b'{"type": "Left", "step": Infinity}',
+        b'{"type": "Left", "step": "\\ud800"}',
+        b'{"type": "Left", "step": 1, "\\ud800": 1}',
         b'{"type": "Heartbeat", "generation": 1, "step": 1, "step_time_s": 1, "phase": "%s"}'
         % (b"x" * 4096),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields, is_dataclass
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
@@ -294,13 +295,31 @@ def test_nesting_in_a_field() -> None:
     assert "nested more than" in refused(WorldRecord, nested(900))
 
 
+@pytest.mark.parametrize("path", ["generation", "state", "members.0.nproc", "\ud800"])
+def test_half_a_surrogate_pair_where_no_text_is_expected(path: str) -> None:
+    assert "not valid Unicode" in refused(WorldRecord, changed(WORLD, path, "\ud800"))
+
+
+def test_a_name_of_bytes_that_are_no_text_is_kept() -> None:
+    """Python makes surrogates of them, and they come back from etcd as they are."""
+    odd = changed(WORLD, "members.0.name", os.fsdecode(b"node-\xff"))
+    world = decode(WorldRecord, KEY, odd)
+    assert decode(WorldRecord, KEY, encode(world)) == world
+    assert os.fsencode(world.members[0].name) == b"node-\xff"
+
+
 @given(st.binary(max_size=200))
 def test_garbage_bytes(value: bytes) -> None:
     refused(WorldRecord, value)
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just("\ud800"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
     max_leaves=6,
 )
