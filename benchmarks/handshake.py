@@ -27,13 +27,13 @@ from pathlib import Path
 from measurement import Report, Row
 from recovery_job import a_job
 
+from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Handler
 from elastic.secure_channel.handshake import MAX_FRAME
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.listener import listen
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout

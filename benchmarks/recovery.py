@@ -5,7 +5,7 @@
     python benchmarks/recovery.py --kills 3 --peers 0 --steady 1      less of it
 
 Three nodes on this machine, one worker each, gloo, min 1, max 3, all settings at their defaults
-but ``cool_down_s=0.5``: a node here dies more often than any node should. The script is
+but ``quarantine_s=0.5``: a node here dies more often than any node should. The script is
 benchmarks/scripts/mlp.py: 1.05 million parameters, AdamW, steps of about 20 ms of which 15 are
 sleep. A job lives through 36 events; each comes at a random moment once three nodes train.
 
@@ -16,8 +16,8 @@ kill …, leave
     of any survivor that ends after it and before the next event. Completed steps are the lines of
     the ledger, written by each worker with the wall clock of the one machine.
 join
-    The same, around the world with the newcomer. ``state sent in a join``: the part of it in which
-    a survivor gives the newcomer the state (12.6 MB), by its event.
+    The same, around the world with the joining node. ``state sent in a join``: the part of it in
+    which a survivor gives the joining node the state (12.6 MB), by its event.
 … with 2 data workers
     The same with ``DataLoader(num_workers=2)`` in every rank.
 worker's death reported, workers gone after their agent

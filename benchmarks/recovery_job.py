@@ -115,7 +115,7 @@ class Job:
         ]
 
     def sendings(self) -> list[float]:
-        """How long it took each time to give a newcomer the state."""
+        """How long it took each time to give a joining node the state."""
         journal = read_journal(self.cluster.folder / "journal")
         return [event["duration_s"] for event in journal if event["event"] == "state-sent"]
 
@@ -150,7 +150,7 @@ def a_job(
             args=[f"--loader-workers={loader_workers}", f"--stop={folder / 'stop'}"],
             min_nodes=1,
             max_nodes=3,
-            conf={"cool_down_s": 0.5, "failure_budget": 100_000, **(conf or {})},
+            conf={"quarantine_s": 0.5, "failure_budget": 100_000, **(conf or {})},
         ) as cluster:
             cluster.start_nodes(3)
             yield Job(cluster, suffix, rng)

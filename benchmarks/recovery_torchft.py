@@ -56,7 +56,7 @@ TIGHT = Settings("torchft tight", 200, 200, 10, 1.0, 20)
 
 @dataclass(frozen=True)
 class Event:
-    """What one death, and the newcomer after it, cost; None: no recovery."""
+    """What one death, and the joining node after it, cost; None: no recovery."""
 
     kill_s: float | None
     join_s: float | None

@@ -32,7 +32,7 @@ from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.roots import Root
 from elastic.secure_channel import private_files
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.reports import Report
+from elastic.secure_channel.limits import Report
 from elastic.secure_channel.tls import Tls, TlsFiles
 
 NODE_FILE = "node.json"

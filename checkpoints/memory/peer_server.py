@@ -30,14 +30,13 @@ from checkpoints.format.names import (
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.protocol import ReadableFile
+from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.listener import listen
-from elastic.secure_channel.reports import Report
+from elastic.secure_channel.limits import Limits, Report
 from elastic.secure_channel.tls import Tls
 
 MAX_REQUEST = 16 << 10

@@ -68,7 +68,7 @@ class TieredEngine:
     """One engine per tier. Its one owner closes it.
 
     ``began_at_step``: the step of the state that training resumes from. Other arguments as for
-    :class:`~checkpoints.Engine`.
+    :class:`~checkpoints.Engine`. Raises :class:`ArgumentError` if there are no tiers.
     """
 
     def __init__(

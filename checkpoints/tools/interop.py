@@ -50,8 +50,9 @@ def export_to(
     """Write a verified checkpoint as another format: a file, or DCP's folder.
 
     ``progress`` is called with the number of bytes of each chunk that was read.
-    Raises what :func:`checkpoints.load` and :func:`checkpoints.save` raise, and
-    :class:`ArgumentError` if the target exists.
+    Raises what :func:`checkpoints.load` raises, :class:`ArgumentError` if the target exists,
+    :class:`NotWritable` if its folder does not, and :class:`WriteFailed` if the state cannot be
+    written in that format.
     """
     write = _of(_WRITERS, form)
     final = Path(target)
@@ -81,7 +82,8 @@ def export_to(
 def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = False) -> Any:
     """Read the state from a file or folder of another format, for :func:`checkpoints.save`.
 
-    ``trust`` is required for DCP, whose metadata is a pickle. Raises :class:`LoadError`.
+    ``trust`` is required for DCP, whose metadata is a pickle; without it :class:`ArgumentError` is
+    raised. Raises :class:`ReadFailed`, a :class:`LoadError`, if the source is not of that format.
     """
     read = _of(_READERS, form)
     if form == "dcp" and not trust:

@@ -40,7 +40,7 @@ class IsolationDetector:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this node has stopped for want of etcd: there is nobody to say farewell to."""
+        """Whether this node has stopped because it cannot reach etcd: it has nobody to notify."""
         return self._is_lost
 
     def require(self) -> None:

@@ -26,7 +26,6 @@ from elastic.agent.messages import (
 from elastic.agent.permission import Permission
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
-from elastic.config import AgentOptions
 from elastic.errors import (
     CoordinationError,
     ElasticError,
@@ -57,10 +56,11 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_options import AgentOptions
 
 RETRY_S = 0.5
 IDLE_S = 1.0
-FAREWELL_S = 2.0  # how long a leaving node waits for the world without it
+EXIT_GRACE_S = 2.0  # how long a leaving node waits for the world without it
 
 
 class NodeLoop:
@@ -266,7 +266,7 @@ class NodeLoop:
             case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._close_by_s = self._at.clock.monotonic() + FAREWELL_S
+                self._close_by_s = self._at.clock.monotonic() + EXIT_GRACE_S
 
     def _duties(self) -> None:
         now = self._at.clock.monotonic()

@@ -1,4 +1,4 @@
-"""What arrives in the node's inbox, besides a leader's own (leadership.py, succession.py)."""
+"""What arrives in the node's inbox, besides a leader's own (leadership/)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ holds its lease, and no world has been formed without its node. Time is CLOCK_BO
 on while processes are frozen and the machine sleeps, and is the same for agent and workers.
 
 etcd is not needed to keep a grant, only to extend it: an outage shorter than ``takeover_s / 2``,
-after which the agent stops its workers itself (contact.py), is not noticed here.
+after which the agent stops its workers itself (isolation.py), is not noticed here.
 
 Workers that have said hello wait when their permission is over, and go on when it is renewed. Those
 of scripts that know nothing of us are ended by the guard.

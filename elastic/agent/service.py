@@ -15,7 +15,6 @@ from elastic.agent.messages import ChangeNode, WorkersStart
 from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.config import AgentOptions
 from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.health.endpoints import Routes, routes_of
@@ -35,6 +34,7 @@ from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_options import AgentOptions
 
 # Main-thread waits are sliced so that signal handlers run.
 SLICE_S = 0.2

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"`{self.prog} -h` tells more")
+        raise ConfigError(message, hint=f"`{self.prog} -h` shows its options")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     prune.add_argument("--keep", type=int, metavar="N", help="keep the N newest")
     prune.add_argument("--every", type=int, metavar="STEPS", help="and every multiple of STEPS")
     sure = prune.add_mutually_exclusive_group()
-    sure.add_argument("--yes", action="store_true", help="really remove them")
-    sure.add_argument("--dry-run", action="store_true", help="only say which")
+    sure.add_argument("--yes", action="store_true", help="remove them")
+    sure.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     export = add("export", _export, "write one in another format")
     export.add_argument("name")
     export.add_argument("target")

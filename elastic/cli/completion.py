@@ -52,4 +52,4 @@ def parser() -> argparse.ArgumentParser:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic completion -h` tells more")
+        raise ConfigError(message, hint="`elastic completion -h` shows its options")

@@ -21,7 +21,6 @@ import tenacity
 
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
-from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Keys, Outcome, decode
 from elastic.store.etcd.options import etcd_config
@@ -33,6 +32,7 @@ from elastic.store.keyvalue import (
     Reset,
     WatchEvent,
 )
+from elastic.tuning.agent_options import AgentOptions, read_options
 
 BACKOFF_CAP_S = 30.0
 TERMINATED = 128 + signal.SIGTERM
@@ -155,7 +155,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "--rdzv-endpoint",
         default=environ.get("PET_RDZV_ENDPOINT"),
         metavar="HOST:PORT",
-        help="etcd, as torchrun is told it (default: PET_RDZV_ENDPOINT)",
+        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
     )
     parser.add_argument(
         "--run-id",
@@ -168,12 +168,12 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "--rdzv-conf",
         default=environ.get("PET_RDZV_CONF", ""),
         metavar="KEY=VALUE,...",
-        help="options, as torchrun takes them (default: PET_RDZV_CONF)",
+        help="options, in torchrun's format (default: PET_RDZV_CONF)",
     )
     parser.add_argument(
         "--keep-failed",
         action="store_true",
-        help="leave the pods of a failed job parked, for a look at them",
+        help="leave the pods of a failed job parked, to inspect them",
     )
     parser.add_argument(
         "--credentials",

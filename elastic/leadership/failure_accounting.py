@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.config import AgentOptions
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
@@ -16,6 +15,7 @@ from elastic.membership.member_status import MemberStatus
 from elastic.membership.records import BreakageRecord, Cause, FailureRecord, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
+from elastic.tuning.agent_options import AgentOptions
 
 # What a world's record remembers: enough to tell three times in a row, bounded in size.
 _REMEMBERED = 16
@@ -44,22 +44,22 @@ class FailureAccounting:
     """Charged with every broken world; asked who cools down."""
 
     def __init__(self, options: AgentOptions) -> None:
-        self._cool_down_s = options.cool_down_s
+        self._quarantine_s = options.quarantine_s
         self._policy = budget.BudgetPolicy(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
             healthy_s=options.healthy_s,
         )
         self._breakages: list[budget.Breakage] = []
-        self._flaps = budget.FlapTracker(budget.FlapPolicy(cool_down_s=options.cool_down_s))
+        self._flaps = budget.FlapTracker(budget.FlapPolicy(quarantine_s=options.quarantine_s))
         self._builds = FailedBuilds()
         self._joined_s: dict[str, float] = {}  # node_id -> when it came into a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
         self._charged = 0  # the newest generation that was charged
 
-    def cooling(self, now: float) -> dict[str, float]:
+    def quarantined(self, now: float) -> dict[str, float]:
         """Node id or name -> until when it is left out."""
-        return self._flaps.cooling(now)
+        return self._flaps.quarantined(now)
 
     def remember(self, world: WorldRecord | None, now: float, wall_s: float) -> None:
         """Begin a term with what the last leader knew. (A leader whose own workers fail hands
@@ -89,7 +89,7 @@ class FailureAccounting:
 
     def formed(self, before: WorldRecord | None, world: WorldRecord, now: float) -> None:
         """A world was written: remember who came into a running job."""
-        horizon = now - self._cool_down_s
+        horizon = now - self._quarantine_s
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
         if before is not None and before.members and world.mode == "in-process":
             self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
@@ -135,10 +135,10 @@ class FailureAccounting:
         return None if before is None else self._step - before
 
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
-        """A crash-looping newcomer may disturb a healthy job once per cool-down.
+        """A crash-looping joining node may disturb a healthy job once per quarantine.
 
         Before the switch it cools down whatever ended it, afterwards if it failed by itself
-        within a cool-down: a node that somebody killed may come back at once.
+        within a quarantine: a node that somebody killed may come back at once.
         """
         members = broken.members
         failed = {f.node_id: f for f in broken.failures}
@@ -147,7 +147,7 @@ class FailureAccounting:
         lost = {g.node_id for g in members.gone if g.cause is Cause.LOST}
         for node_id in out | lost:
             joined_s = self._joined_s.get(node_id)
-            if joined_s is None or now - joined_s >= self._cool_down_s:
+            if joined_s is None or now - joined_s >= self._quarantine_s:
                 continue
             failure = failed.get(node_id)
             by_itself = failure is not None and failure.exit_code not in _FROM_OUTSIDE

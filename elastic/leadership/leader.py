@@ -233,8 +233,8 @@ class Leadership:
         return self._act(decision, entry, now)
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
-        cooling = self._accounting.cooling(now)
-        return self.roster.view(entry.world, entry.since_s, done=done, cooling=cooling)
+        quarantined = self._accounting.quarantined(now)
+        return self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
 
     def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
         """After a wipe: the highest world that any node runs goes back into the store."""

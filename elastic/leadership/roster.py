@@ -256,7 +256,7 @@ class Roster:
         world_since_s: float,
         *,
         done: Done | None,
-        cooling: Mapping[str, float],
+        quarantined: Mapping[str, float],
     ) -> View:
         """Everything for ``decide``."""
         nodes, missing = [], []
@@ -283,7 +283,7 @@ class Roster:
             nodes=tuple(nodes),
             missing=tuple(missing),
             done=done,
-            cooling=cooling,
+            quarantined=quarantined,
             failure_reports=tuple(report for report, _ in self._failure_reports.values()),
             failing_since_s=self._failing_since_s(world),
         )

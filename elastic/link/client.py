@@ -39,7 +39,7 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
 
 CONNECT_WITHIN_S = 10.0
-LAST_WORDS_WITHIN_S = 0.5  # what close() waits for an agent that does not read
+SENT_WITHIN_S = 0.5  # what close() waits for an agent that does not read
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect again
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
@@ -224,7 +224,7 @@ class LinkClient:
         try:
             while not self._closing:
                 self._turn()
-            self._say_last_words()
+            self._send_what_is_queued()
         except Exception:  # noqa: BLE001  logged, and the worker ends
             get_logger().exception("the link to the agent broke; the worker ends")
             self._on_agent_death()
@@ -303,8 +303,8 @@ class LinkClient:
             os.rmdir(os.path.dirname(self._path))
         self._on_agent_death()
 
-    def _say_last_words(self) -> None:
-        until_s = self._clock.monotonic() + LAST_WORDS_WITHIN_S
+    def _send_what_is_queued(self) -> None:
+        until_s = self._clock.monotonic() + SENT_WITHIN_S
         while self._socket is not None and not self._outbox.flush(wait_s=0.01):
             left_s = until_s - self._clock.monotonic()
             events = _poll({self._socket.fileno(): select.POLLOUT}, left_s)

@@ -31,12 +31,12 @@ from elastic.link.protocol import (
     encode,
 )
 from elastic.secure_channel import private_files
+from elastic.secure_channel.acceptor import listen_on_path
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.listener import listen_on_path
 from elastic.telemetry.log import get_logger
 
 LIMITS = Limits(

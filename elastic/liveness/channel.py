@@ -21,12 +21,12 @@ from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.secure_channel import strict_json
+from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.listener import listen
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
 

@@ -4,9 +4,9 @@
 with its cause in words, what it waits for and until when, or that the job is over. No clock,
 no I/O, no randomness: equal arguments give equal answers.
 
-Its words are in ``view.py``. Members are sorted in ``standing.py``, nodes from outside in
-``joining_nodes.py``; what follows when somebody goes on is in ``succession.py``, when nobody does
-here.
+Arguments and answers are in ``view.py``. ``member_status.py`` classifies the members of the
+current world, ``joining_nodes.py`` the nodes outside it. ``surviving_world.py`` decides if a member
+survives; if none does, this module does.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _gather(
     nodes = candidates.eligible[: reference.max_nodes]
     if len(nodes) < max(1, reference.min_nodes):
         reason = f"{why}{count(nodes)} of at least {reference.min_nodes} nodes arrived"
-        return Wait(reason=also(reason, candidates), until_s=candidates.cooling_until_s)
+        return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
     until = max(n.state_since_s for n in nodes) + policy.last_call_s
     if len(nodes) < reference.max_nodes and now < until:
         reason = (

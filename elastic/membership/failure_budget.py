@@ -153,12 +153,12 @@ def _what(breakage: Breakage) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlapPolicy:
-    """How often a node may be lost or accused before it is left out for ``cool_down_s``."""
+    """How often a node may be lost or accused before it is left out for ``quarantine_s``."""
 
     losses: int = 3
     accusations: int = 3
     flap_window_s: float = 120.0
-    cool_down_s: float = 60.0
+    quarantine_s: float = 60.0
 
 
 class FlapTracker:
@@ -201,17 +201,17 @@ class FlapTracker:
             self.cool(node, now)
             self._accusations = []
 
-    def cooling(self, now: float) -> dict[str, float]:
+    def quarantined(self, now: float) -> dict[str, float]:
         """Name or id -> until when."""
         return {node: until for node, until in self._until.items() if now < until}
 
     def cool(self, node: str, now: float) -> None:
-        """Leave this node out for ``cool_down_s``. ``node`` is a name, or an id where the node
+        """Leave this node out for ``quarantine_s``. ``node`` is a name, or an id where the node
         lives on: several agents of one machine may have one name."""
-        self._until[node] = now + self._policy.cool_down_s
+        self._until[node] = now + self._policy.quarantine_s
 
     def _forget(self, now: float) -> None:
         # Names of nodes that come and go for weeks must not pile up.
         horizon = now - self._policy.flap_window_s
         self._losses = {n: t for n, t in self._losses.items() if t[-1] >= horizon}
-        self._until = self.cooling(now)
+        self._until = self.quarantined(now)

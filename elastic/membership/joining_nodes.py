@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic.config import NODE_TLS
 from elastic.membership.records import Node, NodeState, WorldRecord
 from elastic.membership.view import Liveness, NodeView, View
+from elastic.tuning.agent_options import NODE_TLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class JoiningNodes:
     """Nodes outside the current world, and why some of them are not counted."""
 
     eligible: tuple[NodeView, ...]  # oldest first
-    cooling_until_s: float | None  # when the first of those that cool down is eligible again
+    quarantine_ends_s: float | None  # when the first of those in quarantine is eligible again
     passed_over: tuple[str, ...]  # a sentence for each live node that is not counted
 
 
@@ -75,7 +75,7 @@ def find_joining_nodes(
     members = set(view.world.node_ids) if view.world else set()
     eligible, passed_over, ends = [], [], []
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
-        until = cooling_until(n.node, view.cooling)
+        until = quarantined_until(n.node, view.quarantined)
         if n.liveness is Liveness.DEAD or not _can_come(n.node, in_process):
             continue
         if sentence := refusal(n.node, reference):
@@ -89,14 +89,14 @@ def find_joining_nodes(
             eligible.append(n)
     return JoiningNodes(
         eligible=tuple(eligible),
-        cooling_until_s=min(ends, default=None),
+        quarantine_ends_s=min(ends, default=None),
         passed_over=tuple(passed_over),
     )
 
 
-def cooling_until(node: Node, cooling: Mapping[str, float]) -> float | None:
-    """When the cool-down of this node's id or name ends, if there is one."""
-    ends = [cooling[key] for key in (node.node_id, node.name) if key in cooling]
+def quarantined_until(node: Node, quarantined: Mapping[str, float]) -> float | None:
+    """When the quarantine of this node's id or name ends, if there is one."""
+    ends = [quarantined[key] for key in (node.node_id, node.name) if key in quarantined]
     return max(ends, default=None)
 
 

@@ -73,7 +73,7 @@ class MemberStatus:
         """Who goes on, in rank order.
 
         In-process members do not wait for one that restarts its workers: it comes back as a
-        newcomer once it is ready. If nobody runs any more, all restart together.
+        joining node once it is ready. If nobody runs any more, all restart together.
         """
         if self.in_process:
             return self.running

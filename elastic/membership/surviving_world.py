@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from elastic.membership.joining_nodes import JoiningNodes, cooling_until, find_joining_nodes
+from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
 from elastic.membership.member_status import MemberStatus
 from elastic.membership.proposal import also, count, names, propose, verb
 from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
@@ -58,7 +58,7 @@ class SurvivingWorld:
 
     def _candidates(self) -> JoiningNodes:
         if self.status.finished:  # the job is ending
-            return JoiningNodes(eligible=(), cooling_until_s=None, passed_over=())
+            return JoiningNodes(eligible=(), quarantine_ends_s=None, passed_over=())
         in_process = self.status.in_process
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
 
@@ -76,7 +76,7 @@ class SurvivingWorld:
         Building a world with a node that is probably dead costs more than that wait, and
         nobody is thrown out for being slow to answer. But a suspect that keeps renewing its
         lease while the leader cannot reach it would block a broken job for ever: after
-        ``suspect_s`` it is left out, if the others suffice. A mere newcomer is no reason to.
+        ``suspect_s`` it is left out, if the others suffice. a joining node alone is no reason to.
         """
         survivors = self.status.survivors
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
@@ -122,14 +122,14 @@ class SurvivingWorld:
         until_s = since_s + self.policy.trouble_settle_s
         return until_s if self.now < until_s else None
 
-    def _without_cooling(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
+    def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
         """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
         rest = tuple(n for n in survivors if not self._cools(n.node))
         enough = bool(rest) and self._enough(rest, self._joining(rest, candidates))
         return rest if enough else survivors
 
     def _cools(self, node: Node) -> bool:
-        until = cooling_until(node, self.view.cooling)
+        until = quarantined_until(node, self.view.quarantined)
         return until is not None and self.now < until
 
     # ── what ─────────────────────────────────────────────────────────────────────────────
@@ -139,18 +139,18 @@ class SurvivingWorld:
         reason = f"generation {self.world.generation} runs on {names(running)}"
         if suspects := [n for n in running if n.liveness is Liveness.SUSPECT]:
             reason += f"; {names(suspects)} may be dead: the lease decides"
-        return Wait(reason=also(reason, candidates), until_s=candidates.cooling_until_s)
+        return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
 
     def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
         left_out = survivors
-        survivors = self._without_cooling(survivors, candidates)
+        survivors = self._without_quarantined(survivors, candidates)
         left_out = tuple(n for n in left_out if n not in survivors)
         joining = self._joining(survivors, candidates)
         if not self._enough(survivors, joining):
             return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
         reason = self._why(joining)
         if left_out:
-            reason += f"; {names(left_out)} left out, to cool down after repeated failures"
+            reason += f"; {names(left_out)} left out, in quarantine after repeated failures"
         causes = {g.cause for g in self.status.gone}
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
         planned = self.status.unbroken and len(survivors) == len(self.status.survivors)
@@ -197,7 +197,7 @@ class SurvivingWorld:
         if self.now >= until:
             reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
             return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
-        wake = until if candidates.cooling_until_s is None else candidates.cooling_until_s
+        wake = until if candidates.quarantine_ends_s is None else candidates.quarantine_ends_s
         return Wait(reason=also(needed, candidates), until_s=min(until, wake))
 
     def _next(self, nodes: Nodes, cause: Cause, reason: str, *, planned: bool = False) -> Proposal:

@@ -59,7 +59,7 @@ class View:
     nodes: tuple[NodeView, ...]  # every node key, members and others, any order
     missing: tuple[MissingMember, ...]  # members of `world` without a node key
     done: Done | None = None
-    cooling: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
+    quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
     failing_since_s: float | None = None  # when the leader saw the first report of this world
 

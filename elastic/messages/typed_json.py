@@ -102,7 +102,8 @@ def _check_fields(data: Any, record: object, path: str) -> None:
         for index, item in enumerate(record):
             _check_fields(data[index], item, f"{path}[{index}]")
     elif dataclasses.is_dataclass(record):
-        names = _names_of(type(record))
+        kind: Any = type(record)
+        names = _names_of(kind)
         if data.keys() != names:
             raise DecodeError(_differs(path, data.keys() - names, names - data.keys()))
         for name, value in data.items():

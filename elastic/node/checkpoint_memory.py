@@ -22,7 +22,6 @@ from pathlib import Path
 from checkpoints.memory.host import MemoryHost, Neighbours
 from checkpoints.memory.peer_storage import PeerAddress
 from checkpoints.memory.replication import ReplicationOutcome
-from elastic.config import AgentOptions
 from elastic.events import PartNotCopied
 from elastic.membership.records import Member, Node, ProcessIdentity, WorldRecord
 from elastic.node.identity import proved_gone
@@ -30,6 +29,7 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.memory import shm_shortages
 
 PARENT = Path("/dev/shm")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.clock import Clock
-from elastic.config import AgentOptions
 from elastic.membership.decision import Policy
 from elastic.membership.records import Keys
 from elastic.node.run_secret import RunSecret
@@ -14,6 +13,7 @@ from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_options import AgentOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ mark of all that was forked, and of what that forks in turn (docs/decisions/0003
 An agent that is frozen leaves them running, too. It extends their permission to train while it
 turns (permission.py); when that is over, the guard ends them.
 
-Run as a script with the standard library alone: ``guard.py AGENT_PID NODE_ID FORK_MARK LINK MEMORY
-ENDING``, with a pipe from the agent as standard input. A line on it is the end of the permission,
-by CLOCK_BOOTTIME; an ``x`` is the agent's word that it ended in order.
+Run as a script with the standard library alone, with the arguments ``AGENT_PID NODE_ID FORK_MARK
+LINK MEMORY ENDING`` and a pipe from the agent as standard input. A line on it is the end of the
+permission, by CLOCK_BOOTTIME; an ``x`` says that the agent ends in order.
 """
 
 from __future__ import annotations

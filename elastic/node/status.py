@@ -30,7 +30,7 @@ class WorldEntry:
 
 
 class JobSucceeded(Exception):
-    """Not an error: the job is done, there is nothing left to do for a newcomer."""
+    """Not an error: the job is done, there is nothing left to do for a joining node."""
 
 
 class NodeStatus:

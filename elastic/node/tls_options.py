@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from elastic.config import AgentOptions
 from elastic.errors import ConfigError
 from elastic.secure_channel.errors import CertificateError
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_options import AgentOptions
 
 
 def node_tls(options: AgentOptions) -> Tls | None:

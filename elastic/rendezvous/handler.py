@@ -26,7 +26,6 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic.agent.leaving import Phase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
-from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError, ElasticError
 from elastic.membership.records import Keys
 from elastic.messages.environment import CALL_JOIN
@@ -42,6 +41,7 @@ from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_options import AgentOptions, read_options
 
 # What torchrun calls every job that is not given an id.
 NO_RUN_ID = "none"

@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.clock import SYSTEM_CLOCK
-from elastic.config import AgentOptions
 from elastic.events import HealthServed
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
@@ -56,6 +55,7 @@ from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.store import EtcdStore
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+from elastic.tuning.agent_options import AgentOptions
 
 _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import selectors
 import socket
+import ssl
 from enum import Enum
 
+from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import FrameReader
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from elastic.secure_channel.tls import RECORD_BYTES, awaited_event, failure
+
+READ_BYTES = 1 << 16
 
 
 class State(Enum):
@@ -51,6 +56,57 @@ class Connection:
     @property
     def is_closed(self) -> bool:
         return self.state is State.CLOSED
+
+    def receive(self) -> bytes | None:
+        """What the peer has sent: ``None`` if nothing has come yet, empty if it has hung up.
+
+        Raises ProtocolError where TLS refuses what has come.
+        """
+        try:
+            chunk = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        except ssl.SSLError as error:
+            if awaited := awaited_event(error):
+                self.read_awaits = awaited
+                return None
+            _raise_if_refused(error)
+            return b""
+        except OSError:
+            return b""
+        self.read_awaits = selectors.EVENT_READ
+        return chunk
+
+    def send_unsent(self) -> bool:
+        """Send what can be sent without waiting; ``False`` if the peer has hung up.
+
+        Raises ProtocolError where TLS refuses.
+        """
+        self.send_awaits = selectors.EVENT_WRITE
+        try:
+            while unsent := self.unsent:
+                if isinstance(self.socket, ssl.SSLSocket):
+                    # OpenSSL takes all of it or nothing, and the same again where it took nothing.
+                    unsent = unsent[:RECORD_BYTES]
+                del self.unsent[: self.socket.send(unsent)]
+        except BlockingIOError:
+            pass
+        except ssl.SSLError as error:
+            if awaited := awaited_event(error):
+                self.send_awaits = awaited
+                return True
+            _raise_if_refused(error)
+            return False
+        except OSError:
+            return False
+        return True
+
+
+def _raise_if_refused(error: ssl.SSLError) -> None:
+    """TLS has failed for good: because the peer is gone, or because it was refused."""
+    why = failure(error)
+    if isinstance(why, ProtocolError):
+        raise why from error
 
 
 class Handler:

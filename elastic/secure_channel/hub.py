@@ -17,18 +17,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic.secure_channel.connection import Connection, Handler, State
+from elastic.secure_channel.acceptor import Acceptor
+from elastic.secure_channel.connection import READ_BYTES, Connection, Handler, State
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits, PendingConnections
-from elastic.secure_channel.reports import LimitedReports, Report
-from elastic.secure_channel.tls import RECORD_BYTES, Tls, awaited_event, failure, shake_hands
+from elastic.secure_channel.limits import LimitedReports, Limits, Report, Unproved
+from elastic.secure_channel.tls import Tls, shake_hands
 
 ACCEPTS_PER_TURN = 16
-ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
-_READ_BYTES = 1 << 16
 _MAX_READS_OF_REST = 64  # a dead process's children may write for ever
 
 OnError = Callable[[BaseException], object]
@@ -70,12 +68,10 @@ class Hub:
             sock.setblocking(False)
         self._requests: deque[Callable[[], object]] = deque()
         self._connections: set[Connection] = set()
-        self._pending: PendingConnections[Connection] = PendingConnections(limits)
+        self._pending: Unproved[Connection] = Unproved(limits)
         self._open = 0  # of the accepted ones
         self._deadlines: dict[Connection, float] = {}
-        self._is_listening = False
-        self._listen_at_s = 0.0
-        self._waits_for_room = False
+        self._acceptor = Acceptor(listener, self._selector, self._pending.room_in_s, monotonic)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -164,7 +160,7 @@ class Hub:
         """Give an open connection away: its socket, now blocking, and what it has sent since."""
         self._forget(connection)
         connection.socket.setblocking(True)
-        return connection.socket, connection.reader.take(_READ_BYTES * 2)
+        return connection.socket, connection.reader.take(READ_BYTES * 2)
 
     def drop(self, connection: Connection, why: str = "", *, tell: bool = True) -> None:
         """End it. ``why`` is logged; without ``tell`` the handler is not told."""
@@ -183,7 +179,7 @@ class Hub:
         try:
             self._selector.register(self._wakee, selectors.EVENT_READ)
             while not self._closing:
-                self._listen()
+                self._acceptor.resume()
                 for key, events in self._selector.select(self._patience_s()):
                     if not self._closing:
                         self._turn(key, events)
@@ -231,9 +227,8 @@ class Hub:
             self._read(connection)
 
     def _patience_s(self) -> float | None:
-        at_s = min(self._deadlines.values(), default=None)
-        if not self._is_listening:
-            at_s = min(self._listen_at_s, self._listen_at_s if at_s is None else at_s)
+        waits_s = [*self._deadlines.values(), *self._acceptor.resumes_at_s]
+        at_s = min(waits_s, default=None)
         return None if at_s is None else max(0.0, at_s - self._monotonic())
 
     def _expire(self) -> None:
@@ -250,37 +245,16 @@ class Hub:
 
     # -- connections that come ----------------------------------------------------------------
 
-    def _listen(self) -> None:
-        if self._is_listening:
-            return
-        now_s = self._monotonic()
-        has_room = self._waits_for_room and not self._pending.room_in_s(now_s)
-        if has_room or now_s >= self._listen_at_s:
-            self._waits_for_room = False
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._is_listening = True
-
-    def _listen_again_in(self, seconds: float) -> None:
-        if self._is_listening:
-            self._selector.unregister(self._listener)
-        self._is_listening = False
-        self._listen_at_s = self._monotonic() + seconds
-
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
-            if room_in_s := self._pending.room_in_s(self._monotonic()):
-                self._listen_again_in(room_in_s)
-                self._waits_for_room = True
-                return
             try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptor is free: do not ask in a circle
+                sock = self._acceptor.accept()
+            except OSError as error:  # no descriptor is free
                 self._report(f"{self.name}: cannot accept a connection: {error}")
                 if (oldest := self._pending.oldest) is not None:
                     self.drop(oldest)
-                self._listen_again_in(ACCEPT_AGAIN_S)
+                return
+            if sock is None:
                 return
             self._take(sock)
 
@@ -363,20 +337,16 @@ class Hub:
     def _read(self, connection: Connection) -> bool:
         """Read once; whether there may be more."""
         try:
-            chunk = connection.socket.recv(_READ_BYTES)
-        except BlockingIOError:
+            chunk = connection.receive()
+        except ProtocolError as error:
+            self.drop(connection, str(error))
             return False
-        except ssl.SSLError as error:
-            self._fail(connection, error, is_read=True)
-            return False
-        except OSError:
-            chunk = b""
-        if not chunk:
+        if chunk == b"":
             self.drop(connection)
             return False
-        if connection.read_awaits != selectors.EVENT_READ:
-            connection.read_awaits = selectors.EVENT_READ
-            self._selector.modify(connection.socket, connection.awaits, connection)
+        self._watch(connection)
+        if chunk is None:
+            return False
         connection.reader.feed(chunk)
         try:
             self._take_frames(connection)
@@ -437,34 +407,20 @@ class Hub:
         self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
-        connection.send_awaits = selectors.EVENT_WRITE
         try:
-            while unsent := connection.unsent:
-                if self._tls is not None:
-                    # OpenSSL takes all of it or nothing, and the same again where it took nothing.
-                    unsent = unsent[:RECORD_BYTES]
-                del connection.unsent[: connection.socket.send(unsent)]
-        except BlockingIOError:
-            pass
-        except ssl.SSLError as error:
-            self._fail(connection, error, is_read=False)
+            is_there = connection.send_unsent()
+        except ProtocolError as error:
+            self.drop(connection, str(error))
             return
-        except OSError:
+        if is_there:
+            self._watch(connection)
+        else:
             self.drop(connection)
-            return
-        self._selector.modify(connection.socket, connection.awaits, connection)
 
-    def _fail(self, connection: Connection, error: ssl.SSLError, *, is_read: bool) -> None:
-        """TLS cannot read, or send: not now, or no more."""
-        if awaited := awaited_event(error):
-            if is_read:
-                connection.read_awaits = awaited
-            else:
-                connection.send_awaits = awaited
+    def _watch(self, connection: Connection) -> None:
+        """Have the selector wait for what the connection waits for."""
+        if self._selector.get_key(connection.socket).events != connection.awaits:
             self._selector.modify(connection.socket, connection.awaits, connection)
-            return
-        why = failure(error)
-        self.drop(connection, str(why) if isinstance(why, ProtocolError) else "")
 
     def _forget(self, connection: Connection) -> None:
         if connection.state is State.OPEN and not connection.is_outgoing:

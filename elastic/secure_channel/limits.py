@@ -1,13 +1,16 @@
-"""What a listener spends on others, at most: bytes, seconds and connections."""
+"""What a listener spends on others, at most: bytes, seconds, connections, and lines in the log."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+Report = Callable[[str], object]
+EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class Limits:
     evict_after_s: float = 0.05
 
 
-class PendingConnections(Generic[T]):
+class Unproved(Generic[T]):
     """Connections that have not proved themselves: the oldest goes first."""
 
     def __init__(self, limits: Limits) -> None:
@@ -76,3 +79,29 @@ class PendingConnections(Generic[T]):
         if self._addresses[address] < self._limits.pending_per_address:
             return None
         return next(one for one, (_, at) in self._since_s.items() if at == address)
+
+
+class LimitedReports:
+    """For one listener. A flood of bad clients must not fill a disk with lines about it."""
+
+    def __init__(
+        self,
+        report: Report,
+        *,
+        every_s: float = EVERY_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._report = report
+        self._every_s = every_s
+        self._monotonic = monotonic
+        self._not_before_s = float("-inf")
+        self._left_out = 0
+
+    def __call__(self, line: str) -> None:
+        now_s = self._monotonic()
+        if now_s < self._not_before_s:
+            self._left_out += 1
+            return
+        more = f" ({self._left_out} more such lines were left out)" if self._left_out else ""
+        self._not_before_s, self._left_out = now_s + self._every_s, 0
+        self._report(line + more)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from elastic.secure_channel.errors import CertificateError, TlsError
-from elastic.secure_channel.reports import LimitedReports, Report
+from elastic.secure_channel.limits import LimitedReports, Report
 
 SETTINGS = ("node_cacert", "node_cert", "node_key")
 SAME_EVERYWHERE = f"set {', '.join(SETTINGS[:2])} and {SETTINGS[2]} on all nodes, or on none"

@@ -145,7 +145,10 @@ class Step:
         return data
 
     def only_micro_batch(self) -> Any:
-        """The data of a step that has one micro-batch, for ``for x, y in loader``."""
+        """The data of a step that has one micro-batch, for ``for x, y in loader``.
+
+        Raises :class:`~elastic.TrainingError` if it has several.
+        """
         if self._count != 1:
             raise TrainingError(
                 f"step {self.number} has {self._count} micro-batches, this loop takes one",

@@ -1,4 +1,5 @@
-"""Derived settings, checked against each other.
+"""Options and intervals of a job, derived from a few numbers and checked against each other.
 
-``timeouts`` has every interval of a job, ``memory`` what fits into a node's.
+``agent_options`` are what users set, ``timeouts`` every interval with its formula, ``memory`` what
+fits into a node's.
 """

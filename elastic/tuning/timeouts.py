@@ -9,7 +9,7 @@ How a node that is told to leave spends its time, from SIGTERM to SIGKILL::
     0           boundary_s                        shutdown_timeout_s          termination_grace_s
     │ SIGTERM      │ the step is done, the others know   │ whoever still works      │ SIGKILL
     ├──────────────┼─────────────────────────────────────┼──────────────────────────┤
-    │ finish step  │ checkpoint_budget_s: the last save  │ farewell_s: agent's end  │
+    │ finish step  │ checkpoint_budget_s: the last save  │ exit_grace_s: agent's end  │
 
 A job with ``elastic.join()`` spends the first two parts in order (``leave_grace_s``); torchrun
 gives any other script ``--shutdown-timeout`` from its SIGTERM on. No job does both, so both get
@@ -26,7 +26,7 @@ from elastic.errors import ConfigError
 
 # The agent's own end: the others go on without it (2 s), one call to a silent etcd (5 s), the
 # guard's end and the interpreter's (3 s).
-FAREWELL_S = 10.0
+EXIT_GRACE_S = 10.0
 # A planned change waits at most so long for the duration of a step (leadership/leader.py), and is
 # then announced two steps ahead, in the middle of a third.
 ANNOUNCE_S = 1.0
@@ -45,7 +45,7 @@ GIVEN_UP_BUILD_S = 10.0
 DESTROY_S = 30.0
 _LEASES_TO_TAKEOVER = 4.0
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
-# their agent again. An agent that is cut off from etcd ends them at three quarters (contact.py);
+# their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
 # the rest is for the step that has begun, and for clocks that run unequally fast.
 _PERMISSION_SHARE = 7 / 8
 
@@ -105,14 +105,14 @@ def for_pod(termination_grace_s: float, *, step_time_s: float = 1.0) -> Timeouts
     """
     require_positive("termination_grace_s", termination_grace_s)
     require_positive("step_time_s", step_time_s)
-    shutdown_s = float(math.floor(termination_grace_s - FAREWELL_S))  # torchrun takes whole ones
+    shutdown_s = float(math.floor(termination_grace_s - EXIT_GRACE_S))  # torchrun takes whole ones
     checkpoint_s = shutdown_s - boundary_s(step_time_s)
     if checkpoint_s < LEAST_CHECKPOINT_S:
         least = grace_for(LEAST_CHECKPOINT_S, step_time_s=step_time_s)
         raise ConfigError(
             f"termination_grace_s={termination_grace_s:g} leaves no time for a checkpoint: with "
             f"step_time_s={step_time_s:g} the workers need {boundary_s(step_time_s):g} s to leave "
-            f"a step, and the agent {FAREWELL_S:g} s to end",
+            f"a step, and the agent {EXIT_GRACE_S:g} s to end",
             hint=f"set terminationGracePeriodSeconds to {least} or more",
         )
     return Timeouts(
@@ -131,7 +131,7 @@ def grace_for(checkpoint_budget_s: float, *, step_time_s: float = 1.0) -> int:
     60
     """
     require_positive("checkpoint_budget_s", checkpoint_budget_s)
-    return math.ceil(checkpoint_budget_s + boundary_s(step_time_s)) + math.ceil(FAREWELL_S)
+    return math.ceil(checkpoint_budget_s + boundary_s(step_time_s)) + math.ceil(EXIT_GRACE_S)
 
 
 def of_environment(environ: Mapping[str, str]) -> Timeouts:
@@ -204,10 +204,10 @@ def _require_order_of_leaving(times: Timeouts) -> None:
 
 def require_end_before_kill(limit: str, limit_s: float, termination_grace_s: float) -> None:
     """Raise ConfigError unless an agent whose workers end after ``limit_s`` ends by itself."""
-    if limit_s + FAREWELL_S > termination_grace_s:
+    if limit_s + EXIT_GRACE_S > termination_grace_s:
         raise ConfigError(
             f"{limit}={limit_s:g} and termination_grace_s={termination_grace_s:g} do not fit: the "
-            f"agent needs {FAREWELL_S:g} s more after its workers have ended",
-            hint=f"set terminationGracePeriodSeconds to {math.ceil(limit_s + FAREWELL_S)} or more, "
-            f"or lower {limit}",
+            f"agent needs {EXIT_GRACE_S:g} s more after its workers have ended",
+            hint="set terminationGracePeriodSeconds to "
+            f"{math.ceil(limit_s + EXIT_GRACE_S)} or more, or lower {limit}",
         )

@@ -41,7 +41,7 @@ def _not_ours() -> bool:
 
 def ask_agent_on_sigterm(
     worlds: Worlds,
-    last_words: Callable[[bool], object] = _no_words,
+    shutdown_hook: Callable[[bool], object] = _no_words,
     is_own_signal: Callable[[], bool] = _not_ours,
 ) -> None:
     """Take SIGTERM over, unless the script has done that, or this is not the main thread.
@@ -57,38 +57,38 @@ def ask_agent_on_sigterm(
             SYSTEM_CLOCK.sleep(ASK_FOR_S / 6)
         return False
 
-    end_on_sigterm(last_words, ends_for_good, is_own_signal, unless=is_node_leaving)
+    end_on_sigterm(shutdown_hook, ends_for_good, is_own_signal, unless=is_node_leaving)
 
 
 def end_on_sigterm(
-    last_words: Callable[[bool], object],
+    shutdown_hook: Callable[[bool], object],
     is_for_good: Callable[[], bool],
     is_own_signal: Callable[[], bool] = _not_ours,
     *,
     unless: Callable[[], bool] = lambda: False,
 ) -> None:
-    """End at SIGTERM, after ``last_words``, ``unless`` there is a reason to stay.
+    """End at SIGTERM, after ``shutdown_hook``, ``unless`` there is a reason to stay.
 
-    ``last_words`` runs on a thread of its own and is told whether nobody will start this process
+    ``shutdown_hook`` runs on a thread of its own and is told whether nobody will start this process
     again. ``is_own_signal`` is asked on the main thread, where it was interrupted, whether the
     process has sent the signal itself. A script's own handler is left alone.
     """
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        handler = _Handler(last_words, is_for_good, is_own_signal, unless)
+        handler = _Handler(shutdown_hook, is_for_good, is_own_signal, unless)
         signal.signal(signal.SIGTERM, handler)
 
 
 class _Handler:
     def __init__(
         self,
-        last_words: Callable[[bool], object],
+        shutdown_hook: Callable[[bool], object],
         is_for_good: Callable[[], bool],
         is_own_signal: Callable[[], bool],
         unless: Callable[[], bool],
     ) -> None:
-        self._last_words = last_words
+        self._shutdown_hook = shutdown_hook
         self._is_for_good = is_for_good
         self._is_own_signal = is_own_signal
         self._unless = unless
@@ -106,7 +106,7 @@ class _Handler:
         if self._unless():
             return
         try:
-            self._last_words(self._is_for_good())
+            self._shutdown_hook(self._is_for_good())
         except BaseException:  # noqa: BLE001  logged, and the process ends
             get_logger().exception("saving at SIGTERM failed")
         finally:

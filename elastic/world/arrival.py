@@ -151,7 +151,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
                     f"rank 0 of generation {spec.generation} does not answer at "
                     f"{spec.store_host}:{spec.store_port}: {first_line(error)}",
                     missing=(0,),
-                    hint="look at the log of its node, and whether a firewall is between",
+                    hint="check the log of its node, and for a firewall in between",
                 ) from None
         patience.pause()
 
@@ -205,9 +205,9 @@ def meet(
         if patience.left_s < 0:
             missing = tuple(rank for rank, mark in enumerate(marks) if not store.check([mark]))
             raise GroupBuildFailed(
-                f"ranks {list(missing)} did not come to generation {spec.generation}",
+                f"ranks {list(missing)} did not join generation {spec.generation}",
                 missing=missing,
-                hint="look at the logs of their nodes",
+                hint="check the logs of their nodes",
             )
         patience.pause()
     if spec.rank == 0:

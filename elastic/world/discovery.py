@@ -67,6 +67,6 @@ def _look_again(deadline_s: float, clock: Clock, lacking: str) -> None:
     if clock.monotonic() > deadline_s:
         raise JoinTimeout(
             f"the workers of this start did not find each other: {lacking}",
-            hint="look for the error of the rank that is missing",
+            hint="find the error of the missing rank",
         )
     clock.sleep(_LOOK_EVERY_S)

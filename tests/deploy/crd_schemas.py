@@ -3,7 +3,7 @@
 kubernetes-validate has schemas of Kubernetes' own kinds only. These are ours and small: they refuse
 a slip in a name or a type, not everything that the real admission would. Written against
 cert-manager.io/v1, jobset.x-k8s.io/v1alpha2 (JobSet 0.10), trainer.kubeflow.org/v1alpha1 (Trainer
-2.2), kueue.x-k8s.io/v1beta2 and scheduling.volcano.sh/v1beta1.
+2.2), kueue.x-k8s.io/v1beta2, scheduling.volcano.sh/v1beta1 and monitoring.coreos.com/v1.
 """
 
 from __future__ import annotations
@@ -114,6 +114,16 @@ TRAINJOB = record(
     suspend=FLAG,
 )
 
+POD_MONITOR = record(
+    ("selector", "podMetricsEndpoints"),
+    selector=record(("matchLabels",), matchLabels=LABELS | {"minProperties": 1}),
+    podMetricsEndpoints={
+        "type": "array",
+        "items": record(("port",), port=STRING, interval={"type": "string", "pattern": r"^\d+s$"}),
+        "minItems": 1,
+    },
+)
+
 SCHEMAS: dict[str, Schema] = {
     "Issuer": of_kind("cert-manager.io/v1", "Issuer", ISSUER),
     "Certificate": of_kind("cert-manager.io/v1", "Certificate", CERTIFICATE),
@@ -125,6 +135,7 @@ SCHEMAS: dict[str, Schema] = {
     "LocalQueue": of_kind(
         "kueue.x-k8s.io/v1beta2", "LocalQueue", record(("clusterQueue",), clusterQueue=STRING)
     ),
+    "PodMonitor": of_kind("monitoring.coreos.com/v1", "PodMonitor", POD_MONITOR),
     "PodGroup": of_kind(
         "scheduling.volcano.sh/v1beta1",
         "PodGroup",

@@ -36,6 +36,8 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "prod+node-tls": ("prod", ("node-tls",)),
     "dev+node-tls": ("dev", ("node-tls",)),
     "jobset+node-tls": ("jobset", ("node-tls",)),
+    "prod+etcd-monitoring": ("prod", ("etcd-monitoring",)),
+    "jobset+etcd-monitoring": ("jobset", ("etcd-monitoring",)),
     "prod+node-tls+own-certificates": ("prod", ("node-tls", "own-certificates")),
 }
 # What a platform gives where cert-manager does not make it (the runbook's table).

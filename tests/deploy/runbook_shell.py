@@ -31,6 +31,8 @@ KINDS = {
     "secret": "Secret",
     "namespace": "Namespace",
 }
+# What other fenced blocks hold. One with commands has no language, or nobody would run it.
+NO_COMMANDS = {"dockerfile", "text", "yaml"}
 # First words of commands that no model here can answer, and what covers them instead.
 NEEDS_A_CLUSTER: Mapping[str, str] = {
     "docker build": "test_deploy_dockerfile.py reads the instructions; CI of a platform builds",
@@ -68,6 +70,9 @@ def commands(text: str) -> Iterator[Command]:
                 number += 1
                 yield from _commands_of(section, number, "\n".join(block))
             inside, block = (line[3:] if inside is None else None), []
+            assert inside in {None, "", *NO_COMMANDS}, (
+                f"{section}: {line}: commands have no language"
+            )
         elif inside is not None:
             block.append(line)
         elif line.startswith("#"):

@@ -7,9 +7,10 @@ it is named in ``FROM_NOTHING``. Its commands run in their order; each must succ
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -119,13 +120,13 @@ def test_the_commands_succeed(scenario: Scenario, place: Place) -> None:
 
 
 def without_cert_manager(place: Place) -> None:
-    """What the section says to do with the overlay."""
+    """What the section says to do with the overlay: the flag that it names."""
     place.cluster.unknown = {"cert-manager.io"}
-    file = place.shell.folder / MINE / "kustomization.yaml"
-    text = file.read_text()
-    (derived,) = [line for line in text.splitlines() if line.endswith('/components/derived"')]
-    given = derived.replace("derived", "own-certificates")
-    file.write_text(text.replace(derived, f"{given}\n{derived}"))
+    (first_run,) = [c for c in COMMANDS if c.section == "First run" and c.words[0] == "elastic"]
+    _, _, section = RUNBOOK.partition("### Without cert-manager")
+    (flag,) = re.findall(r"`(--with [\w-]+)`", section.partition("\n### ")[0])
+    words = (*first_run.words[:3], *flag.split(), *first_run.words[3:])
+    place.shell.run(replace(first_run, words=words))
 
 
 def room_for_6(place: Place) -> None:
@@ -247,6 +248,12 @@ def test_what_needs_a_cluster_is_in_the_runbook() -> None:
     assert used - {None} == {*NEEDS_A_CLUSTER}, "an entry that excuses nothing"
     excused = [c for c in COMMANDS if needs_a_cluster(c)]
     assert len(excused) < len(COMMANDS) / 2
+
+
+def test_a_block_whose_commands_would_not_be_run_is_an_error() -> None:
+    for language in ("sh", "bash", "console", "shell"):
+        with pytest.raises(AssertionError, match=language):
+            list(commands(f"# Scale\n```{language}\nkubectl scale\n```"))
 
 
 def test_an_unknown_command_is_an_error(place: Place) -> None:

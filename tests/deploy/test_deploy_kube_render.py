@@ -138,7 +138,14 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((f"--run-id={'a' * 300}",), "a" * 300, "63 at most"),
     (("--run-id=",), "--run-id=''", "letters"),
     (("--run-id=r\n1",), "r\\n1", "letters"),
+    (("--run-id=none",), "--run-id=none", "llama-7"),
+    (("--nodes=2:3000000000",), "--nodes=2:3000000000", "below 1000000"),
     (("--checkpoints=/mnt/nfs",), "/mnt/nfs", "class:NAME"),
+    (("--checkpoints=claim://mine",), "claim://mine", "claim:NAME"),
+    (("--checkpoints=class://fast",), "class://fast", "class:NAME"),
+    (("--checkpoints=FILE:///mnt/runs",), "FILE:///mnt/runs", "class:NAME"),
+    (("--checkpoints=S3://bucket/runs",), "S3://bucket/runs", "lower case"),
+    (("--checkpoints=s3://user:pass@bucket/runs",), "--checkpoints=… holds a password", "secret"),
     (("--checkpoints=class:",), "--checkpoints=class=''", "RFC 1123"),
     (("--checkpoints=class:Fast_Disk",), "'Fast_Disk'", "RFC 1123"),
     (("--checkpoints=class:a..b",), "'a..b'", "RFC 1123"),
@@ -152,6 +159,11 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--namespace=Team_A",), "Team_A", "RFC 1123"),
     ((f"--namespace={'a' * 64}",), "a" * 64, "63 at most"),
     (("--namespace=kube-system",), "kube-system", "training jobs alone"),
+    (("--namespace=default",), "--namespace=default", "training jobs alone"),
+    (("--with=own-certificates", "--overlay=dev"), "--overlay=dev", "leave one"),
+    (("--with=node-tls", "--name=llama"), "--name=llama", "namespace of its own"),
+    (("--with=etcd-monitoring", "--name=llama"), "--name=llama", "overlays/shared"),
+    (("--with=etcd-monitoring", "--overlay=dev"), "--overlay=dev", "leave one"),
     (("--deploy=/nowhere",), "/nowhere", "deploy/"),
     (("--overly=prod",), "--overly", "-h"),
     # resources and placement
@@ -174,6 +186,9 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--label=pod-security.kubernetes.io/enforce=privileged",), "pod-security", "another key"),
     (("--label=kueue.x-k8s.io/queue-name=a",), "kueue.x-k8s.io/queue-name", "another key"),
     (("--label=kubernetes.io/metadata.name=a",), "metadata.name", "another key"),
+    (("--label=statefulset.kubernetes.io/pod-name=a",), "pod-name", "another key"),
+    (("--label=job-name=a",), "--label=job-name", "another key"),
+    (("--label=controller-revision-hash=a",), "controller-revision-hash", "another key"),
     # access
     (("--image-pull-secret=My Secret",), "'My Secret'", "RFC 1123"),
     (("--env=AWS_REGION",), "--env=AWS_REGION", "KEY=VALUE"),
@@ -186,12 +201,31 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "http://HOST:PORT",
     ),
     (("--env-from-secret=",), "--env-from-secret=''", "RFC 1123"),
+    (
+        ("--env=AWS_ENDPOINT_URL=//minio:9000", "--checkpoints=s3://b/x"),
+        "AWS_ENDPOINT_URL=//minio:9000",
+        "http://HOST:PORT",
+    ),
+    (("--env=AZURE_STORAGE_CONNECTION_STRING=a",), "CONNECTION_STRING", "--env-from-secret"),
+    (("--env=HTTPS_PROXY=http://me:pass@p:1",), "HTTPS_PROXY=… holds", "--env-from-secret"),
     (("--service-account-annotation=role",), "=role", "KEY=VALUE"),
+    (
+        ("--service-account-annotation=config.kubernetes.io/local-config=true",),
+        "config.kubernetes.io/local-config",
+        "eks.amazonaws.com/role-arn",
+    ),
+    (
+        ("--service-account-annotation=azure.workload.identity/client-id=1",),
+        "azure.workload.identity/client-id",
+        "--label=azure.workload.identity/use=true",
+    ),
     # several jobs
     (("--name=Llama",), "'Llama'", "RFC 1123"),
     (("--name=7b",), "--name=7b", "begin with a letter"),
     ((f"--name={'a' * 33}",), "a" * 33, "32 characters"),
     (("--name=workers",), "--name=workers", "another"),
+    (("--name=root",), "administers etcd", "another"),
+    (("--name=etcd-client",), "administers etcd", "another"),
     (("--name=llama", "--overlay=dev"), "--overlay=dev", "leave one"),
 )
 
@@ -208,6 +242,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert error.value.hint
     assert rule in str(error.value)
     assert "--nnodes" not in str(error.value)
+    assert "pass@" not in str(error.value)
     assert not (tmp_path / "mine").exists()
 
 
@@ -219,6 +254,57 @@ def test_what_is_unusual_and_right_is_taken(render: Render) -> None:
     assert got.settings["PET_RDZV_ID"] == "Llama_3.1-8b"
     (container,) = got.workers.spec["containers"]
     assert container["resources"]["limits"]["memory"] == "1536Mi"
+
+
+def test_labels_of_others_are_taken(render: Render) -> None:
+    for label in ("app.kubernetes.io/part-of=llm", "azure.workload.identity/use=true", "app=train"):
+        key, _, value = label.partition("=")
+        assert render(f"--label={label}").workers.labels[key] == value
+    identity = "azure.workload.identity/client-id"
+    got = render(
+        f"--service-account-annotation={identity}=1", "--label=azure.workload.identity/use=true"
+    )
+    assert got.one("ServiceAccount", "workers")["metadata"]["annotations"] == {identity: "1"}
+
+
+@pytest.mark.parametrize(("nodes", "least"), [("4", None), ("3:4", "3")])
+def test_kueue_gets_a_least_parallelism_that_it_accepts(
+    render: Render, nodes: str, least: str | None
+) -> None:
+    """Its webhook wants one below the parallelism (kueue, pkg/controller/jobs/job/job_webhook.go:
+    validatePartialAdmissionCreate)."""
+    for flags in ((), ("--name=llama",)):
+        (job,) = render("--overlay=job", "--with=kueue", f"--nodes={nodes}", *flags).of("Job")
+        annotations = job["metadata"]["annotations"]
+        assert annotations.get("kueue.x-k8s.io/job-min-parallelism") == least
+        assert job["spec"]["parallelism"] == 4
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"].endswith("training")
+
+
+def test_a_fixed_size_is_warned_of(render: Render, capsys: pytest.CaptureFixture[str]) -> None:
+    render("--nodes=4")
+    assert "`kubectl drain` waits" in capsys.readouterr().err
+    render("--nodes=4:5")
+    render()
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
+def test_without_cert_manager_no_kind_of_its_is_left(render: Render, overlay: str) -> None:
+    """In whatever order components are named: those that bring certificates come first."""
+    for flags, secrets in (
+        (("--with=node-tls",), {"etcd-client-tls", "node-tls"}),
+        (("--name=llama",), {"llama-etcd-user-tls"}),
+    ):
+        got = render(f"--overlay={overlay}", "--with=own-certificates", *flags)
+        assert not [o for o in got.objects if "cert-manager" in o["apiVersion"]]
+        volumes = got.workers.spec["volumes"]
+        assert {v["secret"]["secretName"] for v in volumes if "secret" in v} == secrets
+
+
+def test_etcd_is_monitored_with_a_flag(render: Render) -> None:
+    (monitor,) = render("--with=etcd-monitoring", "--label=release=prometheus").of("PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus", "which operators look for"
 
 
 def test_where_it_cannot_write_it_says_so(tmp_path: Path) -> None:

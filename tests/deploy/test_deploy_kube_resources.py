@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from manifests import IMAGE, PARTS, Object, Rendered, kustomize
 from network_rules import End, allowed
@@ -176,41 +178,64 @@ def test_one_setting_moves_the_health_port_everywhere(
     assert not allowed(policies, monitoring, WORKER, 8471)
 
 
-@pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
-def test_components_by_hand_do_the_same_on_every_workload(
-    overlay: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Without `derived`, too: it is easily forgotten."""
-    from manifests import compose
-
-    folder = compose(tmp_path_factory.mktemp(overlay), overlay, ("spot", "rdma", "volcano"))
-    file = folder / "kustomization.yaml"
-    kept = [line for line in file.read_text().splitlines() if "components/derived" not in line]
-    file.write_text("\n".join(kept) + "\n")
-    got = Rendered(overlay, kustomize(folder))
+def check_spot(got: Rendered) -> None:
     pod = got.workers.spec
-    # spot
     assert pod["terminationGracePeriodSeconds"] == 25
     assert got.settings["ELASTIC_TERMINATION_GRACE_S"] == "25"
     terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert len(terms["nodeSelectorTerms"]) == 4
     assert {"cloud.google.com/gke-spot", "nvidia.com/gpu"} <= {t["key"] for t in pod["tolerations"]}
-    # rdma
-    worker = container(got)
+
+
+def check_rdma(got: Rendered) -> None:
+    pod, worker = got.workers.spec, container(got)
     assert worker["resources"]["limits"]["rdma/hca"] == 1
     assert worker["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
-    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == (
-        0,
-        False,
-    )
-    # volcano
-    assert pod["schedulerName"] == "volcano"
+    context = pod["securityContext"]
+    assert (context["runAsUser"], context["runAsNonRoot"]) == (0, False)
+
+
+def check_volcano(got: Rendered) -> None:
+    assert got.workers.spec["schedulerName"] == "volcano"
     group = got.workers.template["metadata"]["annotations"]["scheduling.k8s.io/group-name"]
     assert got.of("PodGroup", group)
+
+
+def check_node_tls(got: Rendered) -> None:
+    assert got.settings["ELASTIC_NODE_KEY"] == "/etc/elastic/node/tls.key"
+    mounts = {m["name"]: m["mountPath"] for m in container(got)["volumeMounts"]}
+    assert mounts["node-tls"] == "/etc/elastic/node"
+
+
+BY_HAND: dict[str, Callable[[Rendered], None]] = {
+    "spot": check_spot,
+    "rdma": check_rdma,
+    "volcano": check_volcano,
+    "node-tls": check_node_tls,
+}
+ALONE = [(name,) for name in BY_HAND]
+
+
+@pytest.mark.parametrize("components", [*ALONE, tuple(BY_HAND)], ids="+".join)
+@pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
+def test_components_by_hand_do_the_same_on_every_workload(
+    overlay: str, components: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Alone, too: one must not live by what another one does. Without `derived`, which is easily
+    forgotten."""
+    from manifests import compose
+
+    folder = compose(tmp_path_factory.mktemp(overlay), overlay, components)
+    file = folder / "kustomization.yaml"
+    kept = [line for line in file.read_text().splitlines() if "components/derived" not in line]
+    file.write_text("\n".join(kept) + "\n")
+    got = Rendered(overlay, kustomize(folder))
+    for name in components:
+        BY_HAND[name](got)
     # And what is applied is one workload, with the restart policy of its kind.
     kinds = {"prod": "StatefulSet", "job": "Job", "jobset": "JobSet", "trainer": "TrainingRuntime"}
     assert got.workers.owner["kind"] == kinds[overlay]
-    assert pod.get("restartPolicy") == (None if overlay == "prod" else "Never")
+    assert got.workers.spec.get("restartPolicy") == (None if overlay == "prod" else "Never")
 
 
 def test_every_flag_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,18 @@ def test_etcd_is_reached_by_its_clients_on_its_clients_port_alone(manifests: Ren
         assert allowed(policies, ETCD, ETCD, 2379), "kubectl exec etcd-0 -- etcdctl --cluster"
 
 
+def test_monitors_find_pods_whose_port_is_open_to_monitoring(manifests: Rendered) -> None:
+    assert bool(manifests.of("PodMonitor")) == ("etcd-monitoring" in manifests.name)
+    for monitor in manifests.of("PodMonitor"):
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        (pod,) = [p for p in manifests.pods() if labels.items() <= p.labels.items()]
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        ports = {p["name"]: p["containerPort"] for c in pod.containers for p in c["ports"]}
+        port = ports[endpoint["port"]]
+        assert f"--listen-metrics-urls=http://0.0.0.0:{port}" in pod.containers[0]["args"]
+        assert allowed(manifests.of("NetworkPolicy"), MONITORING, ours(pod.component), port)
+
+
 def test_monitoring_scrapes_metrics_and_nothing_else(manifests: Rendered) -> None:
     policies = manifests.of("NetworkPolicy")
     assert allowed(policies, MONITORING, WORKER, 8471)

@@ -10,8 +10,8 @@ import pytest
 from manifests import Pod, Rendered
 
 from elastic.cli.launch.flags import build_parser, node_range
-from elastic.config import OTHER_VARIABLES, AgentOptions, read_options
 from elastic.store.etcd.endpoints import Endpoint, parse_endpoints
+from elastic.tuning.agent_options import OTHER_VARIABLES, AgentOptions, read_options
 from elastic.tuning.timeouts import for_pod
 
 POD_IP = "10.1.2.3"

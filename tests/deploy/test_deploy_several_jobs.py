@@ -3,16 +3,18 @@ certificates, prefixes and policies of each reach its own pods alone."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from manifests import INSTANCE, NAME, Object, Rendered
+from manifests import DEPLOY, INSTANCE, NAME, Object, Rendered, kustomize
 from network_rules import allowed
 from pod_security import violations
 from test_deploy_network import ETCD, MONITORING, OUTSIDE, ours
 
-from elastic.config import read_options
 from elastic.store.etcd.endpoints import parse_endpoints
+from elastic.tuning.agent_options import read_options
 
 JOBS = ("several prod", "several job", "several jobset", "several trainer")
 LLAMA, BERT = ours("worker", "llama"), ours("worker", "bert")
@@ -174,3 +176,17 @@ def test_without_a_run_id_a_job_is_called_after_its_name(
     settings = render("several prod").settings
     assert settings["PET_RDZV_ID"] == "llama-1"
     assert settings["ELASTIC_CHECKPOINTS"] == "/checkpoints/llama-1"
+
+
+def test_the_shared_part_takes_certificates_of_others_too(
+    render: Callable[[str], Rendered], tmp_path: Path
+) -> None:
+    deploy = os.path.relpath(DEPLOY, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{deploy}/overlays/shared]\n"
+        f"components: [{deploy}/components/own-certificates]\n"
+    )
+    shared = render("shared").objects
+    kept = [o for o in shared if "cert-manager" not in o["apiVersion"]]
+    assert 0 < len(kept) < len(shared)
+    assert list(kustomize(tmp_path)) == kept

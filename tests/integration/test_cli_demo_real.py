@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.demo.plan import NEWCOMER, STEPS, VICTIM
+from elastic.cli.demo.plan import ADDED, STEPS, VICTIM
 from elastic.cli.launch import processes
 
 pytestmark = pytest.mark.cluster
@@ -25,7 +25,7 @@ DEADLINE_S = 280.0
 SLOW_START = f"""
 import os, sys, time
 words = " ".join(sys.orig_argv)
-if os.environ.get("ELASTIC_NODE_NAME") == "{NEWCOMER}" and "digits.py" in words:
+if os.environ.get("ELASTIC_NODE_NAME") == "{ADDED}" and "digits.py" in words:
     time.sleep(15)
 """
 
@@ -43,7 +43,9 @@ def start(folder: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def test_with_a_slow_newcomer_the_demo_keeps_every_promise_and_cleans_up(tmp_path: Path) -> None:
+def test_with_a_slow_joining_node_the_demo_keeps_every_promise_and_cleans_up(
+    tmp_path: Path,
+) -> None:
     hook = tmp_path / "slow"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(SLOW_START)
@@ -56,7 +58,7 @@ def test_with_a_slow_newcomer_the_demo_keeps_every_promise_and_cleans_up(tmp_pat
     assert said["accuracy"] >= 0.97
     by_cause = {g["cause"]: g["nodes"] for g in said["generations"]}
     assert VICTIM not in by_cause["lost"], said["generations"]
-    assert NEWCOMER in by_cause["joined"], said["generations"]
+    assert ADDED in by_cause["joined"], said["generations"]
     assert said["steps"] == STEPS
     assert all((s["once"], s["twice"], s["never"]) == (1437, 0, 0) for s in said["samples"])
     assert not list(tmp_path.glob("elastic-demo-*"))

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pytest
 
 from elastic.agent.service import NodeService
-from elastic.config import AgentOptions
 from elastic.events import Event
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
@@ -26,6 +25,7 @@ from elastic.testing.journal import read_journal
 from elastic.testing.memory_store import MemoryStore
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import eventually
+from elastic.tuning.agent_options import AgentOptions
 
 DEADLINE_S = 180.0  # for agents, which import torch
 HUNG_AFTER_S = 3.0  # an idle node's thread turns once a second

@@ -243,7 +243,7 @@ def test_a_late_report_after_the_switch_is_answered_by_the_switch(
     assert generation(server, 2) == world
 
 
-def test_a_newcomer_that_dies_before_the_switch_cancels_it_and_cools_down(
+def test_a_joining_node_that_dies_before_the_switch_cancels_it_and_is_quarantined(
     server: MemoryServer, start: Start
 ) -> None:
     nodes = trio(server, start)
@@ -261,7 +261,7 @@ def test_a_newcomer_that_dies_before_the_switch_cancels_it_and_cools_down(
     assert world_in(server).generation == 3
 
 
-def test_a_crash_looping_newcomer_disturbs_the_job_once_per_cool_down(
+def test_a_crash_looping_node_disturbs_the_job_once_per_quarantine(
     server: MemoryServer, start: Start
 ) -> None:
     """History 9."""
@@ -280,7 +280,7 @@ def test_a_crash_looping_newcomer_disturbs_the_job_once_per_cool_down(
     assert world_in(server).generation == 3
 
 
-def test_leaving_is_planned_and_needs_no_newcomer(server: MemoryServer, start: Start) -> None:
+def test_leaving_is_planned_and_needs_no_joining_node(server: MemoryServer, start: Start) -> None:
     a, b, c = nodes = trio(server, start)
     for node in nodes:
         node.step(10, 1, step_time_s=0.2)
@@ -338,7 +338,7 @@ def test_whoever_is_waited_for_three_times_is_left_out(server: MemoryServer, sta
         if number < 3:
             assert set(world.node_ids) == {n.id for n in nodes}
     assert world.node_ids == (a.id, c.id)
-    assert "cool down" in world.reason
+    assert "in quarantine" in world.reason
 
 
 def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(
@@ -374,7 +374,7 @@ def test_below_min_nodes_the_survivors_pause_and_go_on_without_a_restart(
     assert (world.node_ids, world.switch_at_step) == ((a.id, b.id, c.id), None)
 
 
-def test_a_newcomer_planned_for_a_job_that_ends_does_not_keep_it(
+def test_a_joining_node_planned_for_a_job_that_ends_does_not_keep_it(
     server: MemoryServer, start: Start
 ) -> None:
     """History 14."""

@@ -19,7 +19,6 @@ from etcd_certificates import Authority
 
 from elastic.agent.messages import Close
 from elastic.agent.service import NodeService
-from elastic.config import AgentOptions
 from elastic.errors import (
     CoordinationError,
     JobFailed,
@@ -49,6 +48,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
 OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
@@ -344,7 +344,7 @@ def test_the_same_error_three_times_ends_the_job_with_it(
             node.enter()
 
 
-def test_a_newcomer_joins_a_running_job(start: Callable[..., TestNode]) -> None:
+def test_a_joining_node_joins_a_running_job(start: Callable[..., TestNode]) -> None:
     a, b = start().arrive(), start().arrive()
     a.enter(), b.enter()
     c = start().arrive()
@@ -404,7 +404,7 @@ def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., Tes
     assert [done.outcome for done in ended if done] == [Outcome.SUCCESS] * 2
 
 
-def test_a_newcomer_to_a_finished_job_is_told_so(start: Callable[..., TestNode]) -> None:
+def test_a_joining_node_to_a_finished_job_is_told_so(start: Callable[..., TestNode]) -> None:
     a = start(min_nodes=1).arrive()
     a.enter()
     assert a.service.finish() is not None
@@ -489,7 +489,7 @@ def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     ("more", "said"),
     [({"max_nodes": 4}, "2 to 4 nodes"), ({"library": "9.9.9"}, "9.9.9")],
 )
-def test_a_newcomer_that_cannot_mix_is_refused_and_the_job_unharmed(
+def test_a_joining_node_that_cannot_mix_is_refused_and_the_job_unharmed(
     start: Callable[..., TestNode], more: dict[str, Any], said: str
 ) -> None:
     a, b = start().arrive(), start().arrive()
@@ -550,7 +550,7 @@ def test_a_broken_node_record_leaves_the_others_unharmed(
     assert said
 
 
-def test_a_broken_world_record_stops_a_newcomer_and_not_the_job(
+def test_a_broken_world_record_stops_a_joining_node_and_not_the_job(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b = start().arrive(), start().arrive()

@@ -110,7 +110,7 @@ def test_what_ends_the_script_for_good_is_passed_on(
 
 
 @pytest.mark.parametrize("code", [65, 70])
-def test_a_newcomer_to_a_failed_job_ends_like_it(
+def test_a_joining_node_to_a_failed_job_ends_like_it(
     tmp_path: Path,
     shared_etcd: EmbeddedEtcd,
     connect: Callable[..., EtcdStore],

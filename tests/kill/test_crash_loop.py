@@ -1,4 +1,4 @@
-"""A joining node that crashes every time disturbs a healthy job once per cool-down at most."""
+"""A joining node that crashes every time disturbs a healthy job once per quarantine at most."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-COOL_DOWN_S = 15.0
+QUARANTINE_S = 15.0
 WORKLOAD = Workload(samples=500, epochs=1000, step_s=0.05)
 
 
-def test_a_newcomer_that_crashes_every_time_disturbs_once(
+def test_a_joining_node_that_crashes_every_time_disturbs_once(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     with TrainingJob(
@@ -28,7 +28,7 @@ def test_a_newcomer_that_crashes_every_time_disturbs_once(
         workload=WORKLOAD,
         min_nodes=2,
         max_nodes=3,
-        conf={"cool_down_s": COOL_DOWN_S, "last_call_s": 1.0},
+        conf={"quarantine_s": QUARANTINE_S, "last_call_s": 1.0},
     ) as job:
         healthy = job.start_nodes(2)
         job.wait_training(nodes=2)
@@ -42,7 +42,7 @@ def test_a_newcomer_that_crashes_every_time_disturbs_once(
             return next((float(e["monotonic"]) for e in crashes), None)
 
         # Its worker is back and ready again within seconds, and stays out.
-        until_s = job.wait_for(crashed, PATIENCE_S, "the first crash") + 0.7 * COOL_DOWN_S
+        until_s = job.wait_for(crashed, PATIENCE_S, "the first crash") + 0.7 * QUARANTINE_S
         while time.monotonic() < until_s:
             job.wait_progress(1)
         joined = [

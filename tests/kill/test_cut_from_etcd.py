@@ -86,7 +86,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("cut-off-alone"), WORKLOAD, SCRIPT)
 
 
-def test_newcomers_do_not_go_on_while_the_members_train(cluster: CutOff, reference: Path) -> None:
+def test_joining_nodes_wait_while_the_members_train(cluster: CutOff, reference: Path) -> None:
     """Two members lose etcd, two joining nodes arrive who reach it; then etcd is back for all.
 
     And then one of the four loses it for good: it answers, and trains with the others, until it

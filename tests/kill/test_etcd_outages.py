@@ -92,7 +92,7 @@ def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 
-def test_etcd_is_wiped_while_a_newcomer_registers(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+def test_etcd_is_wiped_while_a_joining_node_registers(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
     job.bring_to(2)
     generation = job.generation()
     joining_node = job.start_node()

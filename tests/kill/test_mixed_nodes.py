@@ -55,7 +55,7 @@ def test_nodes_with_different_nproc_train_together(job: TrainingJob, nodes: list
     ("smallest", "largest"),
     [(2, 3), (1, 5)],
 )
-def test_a_newcomer_with_other_limits_is_refused(
+def test_a_joining_node_with_other_limits_is_refused(
     job: TrainingJob, nodes: list[str], smallest: int, largest: int
 ) -> None:
     generation = job.generation()
@@ -69,7 +69,7 @@ def test_a_newcomer_with_other_limits_is_refused(
     assert job.generation() == generation
 
 
-def test_a_newcomer_of_another_version_is_refused(
+def test_a_joining_node_of_another_version_is_refused(
     job: TrainingJob, nodes: list[str], tmp_path: Path
 ) -> None:
     generation = job.generation()

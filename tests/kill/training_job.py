@@ -81,9 +81,9 @@ class TrainingJob(LocalCluster):
         **settings: Any,
     ) -> None:
         self.workload = workload or Workload()
-        # More faults in a minute than any job should survive: budget and cool-down are not the
+        # More faults in a minute than any job should survive: budget and quarantine are not the
         # subject.
-        conf = {"failure_budget": 1000, "cool_down_s": 0.5, **settings.pop("conf", {})}
+        conf = {"failure_budget": 1000, "quarantine_s": 0.5, **settings.pop("conf", {})}
         arguments = self.workload.arguments(folder)
         super().__init__(endpoints, script, folder, args=arguments, conf=conf, **settings)
 

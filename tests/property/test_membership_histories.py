@@ -135,7 +135,7 @@ class Histories(RuleBasedStateMachine):
         survivors = [n for n in before if n in chosen]
         assert chosen[: len(survivors)] == survivors, "survivors keep their order"
         if before and not survivors and chosen:
-            # PROTOCOL section 2: proof, farewell, or takeover_s without a sign.
+            # PROTOCOL section 2: proof, leave, or takeover_s without a sign.
             assert proposal.cause is Cause.TAKEOVER
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s
@@ -283,7 +283,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: len(self.machines) < 12)
     @rule(die=st.booleans())
     def a_node_joins_and_the_others_fall_silent_before_they_know(self, die: bool) -> None:
-        """They may still run the world before, in which nobody has met the newcomer."""
+        """They may still run the world before, in which nobody has met the joining node."""
         for machine in self.machines.values():
             if machine.renews:
                 self.take_up(machine)

@@ -325,7 +325,7 @@ class InProcessHistories(RuleBasedStateMachine):
             self.warm_up(machine)
 
     @rule(number=NUMBER)
-    def a_newcomers_workers_die(self, number: int) -> None:
+    def a_joining_nodes_workers_die(self, number: int) -> None:
         """Also of one that a pending plan names, or that is in a build."""
         found = [
             m
@@ -454,6 +454,6 @@ def test_a_plan_whose_leaver_is_gone_is_replaced_at_once() -> None:
     state.a_job_runs(members=2, candidates=2)
     state.a_node_is_told_to_leave(number=0)
     state.the_leader_decides()
-    state.a_newcomers_workers_die(number=0)
+    state.a_joining_nodes_workers_die(number=0)
     state.at_most_one_world_makes_progress()
     state.teardown()

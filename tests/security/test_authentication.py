@@ -17,11 +17,11 @@ from elastic.link.client import LinkClient
 from elastic.link.handshake import key_path
 from elastic.link.protocol import Heartbeat
 from elastic.secure_channel import private_files
+from elastic.secure_channel.acceptor import listen_on_path
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.listener import listen_on_path
 
 
 @pytest.fixture(params=AUTHENTICATED)

@@ -9,7 +9,7 @@ import pytest
 from hostile import Attacker
 from listeners import ALL, WITH_TLS, Cost, assert_flat, listening
 
-from elastic.secure_channel.reports import EVERY_S
+from elastic.secure_channel.limits import EVERY_S
 from elastic.telemetry.log import get_logger
 
 FRAMES = 2_000  # hostile ones, on each listener

@@ -150,7 +150,7 @@ def view(
     last: WorldRecord | None,
     *nodes: NodeView,
     gone: Iterable[MissingMember] = (),
-    cooling: Mapping[str, float] | None = None,
+    quarantined: Mapping[str, float] | None = None,
     failure_reports: tuple[FailureReport, ...] = (),
     world_since_s: float = NOW - 100,
 ) -> View:
@@ -159,7 +159,7 @@ def view(
         world_since_s=world_since_s,
         nodes=nodes,
         missing=tuple(gone),
-        cooling=cooling or {},
+        quarantined=quarantined or {},
         failure_reports=failure_reports,
     )
 

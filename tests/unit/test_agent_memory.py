@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from membership_nodes import node as node_of
 
-from elastic.config import AgentOptions
 from elastic.errors import ConfigError
 from elastic.events import Event
 from elastic.membership.records import Cause, Node, WorldRecord, WorldState
 from elastic.node.checkpoint_memory import AgentMemory, host_memory, neighbours, sweep
 from elastic.node.identity import current_process
 from elastic.secure_channel.keys import SecretKey
+from elastic.tuning.agent_options import AgentOptions
 
 
 class Journal:

@@ -43,7 +43,7 @@ def test_among_equal_weights_a_begun_step_is_further() -> None:
     assert (found.source, found.receivers) == (1, ())
 
 
-def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
+def test_joining_nodes_alone_have_nothing_to_go_on_with() -> None:
     found = choose([state(None)] * 2)
     assert found.is_fresh
     assert found.receivers == ()

@@ -188,7 +188,7 @@ def test_the_last_failure_is_named_when_the_budget_is_spent() -> None:
     assert "n4 lost; n2: RuntimeError: Connection reset by peer; n3: exit code -9" in stop.reason
 
 
-# ── cooling down ─────────────────────────────────────────────────────────────────────────────
+# ── quarantine ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_node_lost_three_times_in_the_window_cools_down() -> None:
@@ -196,50 +196,50 @@ def test_a_node_lost_three_times_in_the_window_cools_down() -> None:
     flaps.lost("n1", 0)
     flaps.lost("n1", 60)
     flaps.lost("n2", 61)
-    assert flaps.cooling(60) == {}
+    assert flaps.quarantined(60) == {}
     flaps.lost("n1", 120)
-    assert flaps.cooling(120) == {"n1": 180.0}
-    assert flaps.cooling(179.9) == {"n1": 180.0}
-    assert flaps.cooling(180) == {}
+    assert flaps.quarantined(120) == {"n1": 180.0}
+    assert flaps.quarantined(179.9) == {"n1": 180.0}
+    assert flaps.quarantined(180) == {}
 
 
 def test_losses_far_apart_do_not_add_up() -> None:
     flaps = FlapTracker()
     for now in (0, 60, 121, 200, 300):
         flaps.lost("n1", now)
-        assert flaps.cooling(now) == {}
+        assert flaps.quarantined(now) == {}
 
 
-def test_a_node_that_flaps_on_after_its_cool_down_cools_again() -> None:
-    flaps = FlapTracker(FlapPolicy(cool_down_s=10))
+def test_a_node_that_flaps_on_after_its_quarantine_is_quarantined_again() -> None:
+    flaps = FlapTracker(FlapPolicy(quarantine_s=10))
     for now in (0, 1, 2):
         flaps.lost("n1", now)
     flaps.lost("n1", 20)
-    assert flaps.cooling(20) == {"n1": 30.0}
+    assert flaps.quarantined(20) == {"n1": 30.0}
 
 
 def test_the_node_accused_three_times_in_a_row_cools_down() -> None:
     flaps = FlapTracker()
     for now, node in enumerate(("n1", "n1", "n2", "n1", "n1")):
         flaps.accused(node, now)
-    assert flaps.cooling(5) == {}
+    assert flaps.quarantined(5) == {}
     flaps.accused("n1", 5)
-    assert flaps.cooling(5) == {"n1": 65.0}
+    assert flaps.quarantined(5) == {"n1": 65.0}
 
 
 def test_accusations_with_healthy_time_between_are_no_row() -> None:
     flaps = FlapTracker()
     for now in (0, 121, 242, 363):
         flaps.accused("n1", now)
-    assert flaps.cooling(363) == {}
+    assert flaps.quarantined(363) == {}
 
 
-def test_after_a_cool_down_a_new_row_begins() -> None:
-    flaps = FlapTracker(FlapPolicy(cool_down_s=1))
+def test_after_a_quarantine_a_new_row_begins() -> None:
+    flaps = FlapTracker(FlapPolicy(quarantine_s=1))
     for now in range(3):
         flaps.accused("n1", now)
     flaps.accused("n1", 10)
-    assert flaps.cooling(10) == {}
+    assert flaps.quarantined(10) == {}
 
 
 def test_names_of_the_past_are_forgotten() -> None:

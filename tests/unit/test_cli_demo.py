@@ -13,7 +13,7 @@ from rich.console import Console
 
 from elastic.cli.demo.journal import JournalEntry, JournalReader
 from elastic.cli.demo.plan import (
-    NEWCOMER,
+    ADDED,
     NODES,
     PATIENCE_S,
     STEP_DELAY_S,
@@ -32,7 +32,7 @@ from elastic.testing.ledger import LedgerEnd, LedgerStep, RunLedger, Start
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
 LENGTH = SAMPLES // BATCH
 SURVIVORS = tuple(node for node in NODES if node != VICTIM)
-WORLDS = {1: NODES, 2: SURVIVORS, 3: (*SURVIVORS, NEWCOMER)}
+WORLDS = {1: NODES, 2: SURVIVORS, 3: (*SURVIVORS, ADDED)}
 
 
 def world(generation: int, first: int, stop: int, *, began_s: float) -> RunLedger:
@@ -90,9 +90,13 @@ JOURNAL = (
 
 
 def summary_of(
-    ledger: RunLedger, plan: Plan, *, accuracy: float | None = 0.985, newcomer_code: int | None = 0
+    ledger: RunLedger,
+    plan: Plan,
+    *,
+    accuracy: float | None = 0.985,
+    joining_node_code: int | None = 0,
 ) -> Summary:
-    codes: dict[str, int | None] = {"node-0": 0, VICTIM: -9, "node-2": 0, NEWCOMER: newcomer_code}
+    codes: dict[str, int | None] = {"node-0": 0, VICTIM: -9, "node-2": 0, ADDED: joining_node_code}
     return summarize(
         ledger,
         JOURNAL,
@@ -121,7 +125,7 @@ def test_the_kill_waits_for_a_full_world_and_the_middle_of_an_epoch() -> None:
     assert Plan().next_act(smaller) is None
 
 
-def test_the_newcomer_waits_for_the_survivors_to_train() -> None:
+def test_the_joining_node_waits_for_the_survivors_to_train() -> None:
     before = world(1, 0, 60, began_s=0.0)
     plan = Plan().after(Act.KILL, _position(before))
     assert plan.next_act(_position(before)) is None
@@ -221,18 +225,18 @@ def test_a_kill_or_join_that_did_not_happen_fails_the_demo() -> None:
     )
     assert VICTIM in summary_of(quiet, Plan()).failures[0]
     only_killed = replace(good_plan(), joined_at=None)
-    assert NEWCOMER in summary_of(good_ledger(), only_killed).failures[0]
+    assert ADDED in summary_of(good_ledger(), only_killed).failures[0]
 
 
-def test_a_newcomer_that_never_trained_fails_the_demo() -> None:
+def test_a_joining_node_that_never_trained_fails_the_demo() -> None:
     alone = joined(
         world(1, 0, 60, began_s=0.0),
         world(2, 58, 120, began_s=65.0),
         ends=[LedgerEnd(2, rank, "abc", 131.0) for rank in range(2)],
     )
-    summary = summary_of(alone, good_plan(), newcomer_code=1)
-    assert any(f"{NEWCOMER} ended with 1" in f for f in summary.failures)
-    assert any(f"no generation trained with {NEWCOMER}" in f for f in summary.failures)
+    summary = summary_of(alone, good_plan(), joining_node_code=1)
+    assert any(f"{ADDED} ended with 1" in f for f in summary.failures)
+    assert any(f"no generation trained with {ADDED}" in f for f in summary.failures)
 
 
 def test_ranks_with_other_final_weights_fail_the_demo() -> None:
@@ -277,11 +281,11 @@ def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
 
 def test_rows_follow_the_nodes() -> None:
     ledger = joined(world(1, 0, 60, began_s=0.0), world(2, 58, 70, began_s=65.0))
-    codes = {"node-0": None, VICTIM: -9, "node-2": None, NEWCOMER: None}
+    codes = {"node-0": None, VICTIM: -9, "node-2": None, ADDED: None}
     rows = {row.name: row for row in rows_of(ledger, codes, {VICTIM}, newest=2)}
     assert rows["node-0"] == NodeRow("node-0", "training", 0, 2, 69, 1)
     assert rows[VICTIM] == NodeRow(VICTIM, "killed", 1, 1, 59, 1)
-    assert rows[NEWCOMER] == NodeRow(NEWCOMER, "forming")
+    assert rows[ADDED] == NodeRow(ADDED, "forming")
     agreed = {row.name: row.state for row in rows_of(ledger, codes, {VICTIM}, newest=3)}
     assert agreed["node-0"] == "forming"
 

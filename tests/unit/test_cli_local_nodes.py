@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.launch import bound_to_parent as leash
-from elastic.cli.launch import processes
+from elastic.cli.launch import bound_to_parent, processes
 from elastic.cli.launch.local_nodes import LocalNodes
 from elastic.cli.launch.run import stop_on_signals
 from elastic.testing.waiting import eventually
@@ -115,7 +114,8 @@ def test_a_signal_reaches_every_running_agent(nodes: LocalNodes) -> None:
 def test_a_node_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     launcher = f"""
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-IS", {str(leash.__file__)!r}, str(os.getpid()),
+child = subprocess.Popen([sys.executable, "-IS",
+                          {str(bound_to_parent.__file__)!r}, str(os.getpid()),
                           sys.executable, "-IS", "-c",
                           "import os, time; print(os.getpid(), flush=True); time.sleep(600)"])
 time.sleep(600)
@@ -129,10 +129,10 @@ time.sleep(600)
         eventually(lambda: not is_alive(child))
 
 
-def test_a_leash_to_a_parent_that_is_gone_starts_nothing() -> None:
+def test_a_command_bound_to_a_parent_that_is_gone_starts_nothing() -> None:
     nobody = 2**22  # above every pid_max
     done = subprocess.run(
-        [sys.executable, "-IS", str(leash.__file__), str(nobody), "echo", "started"],
+        [sys.executable, "-IS", str(bound_to_parent.__file__), str(nobody), "echo", "started"],
         capture_output=True,
         text=True,
         check=False,

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from membership_nodes import NOW, missing, node, proposal, seen, view, world
 
-from elastic.config import AgentOptions
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
@@ -16,8 +15,9 @@ from elastic.membership.member_status import classify_members
 from elastic.membership.records import FailureReport, NodeState, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
+from elastic.tuning.agent_options import AgentOptions
 
-OPTIONS = AgentOptions(cool_down_s=30.0, failure_budget=5)
+OPTIONS = AgentOptions(quarantine_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
 
@@ -56,28 +56,28 @@ def with_n3_out(code: int = 1) -> Broken:
     return broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT, code)))
 
 
-def test_a_newcomer_that_fails_by_itself_cools_down() -> None:
+def test_a_joining_node_that_fails_by_itself_cools_down() -> None:
     accounting = joined_s_ago(10.0)
     accounting.charge(with_n3_out(), None, NOW)
-    assert accounting.cooling(NOW) == {"id-n3": NOW + 30.0}
-    assert accounting.cooling(NOW + 30.0) == {}
+    assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.quarantined(NOW + 30.0) == {}
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 40.0)])
 def test_who_was_killed_or_failed_later_may_come_back_at_once(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
     accounting.charge(with_n3_out(code), None, NOW)
-    assert accounting.cooling(NOW) == {}
+    assert accounting.quarantined(NOW) == {}
 
 
-def test_members_of_the_first_world_are_no_newcomers() -> None:
+def test_members_of_the_first_world_are_no_joining_nodes() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(None, EIGHT, NOW - 1)
     accounting.charge(with_n3_out(), None, NOW)
-    assert accounting.cooling(NOW) == {}
+    assert accounting.quarantined(NOW) == {}
 
 
-def test_a_newcomer_whose_agent_dies_before_the_switch_cools_down_by_name() -> None:
+def test_a_joining_node_whose_agent_dies_before_the_switch_cools_down_by_name() -> None:
     """It comes back with another id."""
     pending = world("n1", "n2", "n3", generation=8, mode="in-process", switch_at_step=50)
     accounting = FailureAccounting(OPTIONS)
@@ -86,7 +86,7 @@ def test_a_newcomer_whose_agent_dies_before_the_switch_cools_down_by_name() -> N
     accounting.charge(
         broken(view(pending, runs("n1", SEVEN), runs("n2", SEVEN), gone=gone)), None, NOW
     )
-    assert accounting.cooling(NOW) == {"n3": NOW + 30.0}
+    assert accounting.quarantined(NOW) == {"n3": NOW + 30.0}
 
 
 def charge_again_and_again(
@@ -157,4 +157,4 @@ def test_whom_all_waited_for_is_left_out_by_id() -> None:
         )
         members = [runs(n, group) for n in ("n1", "n2", "n3")]
         accounting.charge(broken(view(group, *members, failure_reports=reports)), None, NOW)
-    assert set(accounting.cooling(NOW)) == {"id-n2"}
+    assert set(accounting.quarantined(NOW)) == {"id-n2"}

@@ -8,7 +8,6 @@ from membership_nodes import node, world
 
 from elastic.agent.isolation import IsolationDetector
 from elastic.clock import ManualClock
-from elastic.config import AgentOptions
 from elastic.errors import StoreUnreachable
 from elastic.events import Event
 from elastic.membership.decision import Policy
@@ -18,6 +17,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.memory_store import MemoryStore
+from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
 TAKEOVER_S = 40.0

@@ -56,7 +56,7 @@ def test_equal_arrival_times_are_ordered_by_id() -> None:
     assert named(proposal(view(None, *nodes))) == ["n2", "n3"]
 
 
-def test_first_world_of_min_nodes_waits_for_the_last_call_after_the_last_newcomer() -> None:
+def test_first_world_of_min_nodes_waits_for_the_last_call_after_the_last_joining_node() -> None:
     v = view(None, arrived("n1", since_s=NOW - 60), arrived("n2", since_s=NOW - 1))
     w = wait(v)
     assert w.until_s == NOW + 2
@@ -124,7 +124,7 @@ def test_nodes_with_and_without_tls_do_not_mix() -> None:
     assert world_of(p, None, nonce="ab", time_s=0.0).tls
 
 
-def test_a_newcomer_that_cannot_mix_leaves_the_job_alone() -> None:
+def test_a_joining_node_that_cannot_mix_leaves_the_job_alone() -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), seen(node("n3", limits=(3, 3))))
     w = wait(v)
     assert w.until_s is None
@@ -196,7 +196,7 @@ def test_rank_zero_goes_to_the_most_senior_survivor() -> None:
     assert named(proposal(v)) == ["n3", "n2"]
 
 
-def test_lost_trouble_and_newcomers_at_once_make_one_world() -> None:
+def test_lost_trouble_and_joining_nodes_at_once_make_one_world() -> None:
     v = view(
         world("n3", "n2", "n1"),
         runs("n3"),
@@ -214,7 +214,7 @@ def test_lost_trouble_and_newcomers_at_once_make_one_world() -> None:
     )
 
 
-def test_only_as_many_newcomers_come_as_there_is_room() -> None:
+def test_only_as_many_joining_nodes_come_as_there_is_room() -> None:
     v = view(
         world("n1", "n2", "n3", "n4"),
         *(runs(f"n{i}") for i in (1, 2, 3)),
@@ -236,7 +236,7 @@ def test_doubt_alone_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "others",
     [(out("n2"),), (dead(runs("n2")),), (runs("n2"), arrived("n4"))],
-    ids=["trouble", "lost", "newcomer"],
+    ids=["trouble", "lost", "joining node"],
 )
 def test_a_change_waits_for_the_lease_of_a_suspect(others: tuple) -> None:  # type: ignore[type-arg]
     v = view(world("n1", "n2", "n3"), runs("n1"), *others, suspect(runs("n3")))
@@ -253,7 +253,7 @@ def test_a_suspect_with_an_endless_lease_is_left_out_if_the_others_suffice() -> 
     assert wait(too_few).until_s is None
 
 
-def test_a_suspect_is_never_thrown_out_for_a_newcomer() -> None:
+def test_a_suspect_is_never_thrown_out_for_a_joining_node() -> None:
     v = view(world("n1", "n2"), runs("n1"), suspect(runs("n2"), NOW - 500), arrived("n3"))
     assert "n2 may be dead" in wait(v).reason
 
@@ -274,7 +274,7 @@ def test_a_suspect_that_leaves_or_has_finished_is_not_waited_for() -> None:
 # ── rule 3: joining nodes ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_newcomer_is_gathered_for_the_join_window() -> None:
+def test_a_joining_node_is_gathered_for_the_join_window() -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), arrived("n3", since_s=NOW - 0.25))
     assert wait(v).until_s == NOW + 0.75
     p = proposal(v, now=NOW + 0.75)
@@ -282,13 +282,13 @@ def test_a_newcomer_is_gathered_for_the_join_window() -> None:
     assert (p.cause, p.reason, p.planned) == (Cause.JOINED, "n3 joins", False)
 
 
-def test_newcomers_that_fill_the_world_do_not_wait() -> None:
+def test_joining_nodes_that_fill_the_world_do_not_wait() -> None:
     late = (arrived("n3", since_s=NOW), arrived("n4", since_s=NOW))
     p = proposal(view(world("n1", "n2"), runs("n1"), runs("n2"), *late))
     assert named(p) == ["n1", "n2", "n3", "n4"]
 
 
-def test_a_full_world_lets_newcomers_wait() -> None:
+def test_a_full_world_lets_joining_nodes_wait() -> None:
     names = ("n1", "n2", "n3", "n4")
     w = wait(view(world(*names), *(runs(n) for n in names), arrived("n5")))
     assert w.reason == "n5 waits: the world is full"
@@ -307,19 +307,19 @@ def test_one_plan_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("state", [NodeState.STARTING, NodeState.LEAVING, NodeState.FAILED])
-def test_nobody_waits_for_a_newcomer_in_another_state(state: NodeState) -> None:
+def test_nobody_waits_for_a_joining_node_in_another_state(state: NodeState) -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), in_state("n3", state))
     w = wait(v)
     assert "generation 7 runs on n1, n2" in w.reason and w.until_s is None
 
 
 @pytest.mark.parametrize("key", ["id-n3", "n3"], ids=["id", "name"])
-def test_a_newcomer_that_cools_down_waits_its_time(key: str) -> None:
+def test_a_joining_node_that_cools_down_waits_its_time(key: str) -> None:
     members = (runs("n1"), runs("n2"), arrived("n3"))
-    w = wait(view(world("n1", "n2"), *members, cooling={key: NOW + 30}))
+    w = wait(view(world("n1", "n2"), *members, quarantined={key: NOW + 30}))
     assert w.until_s == NOW + 30
     assert "n3 cools down" in w.reason
-    after = view(world("n1", "n2"), *members, cooling={key: NOW})
+    after = view(world("n1", "n2"), *members, quarantined={key: NOW})
     assert named(proposal(after)) == ["n1", "n2", "n3"]
 
 
@@ -353,19 +353,19 @@ def test_a_member_that_has_not_taken_up_the_world_yet_is_no_trouble() -> None:
 
 def test_a_repeatedly_accused_member_is_left_out_if_the_rest_can_go_on() -> None:
     members = (runs("n1"), runs("n2"), out("n3", failure="boom"))
-    p = proposal(view(world("n1", "n2", "n3"), *members, cooling={"n3": NOW + 60}))
+    p = proposal(view(world("n1", "n2", "n3"), *members, quarantined={"n3": NOW + 60}))
     assert named(p) == ["n1", "n2"]
-    assert "n3 left out, to cool down" in p.reason
-    needed = view(world("n1", "n3"), runs("n1"), out("n3"), cooling={"n3": NOW + 60})
+    assert "n3 left out, in quarantine" in p.reason
+    needed = view(world("n1", "n3"), runs("n1"), out("n3"), quarantined={"n3": NOW + 60})
     assert named(proposal(needed)) == ["n1", "n3"]
-    with_newcomer = view(
-        world("n1", "n3"), runs("n1"), out("n3"), arrived("n4"), cooling={"n3": NOW + 60}
+    with_joining_node = view(
+        world("n1", "n3"), runs("n1"), out("n3"), arrived("n4"), quarantined={"n3": NOW + 60}
     )
-    assert named(proposal(with_newcomer)) == ["n1", "n4"]
+    assert named(proposal(with_joining_node)) == ["n1", "n4"]
 
 
-def test_cooling_down_is_no_reason_to_disturb_a_world_that_runs() -> None:
-    w = wait(view(world("n1", "n2", "n3"), *map(runs, ("n1", "n2", "n3")), cooling={"n3": 1e9}))
+def test_quarantine_is_no_reason_to_disturb_a_world_that_runs() -> None:
+    w = wait(view(world("n1", "n2", "n3"), *map(runs, ("n1", "n2", "n3")), quarantined={"n3": 1e9}))
     assert "runs on n1, n2, n3" in w.reason
 
 
@@ -378,12 +378,12 @@ def test_too_few_survivors_pause() -> None:
     assert "n2 is lost" in p.reason and "1 (n1) of at least 2 nodes left" in p.reason
 
 
-def test_newcomers_that_make_up_for_the_lost_prevent_a_pause() -> None:
+def test_joining_nodes_that_make_up_for_the_lost_prevent_a_pause() -> None:
     p = proposal(view(world("n1", "n2"), out("n1"), arrived("n3"), gone=[missing("n2")]))
     assert (named(p), p.state, p.cause) == (["n1", "n3"], WorldState.ACTIVE, Cause.LOST)
 
 
-def test_newcomers_that_do_not_suffice_stay_out_of_the_pause() -> None:
+def test_joining_nodes_that_do_not_suffice_stay_out_of_the_pause() -> None:
     w = world("n1", "n2", "n3", limits=(3, 4))
     fresh = seen(node("n4", limits=(3, 4)))
     p = proposal(view(w, runs("n1"), fresh, gone=[missing("n2"), missing("n3")]))
@@ -509,7 +509,7 @@ def test_finished_is_not_gone() -> None:
     assert "runs on n2" in wait(v).reason
 
 
-def test_while_the_job_ends_finished_members_count_and_newcomers_stay_out() -> None:
+def test_while_the_job_ends_finished_members_count_and_joining_nodes_stay_out() -> None:
     finished = in_state("n1", NodeState.FINISHED)
     p = proposal(view(world("n1", "n2"), finished, out("n2"), arrived("n3")))
     assert (named(p), p.state) == (["n2"], WorldState.ACTIVE)

@@ -44,26 +44,26 @@ def report(name: str, generation: int) -> FailureReport:
     return FailureReport(node_id=f"id-{name}", generation=generation, error="NCCL: remote error")
 
 
-def test_a_ready_newcomer_switches_at_a_step_boundary() -> None:
+def test_a_ready_joining_node_switches_at_a_step_boundary() -> None:
     p = proposal(view(SEVEN, *members("n1", "n2", "n3"), ready("n4", None)))
     assert (named(p)[-1], p.mode, p.cause, p.planned) == ("n4", "in-process", Cause.JOINED, True)
 
 
-def test_nobody_waits_for_a_newcomer_that_is_not_ready() -> None:
+def test_nobody_waits_for_a_joining_node_that_is_not_ready() -> None:
     warming = seen(node("n4", NodeState.STARTING))
     fresh = seen(node("n5", NodeState.ARRIVED))
     w = wait(view(SEVEN, *members("n1", "n2", "n3"), warming, fresh))
     assert "runs on n1, n2, n3" in w.reason
 
 
-def test_a_node_that_does_not_know_that_it_was_left_out_is_no_newcomer() -> None:
+def test_a_node_that_does_not_know_that_it_was_left_out_is_no_joining_node() -> None:
     """Cut off, it still says that it is ready and runs seven; its workers are to start anew."""
     eight = replace(world("n1", "n2", mode="in-process"), generation=8)
     w = wait(view(eight, ready("n1", eight), ready("n2", eight), ready("n3", SEVEN)))
     assert "runs on n1, n2" in w.reason
 
 
-def test_a_loss_is_an_immediate_change_and_takes_ready_newcomers_along() -> None:
+def test_a_loss_is_an_immediate_change_and_takes_ready_joining_nodes_along() -> None:
     p = proposal(
         view(SEVEN, *members("n1", "n3"), ready("n4", None, since_s=NOW), gone=[missing("n2")])
     )
@@ -113,7 +113,7 @@ def test_an_immediate_world_is_itself_the_answer_to_trouble_before_it() -> None:
 PENDING = world("n1", "n2", "n3", "n4", generation=8, mode="in-process", switch_at_step=50)
 
 
-def test_later_newcomers_wait_for_the_next_plan() -> None:
+def test_later_joining_nodes_wait_for_the_next_plan() -> None:
     pending = world("n1", "n2", "n4", generation=8, mode="in-process", switch_at_step=50)
     v = view(pending, *members("n1", "n2"), ready("n4", None), ready("n5", None))
     assert "n5 waits until n1, n2, n4 run generation 8" in wait(v).reason
@@ -141,7 +141,7 @@ def test_workers_that_end_before_the_switch_count_whatever_they_ran() -> None:
     assert (named(p), p.planned) == (["n1", "n3", "n4"], False)
 
 
-def test_a_newcomer_that_dies_before_the_switch_cancels_it_without_an_abort() -> None:
+def test_a_joining_node_that_dies_before_the_switch_cancels_it_without_an_abort() -> None:
     v = view(PENDING, *members("n1", "n2", "n3"), gone=[missing("n4", proved_dead=True)])
     p = proposal(v)
     assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.LOST, True)
@@ -181,7 +181,7 @@ def test_a_world_that_is_being_built_is_not_left_at_a_step_boundary() -> None:
     assert not proposal(view(eight, *members("n1", "n3"), leaves)).planned
 
 
-def test_one_of_two_newcomers_dies_before_the_switch() -> None:
+def test_one_of_two_joining_nodes_dies_before_the_switch() -> None:
     pending = world("n1", "n2", "n4", "n5", generation=8, mode="in-process", switch_at_step=50)
     seven = world("n1", "n2", mode="in-process")
     running = [ready("n1", seven), ready("n2", seven)]
@@ -218,7 +218,7 @@ def finished(name: str, running: WorldRecord = SEVEN) -> NodeView:
     return seen(node(name, NodeState.FINISHED, in_process=True, running=running))
 
 
-def test_newcomers_that_had_still_to_switch_do_not_keep_a_finished_job() -> None:
+def test_joining_nodes_that_had_still_to_switch_do_not_keep_a_finished_job() -> None:
     done = [finished(n) for n in ("n1", "n2", "n3")]
     dead = seen(node("n4", arrived_for=8, failure="boom"))
     for n4 in (ready("n4", None), dead):

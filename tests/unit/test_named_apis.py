@@ -23,7 +23,7 @@ from named_apis import (
     unknown_variables,
 )
 
-from elastic.config import AgentOptions
+from elastic.tuning.agent_options import AgentOptions
 
 Finder = Callable[[str], Iterator[str]]
 

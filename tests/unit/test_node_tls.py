@@ -10,10 +10,10 @@ from etcd_certificates import Authority
 
 from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from elastic.config import AgentOptions, read_options
 from elastic.errors import ConfigError
 from elastic.node.tls_options import node_tls
 from elastic.secure_channel.keys import SecretKey
+from elastic.tuning.agent_options import AgentOptions, read_options
 
 KEY = SecretKey.generate()
 

@@ -14,7 +14,6 @@ from run_kit import job, process
 
 from elastic.agent.permission import Permission
 from elastic.clock import ManualClock
-from elastic.config import AgentOptions
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
 from elastic.membership.decision import Policy
@@ -25,6 +24,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.memory_store import MemoryStore
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
 

@@ -47,7 +47,7 @@ class Leader:
 
     @property
     def liveness(self) -> Liveness:
-        view = self.roster.view(WORLD, 0.0, done=None, cooling={})
+        view = self.roster.view(WORLD, 0.0, done=None, quarantined={})
         if not view.nodes:
             return Liveness.DEAD if view.missing[0].proved_dead else Liveness.SUSPECT
         return view.nodes[0].liveness
@@ -165,6 +165,6 @@ def test_a_node_found_alive_is_not_charged_with_its_death() -> None:
         flaps.found("n1")
     flaps.lost("n1", 2.0)
     flaps.lost("n1", 3.0)
-    assert not flaps.cooling(3.0)
+    assert not flaps.quarantined(3.0)
     flaps.lost("n1", 4.0)
-    assert "n1" in flaps.cooling(4.0)
+    assert "n1" in flaps.quarantined(4.0)

@@ -18,6 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from etcd_certificates import Authority
 
 from elastic.secure_channel import tls as module
+from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import CertificateError, TlsError
@@ -25,7 +26,6 @@ from elastic.secure_channel.frames import frame
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.listener import listen
 from elastic.secure_channel.tls import Tls, TlsFiles
 
 DEADLINE_S = 30.0

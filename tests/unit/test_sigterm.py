@@ -16,10 +16,10 @@ import os, signal, time
 from elastic.training.checkpointing.halt import Halt, Place
 from elastic.worker.sigterm import end_on_sigterm
 halt = Halt()
-def last_words(is_for_good):
+def shutdown_hook(is_for_good):
     print("saving for good" if is_for_good else "saving before a restart", flush=True)
     {action}
-end_on_sigterm(last_words, lambda: {for_good}, halt.on_signal)
+end_on_sigterm(shutdown_hook, lambda: {for_good}, halt.on_signal)
 until = time.monotonic() + 60
 changes = 0
 os.kill(os.getpid(), signal.SIGTERM)

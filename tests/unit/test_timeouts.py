@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.config import read_options
 from elastic.errors import ConfigError
-from elastic.tuning.timeouts import FAREWELL_S, Timeouts, for_pod, grace_for, of_environment
+from elastic.tuning.agent_options import read_options
+from elastic.tuning.timeouts import EXIT_GRACE_S, Timeouts, for_pod, grace_for, of_environment
 
 
 def test_the_defaults_are_those_of_a_pod_with_kubernetes_own_default() -> None:
@@ -31,7 +31,7 @@ def test_a_pods_intervals_come_one_after_the_other_or_are_refused(
         assert f"termination_grace_s={grace_s}" in error.message
         return
     assert 0 < times.checkpoint_budget_s < times.leave_grace_s <= times.shutdown_timeout_s
-    assert times.shutdown_timeout_s + FAREWELL_S <= grace_s
+    assert times.shutdown_timeout_s + EXIT_GRACE_S <= grace_s
     assert times.shutdown_timeout_s == int(times.shutdown_timeout_s)  # torchrun takes no other
 
 

@@ -31,10 +31,10 @@ from elastic.cli.demo.view import DemoView, open_view, print_summary, rows_of, s
 from elastic.cli.launch.local_nodes import LocalNodes, NodeProcess
 from elastic.cli.launch.run import StopRequest, stop_on_signals
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.config import MODES
 from elastic.errors import ConfigError
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.ledger import LedgerReader
+from elastic.tuning.agent_options import MODES
 
 # A link to examples/digits.py, so that an installed wheel has the script, too. In a folder of
 # its own: a script's folder comes first on sys.path.
@@ -207,7 +207,7 @@ class Demo:
             where = f"at step {position.step}, in the middle of epoch {position.epoch}"
             self._say(f"{demo_plan.VICTIM} is killed (SIGKILL, agent and worker), {where}")
         else:
-            self._start(nodes, demo_plan.NEWCOMER, endpoint)
+            self._start(nodes, demo_plan.ADDED, endpoint)
         self._plan = self._plan.after(act, position)
 
     def _step_rate(self, position: JobPosition | None) -> None:

@@ -13,7 +13,7 @@ from elastic.testing.ledger import RunLedger
 
 NODES = ("node-0", "node-1", "node-2")
 VICTIM = "node-1"
-NEWCOMER = "node-3"
+ADDED = "node-3"
 MIN_NODES, MAX_NODES = 2, 3
 
 STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is about the kill
@@ -23,7 +23,7 @@ STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
 STEP_DELAY_S = 0.06
 PATIENCE_S = 180.0  # for a node to start and take part
 STEPS_AFTER_JOIN = 60  # kept for the world with the joining node
-STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, newcomer
+STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, joining node
 
 
 class Act(Enum):
@@ -68,7 +68,7 @@ class Plan:
         """Whether nothing more can be done until a node that was started takes part."""
         if position is None or self.killed_at is None:
             return position is None or len(position.nodes) < MAX_NODES
-        return self.joined_at is not None and NEWCOMER not in position.nodes
+        return self.joined_at is not None and ADDED not in position.nodes
 
     def step_delay_s(self, position: JobPosition | None, waited_s: float) -> float:
         """How much to slow a step down, ``waited_s`` seconds after waiting for a node began.

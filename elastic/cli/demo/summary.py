@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.cli.demo.journal import JournalEntry
-from elastic.cli.demo.plan import MAX_NODES, NEWCOMER, PATIENCE_S, VICTIM, JobPosition, Plan
+from elastic.cli.demo.plan import ADDED, MAX_NODES, PATIENCE_S, VICTIM, JobPosition, Plan
 from elastic.testing.ledger import LedgerError, RunLedger
 
 ACCURACY_NEEDED = 0.97
@@ -91,7 +91,7 @@ def summarize(
         recomputed_steps=ledger.recomputed_steps,
         accuracy=accuracy,
         killed=_where(VICTIM, plan.killed_at),
-        added=_where(NEWCOMER, plan.joined_at),
+        added=_where(ADDED, plan.joined_at),
         duration_s=duration_s,
         failures=tuple(failures),
     )
@@ -155,14 +155,14 @@ def _failed_plan(generations: Sequence[Generation], plan: Plan) -> Iterable[str]
         yield f"the job ended before {VICTIM} was killed"
         return
     if plan.joined_at is None:
-        yield f"the job ended before {NEWCOMER} could be started"
+        yield f"the job ended before {ADDED} could be started"
         return
     worked = [g for g in generations if g.last_step is not None]
     smaller = [g for g in worked if g.generation > plan.killed_at.generation]
-    if not any(VICTIM not in g.nodes and NEWCOMER not in g.nodes for g in smaller):
-        yield f"no generation trained without {VICTIM} and before {NEWCOMER}"
-    if not any(NEWCOMER in g.nodes and len(g.nodes) == MAX_NODES for g in smaller):
-        yield f"no generation trained with {NEWCOMER}: it did not join within {PATIENCE_S:.0f} s"
+    if not any(VICTIM not in g.nodes and ADDED not in g.nodes for g in smaller):
+        yield f"no generation trained without {VICTIM} and before {ADDED}"
+    if not any(ADDED in g.nodes and len(g.nodes) == MAX_NODES for g in smaller):
+        yield f"no generation trained with {ADDED}: it did not join within {PATIENCE_S:.0f} s"
 
 
 def _failed_samples(ledger: RunLedger, train_samples: int, epochs: int) -> Iterable[str]:

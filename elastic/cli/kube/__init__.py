@@ -1,8 +1,8 @@
 """``elastic kube``: a job's manifests from a few flags, without editing YAML by hand.
 
 Start with ``command``. ``options`` makes of the flags a record (``job``), each value checked by
-``names``; ``overlay`` and ``patches`` make of the record a kustomization upon one of
-deploy/overlays. kubectl renders it.
+``names``, ``components`` or ``stores``; ``overlay`` and ``patches`` make of the record a
+kustomization upon one of deploy/overlays. kubectl renders it.
 """
 
 from __future__ import annotations

@@ -84,13 +84,22 @@ def render(folder: Path) -> str:
 
 def _warn(overlay: Overlay) -> None:
     """Of what may be right, and more often is forgotten."""
+    low, high = overlay.nodes or (0, 1)
+    if low == high:
+        _say(
+            f"{low} nodes, neither more nor fewer: `kubectl drain` waits for as long as the job "
+            "runs, because none can be spared. --nodes=MIN:MAX lets nodes leave"
+        )
     url = overlay.store.url if overlay.store else None
     access = overlay.access
     account = f"{overlay.name}-workers" if overlay.name else "workers"
     if url and not (access.environment_secrets or access.account_annotations):
-        print(
-            f"elastic: warning: nothing here lets the workers into {url}: unless the platform "
-            f"does (for the service account `{account}`), add --env-from-secret=NAME or "
-            "--service-account-annotation=KEY=VALUE",
-            file=sys.stderr,
+        _say(
+            f"nothing here lets the workers into {url}: unless the platform does (for the service "
+            f"account `{account}`), add --env-from-secret=NAME or "
+            "--service-account-annotation=KEY=VALUE"
         )
+
+
+def _say(warning: str) -> None:
+    print(f"elastic: warning: {warning}", file=sys.stderr)

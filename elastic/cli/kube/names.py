@@ -20,7 +20,11 @@ _QUALIFIED = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 # What no manifest in git should hold. A file's name or a region may end otherwise.
-_SECRET = re.compile(r"SECRET|PASSWORD|PASSWD|(TOKEN|KEY)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING|(TOKEN|KEY)$", re.IGNORECASE
+)
+_PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]+@")
+_KUBERNETES = ("kubernetes.io", "k8s.io")
 
 _HOST = r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?)"
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -110,10 +114,26 @@ def label(flag: str, text: str) -> tuple[str, str]:
 
 
 def annotation(flag: str, text: str) -> tuple[str, str]:
-    """``KEY=VALUE`` of an annotation, whose value is free."""
+    """``KEY=VALUE`` of an annotation, whose value is free. Refuses Kubernetes' own keys, some of
+    which are kustomize's: with ``config.kubernetes.io/local-config`` the object is left out."""
     key, value = _pair(flag, text)
     _printable(flag, text)
-    return _key(flag, text, key), value
+    if is_of_kubernetes(_key(flag, text, key)):
+        raise ConfigError(
+            f"{flag}={text}: {key!r} is for Kubernetes and its tools to set",
+            hint="write the annotation of a cloud's identity, such as eks.amazonaws.com/role-arn",
+        )
+    return key, value
+
+
+def is_of_kubernetes(key: str) -> bool:
+    """Whether a label's or an annotation's prefix is one that Kubernetes keeps for itself.
+
+    >>> is_of_kubernetes("config.kubernetes.io/local-config"), is_of_kubernetes("example.com/team")
+    (True, False)
+    """
+    prefix = key.rpartition("/")[0]
+    return any(prefix == own or prefix.endswith(f".{own}") for own in _KUBERNETES)
 
 
 def variable(flag: str, text: str) -> tuple[str, str]:
@@ -136,7 +156,18 @@ def variable(flag: str, text: str) -> tuple[str, str]:
             hint="kubectl create secret generic NAME --from-env-file=FILE, and "
             "--env-from-secret=NAME",
         )
+    no_password(f"{flag}={name}", value)
     return name, value
+
+
+def no_password(flag: str, url: str) -> None:
+    """Raises ConfigError for ``SCHEME://USER:PASSWORD@…``, without repeating it."""
+    if _PASSWORD_IN_URL.search(url):
+        raise ConfigError(
+            f"{flag}=… holds a password, and would write it into the manifests",
+            hint="kubectl create secret generic NAME --from-env-file=FILE, and "
+            "--env-from-secret=NAME",
+        )
 
 
 def toleration(flag: str, text: str) -> dict[str, str]:

@@ -8,9 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
-from urllib.parse import urlsplit
 
-from elastic.cli.kube import names
+from elastic.cli.kube import components, names, stores
 from elastic.cli.kube.job import (
     SHARED_NAMESPACE,
     WORKLOADS,
@@ -22,47 +21,36 @@ from elastic.cli.kube.job import (
     Store,
 )
 from elastic.cli.launch.flags import node_range
-from elastic.cli.suggest import nearest
 from elastic.errors import ConfigError
 from elastic.tuning.timeouts import for_pod
 
-COMPONENTS = ("spot", "rdma", "kueue", "volcano")
 # `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and labels made of them have 63 at most.
 _LONGEST_NAME = 32
-# Labels that the manifests, the API server and the controllers of workloads live by.
+# The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
+_MOST_NODES = 1_000_000
+# The names by which etcd knows an administrator (deploy/README.md, A role for each job).
+_ADMINISTRATORS = ("root", "etcd-client")
+# torchrun's default, with which an agent of several nodes refuses to start (rendezvous/handler.py).
+_NO_RUN_ID = "none"
+# Keys that the manifests and the controllers of workloads live by. Kubernetes' own prefixes are
+# refused as a whole (names.is_of_kubernetes), but for the free ones of app.kubernetes.io.
 _OWN_LABELS = frozenset(
     {
         *(f"app.kubernetes.io/{name}" for name in ("name", "component", "instance")),
-        "kubernetes.io/metadata.name",
+        *("job-name", "controller-uid", "controller-revision-hash", "pod-template-generation"),
     }
 )
 _OWN_PREFIXES = (
     "elastic-training/",
-    "pod-security.kubernetes.io/",
-    "batch.kubernetes.io/",
-    "jobset.sigs.k8s.io/",
     "trainer.kubeflow.org/",
     "kueue.x-k8s.io/",  # would queue the finisher, too
 )
-# Of a store or a proxy that is reached at another port than 443.
-_ENDPOINTS = (
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL_S3",
-    "FSSPEC_S3_ENDPOINT_URL",
-    "HTTPS_PROXY",
-    "HTTP_PROXY",
-)
-_PORTS = {"http": 80, "https": 443}
-# Of a pod's own file system, or without writing.
-_NO_STORES = frozenset({"file", "local", "memory", "http", "https"})
-_GOOGLE = frozenset({"gs", "gcs"})
-
 _T = TypeVar("_T")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"`{self.prog} -h` tells more")
+        raise ConfigError(message, hint=f"`{self.prog} -h` shows its options")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,14 +85,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_job(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--overlay", choices=tuple(WORKLOADS), default="prod")
+    command.add_argument(
+        "--overlay",
+        choices=tuple(WORKLOADS),
+        default="prod",
+        help="what the workers are: a StatefulSet (prod, dev), a Job, a JobSet, a TrainingRuntime; "
+        "default: prod",
+    )
     command.add_argument(
         "--with",
         dest="components",
         action="append",
         default=[],
         metavar="COMPONENT",
-        help=f"add one of {', '.join(COMPONENTS)}; may be repeated",
+        help=f"add one of {', '.join(components.KNOWN)}; may be repeated",
     )
     command.add_argument(
         "--name",
@@ -115,7 +109,9 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--image", metavar="NAME:TAG", help="or NAME@sha256:DIGEST; only dev has one of its own"
     )
-    command.add_argument("--nodes", metavar="MIN:MAX")
+    command.add_argument(
+        "--nodes", metavar="MIN:MAX", help="the smallest world and the largest; N is N:N"
+    )
     command.add_argument("--gpus-per-node", type=int, metavar="N", help="processes, too")
     command.add_argument("--run-id", metavar="ID", help="a finished job stays finished: a new one")
     command.add_argument(
@@ -127,7 +123,9 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--grace", type=int, metavar="SECONDS", help="from SIGTERM to SIGKILL, for a last save"
     )
-    command.add_argument("--namespace", metavar="NAME")
+    command.add_argument(
+        "--namespace", metavar="NAME", help="for training jobs alone; default: the overlay's"
+    )
     _repeated(command, "--label", "KEY=VALUE", "of all objects and pods")
 
 
@@ -142,7 +140,7 @@ def _add_resources(command: argparse.ArgumentParser) -> None:
     group.add_argument("--storage-size", metavar="SIZE", help="of the claim for checkpoints")
     _repeated(group, "--node-selector", "KEY=VALUE", "a label that nodes must have")
     _repeated(group, "--toleration", "KEY[=VALUE][:EFFECT]", "a taint that nodes may have")
-    group.add_argument("--priority-class", metavar="NAME")
+    group.add_argument("--priority-class", metavar="NAME", help="of the cluster")
 
 
 def _add_access(command: argparse.ArgumentParser) -> None:
@@ -175,45 +173,30 @@ def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
             f"--deploy={args.deploy} holds no overlays/{args.overlay}",
             hint="name the folder deploy/ of this project's source",
         )
-    components = _components(args.components)
-    store = _store(args.checkpoints)
+    chosen = components.chosen(args.components, args.overlay, args.name)
+    store = stores.store(args.checkpoints) if args.checkpoints is not None else None
     name = _name(args.name, args.overlay)
     access = _access(args, store)
+    labels = _labels(args.label)
+    stores.check_identity(access.account_annotations, labels)
     return Overlay(
         overlay=args.overlay,
         deploy=os.path.relpath(args.deploy.resolve(), folder.resolve()),
-        namespace=_namespace(args, "rdma" in components),
+        namespace=_namespace(args, "rdma" in chosen),
         name=name,
-        components=(*components, *_store_components(store, access)),
-        nodes=node_range(args.nodes, "--nodes") if args.nodes is not None else None,
+        components=(*chosen, *stores.components(store, access)),
+        nodes=_nodes(args.nodes),
         processes=_gpus(args.gpus_per_node, args.overlay),
         run_id=_run_id(args.run_id, name),
-        grace_s=_grace(args.grace, components),
+        grace_s=_grace(args.grace, chosen),
         store=store,
         script=(args.script, *args.arguments) if args.script else (),
         resources=_resources(args, store),
         placement=_placement(args),
         access=access,
-        labels=_labels(args.label),
+        labels=labels,
         image=_image(args.image, args.overlay),  # last: a missing one hides no other mistake
     )
-
-
-def _components(given: Sequence[str]) -> tuple[str, ...]:
-    for name in given:
-        if name not in COMPONENTS:
-            raise ConfigError(
-                f"unknown component --with={name}{nearest(name, COMPONENTS)}",
-                hint=f"known: {', '.join(COMPONENTS)}",
-            )
-    return tuple(dict.fromkeys(given))
-
-
-def _store_components(store: Store | None, access: Access) -> tuple[str, ...]:
-    if store is None or store.url is None:
-        return ()
-    google = urlsplit(store.url).scheme in _GOOGLE and not access.environment_secrets
-    return ("object-store", "gke-identity") if google else ("object-store",)
 
 
 def _name(name: str | None, overlay: str) -> str | None:
@@ -230,6 +213,11 @@ def _name(name: str | None, overlay: str) -> str | None:
             f"--name={name} cannot begin the names of Services and Jobs",
             hint=f"begin with a letter, and use {_LONGEST_NAME} characters at most",
         )
+    if name in _ADMINISTRATORS:
+        raise ConfigError(
+            f"--name={name} is also etcd's name of the job's user, and this one administers etcd",
+            hint="choose another",
+        )
     if name == "workers":
         raise ConfigError(
             f"--name={name} is what the job without a name is labelled with",
@@ -243,6 +231,12 @@ def _namespace(args: argparse.Namespace, locks_memory: bool) -> str:
         own = SHARED_NAMESPACE if args.name else WORKLOADS[args.overlay].namespace
         return own + ("-rdma" if locks_memory else "")
     namespace = names.label_name("--namespace", args.namespace)
+    if namespace == "default":
+        raise ConfigError(
+            "--namespace=default: the policies would cut off everything else there, and "
+            "`kubectl delete -k` would try to delete it",
+            hint="name one for training jobs alone",
+        )
     if namespace.startswith("kube-"):
         raise ConfigError(
             f"--namespace={namespace} is Kubernetes' own: nothing there would pass the policies",
@@ -274,56 +268,41 @@ def _gpus(count: int | None, overlay: str) -> int | None:
     return count
 
 
+def _nodes(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, high = node_range(text, "--nodes")
+    if high >= _MOST_NODES:
+        raise ConfigError(
+            f"--nodes={text}: from {_MOST_NODES} nodes on, pods would get templates that are held "
+            "back from the others",
+            hint=f"write MIN:MAX with a MAX below {_MOST_NODES}",
+        )
+    return low, high
+
+
 def _run_id(run_id: str | None, name: str | None) -> str | None:
     if run_id is None:
         # Jobs may share a bucket: not all of them in its folder `job-1`.
         return None if name is None else f"{name}-1"
+    if run_id == _NO_RUN_ID:
+        raise ConfigError(
+            f"--run-id={run_id} is what torchrun calls a job without an id: agents refuse it",
+            hint="name the run, for example --run-id=llama-7",
+        )
     return names.run_id("--run-id", run_id)
 
 
-def _grace(grace_s: int | None, components: Sequence[str]) -> int | None:
+def _grace(grace_s: int | None, chosen: Sequence[str]) -> int | None:
     if grace_s is None:
         return None
-    if "spot" in components:
+    if "spot" in chosen:
         raise ConfigError(
             f"--grace={grace_s} with --with=spot, which sets it to what clouds give",
             hint="leave one of the two out",
         )
     for_pod(grace_s)
     return grace_s
-
-
-def _store(text: str | None) -> Store | None:
-    if text is None:
-        return None
-    kind, colon, rest = text.partition(":")
-    if colon and rest.startswith("//"):
-        return Store(url=_url(text))
-    if colon and kind == "class":
-        return Store(storage_class=names.subdomain("--checkpoints=class", rest))
-    if colon and kind == "claim":
-        return Store(claim=names.subdomain("--checkpoints=claim", rest))
-    raise ConfigError(
-        f"--checkpoints={text} names no store",
-        hint="class:NAME, claim:NAME, or a URL like s3://bucket/prefix",
-    )
-
-
-def _url(text: str) -> str:
-    scheme, _, path = text.partition("://")
-    if scheme in _NO_STORES:
-        raise ConfigError(
-            f"--checkpoints={text}: {scheme} is not a store that all nodes can write to",
-            hint="use s3://bucket/prefix, or a volume with class:NAME or claim:NAME",
-        )
-    bucket, *folders = path.rstrip("/").split("/")
-    wrong = not scheme.isalnum() or not bucket or not {"", ".", ".."}.isdisjoint(folders)
-    if wrong or not text.isprintable() or any(c in text for c in " ?#\\"):
-        raise ConfigError(
-            f"--checkpoints={text!r} is not the URL of a folder in an object store",
-            hint="write SCHEME://BUCKET/PREFIX, without '..', spaces, '?' and '#'",
-        )
-    return text
 
 
 def _resources(args: argparse.Namespace, store: Store | None) -> Resources:
@@ -360,7 +339,7 @@ def _access(args: argparse.Namespace, store: Store | None) -> Access:
         account_annotations=_mapping(
             flag, (names.annotation(flag, text) for text in args.service_account_annotation)
         ),
-        ports=tuple(sorted(_ports(environment) - {443})) if url else (),
+        ports=tuple(sorted(stores.ports(environment) - {443})) if url else (),
     )
 
 
@@ -368,35 +347,13 @@ def _secrets(flag: str, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names.subdomain(flag, name) for name in given))
 
 
-def _ports(environment: Mapping[str, str]) -> set[int]:
-    """Of the endpoints and proxies that the workers are told of."""
-    return {
-        _port(name, environment[name])
-        for name in (*_ENDPOINTS, *map(str.lower, _ENDPOINTS))
-        if name in environment
-    }
-
-
-def _port(name: str, url: str) -> int:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _PORTS.get(parts.scheme)
-    except ValueError:
-        port = None
-    if port is None or not parts.hostname:
-        raise ConfigError(
-            f"--env={name}={url} is not the URL of an endpoint",
-            hint="write http://HOST:PORT or https://HOST[:PORT]",
-        )
-    return port
-
-
 def _labels(given: Sequence[str]) -> Mapping[str, str]:
     labels = _mapping("--label", (names.label("--label", text) for text in given))
     for key in labels:
-        if key in _OWN_LABELS or key.startswith(_OWN_PREFIXES):
+        free = key.startswith("app.kubernetes.io/") or not names.is_of_kubernetes(key)
+        if key in _OWN_LABELS or key.startswith(_OWN_PREFIXES) or not free:
             raise ConfigError(
-                f"--label={key}=…: selectors and policies of the manifests depend on {key}",
+                f"--label={key}=…: selectors, policies or controllers depend on {key}",
                 hint="choose another key, for example one of your organization: example.com/team",
             )
     return labels

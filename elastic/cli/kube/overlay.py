@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from elastic.cli.kube.components import in_order
 from elastic.cli.kube.job import Image, Overlay
 from elastic.cli.kube.patches import INSTANCE, patches
 from elastic.tuning.timeouts import for_pod
@@ -45,7 +46,6 @@ _SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def kustomization(wanted: Overlay) -> str:
     """The whole file."""
-    components = (*wanted.components, *(["shared-etcd"] if wanted.name else []), "derived")
     lines = [
         MARK,
         "apiVersion: kustomize.config.k8s.io/v1beta1",
@@ -55,7 +55,10 @@ def kustomization(wanted: Overlay) -> str:
         "resources:",
         f"  - {json.dumps(f'{wanted.deploy}/overlays/{wanted.overlay}')}",
         "components:",
-        *(f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}" for name in components),
+        *(
+            f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}"
+            for name in in_order(wanted.components, is_named=bool(wanted.name))
+        ),
         *_images(wanted.image),
         *_labels(wanted),
         *_settings(wanted),

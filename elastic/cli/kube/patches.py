@@ -49,6 +49,7 @@ def patches(wanted: Overlay) -> Iterator[str]:
     """The field ``patches``, if there are any."""
     found = [
         *_workload_patch(wanted),
+        *_queue_patches(wanted),
         *_account_patches(wanted),
         *_name_patches(wanted),
         *_claim_patches(wanted),
@@ -75,6 +76,15 @@ def _workload_patch(wanted: Overlay) -> Iterator[_Patch]:
     ]
     if operations:
         yield _Patch(wanted.workload.kind, wanted.workload.name, tuple(operations))
+
+
+def _queue_patches(wanted: Overlay) -> Iterator[_Patch]:
+    """Kueue refuses a Job whose least parallelism is not below its parallelism (its webhook:
+    ``validatePartialAdmissionCreate``)."""
+    low, high = wanted.nodes or (0, 1)
+    if "kueue" in wanted.components and wanted.workload.kind == "Job" and low == high:
+        path = "/metadata/annotations/kueue.x-k8s.io~1job-min-parallelism"
+        yield _Patch("Job", wanted.workload.name, ({"op": "remove", "path": path},))
 
 
 def _script(wanted: Overlay, spec: str) -> Iterator[Operation]:

@@ -1,4 +1,4 @@
-"""Runs a command that ends when its parent does: ``python leash.py PARENT_PID COMMAND...``.
+"""Runs a command that ends when its parent does: ``bound_to_parent.py PID COMMAND...``.
 
 A launcher killed with SIGKILL can stop nothing any more; so every local node asks the kernel
 for SIGTERM on its parent's death. The setting survives execve (prctl(2)), which lets it work

@@ -131,7 +131,7 @@ def check(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts={args.max_restarts} is negative",
-            hint="leave it out: the failure budget ends a job that cannot go on",
+            hint="leave it out: the failure budget ends a job that cannot succeed",
         )
 
 

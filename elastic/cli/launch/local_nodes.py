@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from elastic.cli.launch import bound_to_parent as leash
-from elastic.cli.launch import processes
+from elastic.cli.launch import bound_to_parent, processes
 from elastic.clock import SYSTEM_CLOCK, Clock
 
 LineSink = Callable[[str, str, str], None]  # node name, "stdout" or "stderr", line
-_LEASH = Path(leash.__file__)
+_BOUND_TO_PARENT = Path(bound_to_parent.__file__)
 
 
 @dataclass
@@ -67,7 +66,7 @@ class LocalNodes:
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> NodeProcess:
         """Start an agent. It gets SIGTERM when this process dies, however it dies."""
-        tied = [sys.executable, "-IS", str(_LEASH), str(os.getpid()), *command]
+        tied = [sys.executable, "-IS", str(_BOUND_TO_PARENT), str(os.getpid()), *command]
         process = subprocess.Popen(
             tied,
             env=dict(environment),

@@ -97,7 +97,7 @@ class EmbeddedEtcd:
     # -- life ------------------------------------------------------------------------------
 
     def start(self) -> EmbeddedEtcd:
-        """Start and wait until it serves. Raises StoreUnreachable with etcd's last words."""
+        """Start and wait until it serves. Raises StoreUnreachable with the end of its log."""
         self.launch()
         self.wait_ready()
         return self

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic.config import AgentOptions
 from elastic.errors import ConfigError
 from elastic.store.etcd.endpoints import EtcdConfig, parse_endpoints
+from elastic.tuning.agent_options import AgentOptions
 
 
 def etcd_config(endpoint: str, options: AgentOptions) -> EtcdConfig:

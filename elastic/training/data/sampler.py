@@ -127,7 +127,10 @@ class ElasticSampler(DistributedSampler[int]):
         return stop - start
 
     def seek(self, position: Position) -> None:
-        """Go on at ``position``. ``step`` may be the number of steps: the epoch is done."""
+        """Continue at ``position``. ``step`` may be the number of steps: the epoch is over.
+
+        Raises :class:`~elastic.ConfigError` if the epoch has no such step.
+        """
         if position.epoch < 0 or not 0 <= position.step <= self.plan.steps:
             raise ConfigError(
                 f"no such place in the data: epoch {position.epoch}, step {position.step}",

@@ -88,7 +88,7 @@ class AgentOptions:
     failure_budget: int = 10
     failure_window_s: float = 600.0
     healthy_s: float = 60.0
-    cool_down_s: float = 60.0
+    quarantine_s: float = 60.0
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -133,7 +133,7 @@ class AgentOptions:
             )
         if self.health_port is not None and not 0 <= self.health_port <= 65535:
             raise ConfigError(
-                f"health_port={self.health_port} is no port",
+                f"health_port={self.health_port} is not a port (0 to 65535)",
                 hint=timeouts.where_to_set("health_port"),
             )
         if not 0 <= self.node_memory_share <= 0.45:
@@ -143,7 +143,7 @@ class AgentOptions:
             )
         if self.mode not in MODES:
             raise ConfigError(
-                f"mode={self.mode} is none of {', '.join(MODES)}",
+                f"mode={self.mode} is not one of {', '.join(MODES)}",
                 hint=timeouts.where_to_set("mode"),
             )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):

@@ -1,0 +1,62 @@
+"""``--with``: the components of deploy/ that a user adds, and which do nothing where. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.cli.suggest import nearest
+from elastic.errors import ConfigError
+
+OWN_CERTIFICATES = "own-certificates"
+KNOWN = ("spot", "rdma", "kueue", "volcano", "node-tls", OWN_CERTIFICATES, "etcd-monitoring")
+
+
+def chosen(given: Sequence[str], overlay: str, name: str | None) -> tuple[str, ...]:
+    """Each once. Raises ConfigError for what is not known, or would do nothing or harm there."""
+    for component in given:
+        if component not in KNOWN:
+            raise ConfigError(
+                f"unknown component --with={component}{nearest(component, KNOWN)}",
+                hint=f"known: {', '.join(KNOWN)}",
+            )
+    if name is not None:
+        _check_named(given, name)
+    if overlay == "dev":
+        _check_dev(given)
+    return tuple(dict.fromkeys(given))
+
+
+def in_order(wanted: Sequence[str], *, is_named: bool) -> tuple[str, ...]:
+    """As a kustomization lists them: what removes certificates after all that bring some."""
+    return (
+        *(component for component in wanted if component != OWN_CERTIFICATES),
+        *(["shared-etcd"] if is_named else []),
+        *([OWN_CERTIFICATES] if OWN_CERTIFICATES in wanted else []),
+        "derived",
+    )
+
+
+def _check_named(given: Sequence[str], name: str) -> None:
+    if "node-tls" in given:
+        raise ConfigError(
+            f"--with=node-tls with --name={name}: all jobs of a namespace would have one "
+            "certificate, and one would overwrite the other's",
+            hint="give the job a namespace of its own, without --name",
+        )
+    if "etcd-monitoring" in given:
+        raise ConfigError(
+            f"--with=etcd-monitoring with --name={name}: this job brings no etcd",
+            hint="put components/etcd-monitoring upon deploy/overlays/shared",
+        )
+
+
+def _check_dev(given: Sequence[str]) -> None:
+    lacks = {"etcd-monitoring": "whose etcd is open to its own job alone"}
+    if "node-tls" not in given:
+        lacks[OWN_CERTIFICATES] = "which has no certificates"
+    for component in given:
+        if component in lacks:
+            raise ConfigError(
+                f"--with={component} with --overlay=dev, {lacks[component]}",
+                hint="leave one of the two out",
+            )
