@@ -20,8 +20,7 @@ from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.process_group.pending import pending
-from elastic.training.checkpointing.due import StepFlags
-from elastic.training.gradients.control_flags import ControlFlags, ask
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
 from elastic.training.gradients.wrap import ElasticDDP
 
 WAYS = ("nothing", "words", "all-reduce")
@@ -91,11 +90,11 @@ class _Training:
         took = []
         for _ in range(count):
             began = time.perf_counter()
-            self._words.say(StepFlags())
+            self._words.send(StepFlags())
             self._model.reduction.begin(0.5)
             self._model(self._x).sum().backward()
             if self._way == "words":
-                assert self._words.heard() == StepFlags()
+                assert self._words.received() == StepFlags()
             elif self._way == "all-reduce":
                 ask(StepFlags())
             took.append(1000 * (time.perf_counter() - began))

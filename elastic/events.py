@@ -64,6 +64,19 @@ class WorkerStuck(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailureJudged(Event):
+    """The leader's verdict on the failure that broke a world, and the text that it rests on."""
+
+    generation: int
+    node: str
+    action: str  # restart, exclude-node or stop
+    rule: str
+    confidence: str
+    reason: str
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerTrouble(Event):
     """A worker's collective failed: perhaps a peer has died."""
 

@@ -1,13 +1,17 @@
 """What the leader holds against the job and its nodes: failures, flapping, failed builds.
 
 State without I/O, for one term of leadership. Every broken world is charged once, with what was
-known when its successor was decided; that says whether the job must stop, and who cools down.
+known when its successor was decided; that says whether the job must stop, and which node is
+quarantined. The first failure of a world is judged by its text (:mod:`elastic.failures`): a machine
+that cannot work is quarantined at once, an error that every attempt repeats ends the job.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.failures.rules import Action, Confidence
+from elastic.failures.verdict import FailureFacts, FailureVerdict, judge_failure
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
@@ -56,6 +60,8 @@ class FailureAccounting:
         self._joined_s: dict[str, float] = {}  # node_id -> when it came into a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
         self._charged = 0  # the newest generation that was charged
+        self._has_trained = False  # workers of this job have made steps on some node
+        self._verdict: tuple[Failed, FailureVerdict] | None = None
 
     def quarantined(self, now: float) -> dict[str, float]:
         """Node id or name -> until when it is left out."""
@@ -74,8 +80,14 @@ class FailureAccounting:
         latest = self._breakages[-_REMEMBERED:]
         return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
 
+    @property
+    def verdict(self) -> tuple[Failed, FailureVerdict] | None:
+        """On the failure that broke the world charged last; None if no worker failed by itself."""
+        return self._verdict
+
     def saw(self, step_rate: StepRate | None) -> None:
         """The first step seen is where counting begins."""
+        self._has_trained |= step_rate is not None and step_rate.step > (self._step or 0)
         if self._step is None and step_rate is not None:
             self._step = step_rate.step
 
@@ -99,6 +111,7 @@ class FailureAccounting:
     ) -> budget.StopJob | None:
         """Once per world, however often its successor has to be proposed. Says whether the job
         has to stop."""
+        self._verdict = None
         world = broken.members.world
         if not broken.is_broken or world.generation <= self._charged:
             return None
@@ -124,7 +137,35 @@ class FailureAccounting:
             self._flaps.accused(broken.failures[0].node, now)
         # No more than these can ever matter.
         self._breakages = [*self._breakages, breakage][-(self._policy.budget + 1) :]
-        return budget.verdict(self._breakages, now, self._policy)
+        stop = self._judge(broken, breakage, now)
+        return stop or budget.verdict(self._breakages, now, self._policy)
+
+    def _judge(
+        self, broken: Broken, breakage: budget.Breakage, now: float
+    ) -> budget.StopJob | None:
+        """What the first failure means. It counts only if no node was lost: a survivor's error may
+        be a consequence of that, whatever it says."""
+        if not broken.failures or breakage.lost:
+            return None
+        first = broken.failures[0]
+        has_trained = self._has_trained or budget.healthy(breakage, self._policy)
+        others = len(broken.members.world.members) > 1
+        verdict = judge_failure(
+            FailureFacts(
+                text=first.text,
+                exit_code=first.exit_code,
+                works_elsewhere=has_trained and others,
+            )
+        )
+        self._verdict = first, verdict
+        if verdict.action is Action.EXCLUDE_NODE:
+            self._flaps.cool(first.node_id, now)
+        if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
+            return budget.StopJob(
+                reason=f"the script failed on {first.node}, and would fail again: {verdict}",
+                exit_code=budget.exit_code_of((first.exit_code,)),
+            )
+        return None
 
     def _steps_made(self, step_rate: StepRate | None) -> int | None:
         """Since the last breakage. A restart from a checkpoint that does not get beyond where the

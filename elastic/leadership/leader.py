@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from elastic.errors import RecordError
 from elastic.events import (
+    FailureJudged,
     NodeFound,
     NodeLost,
     NodeSuspected,
@@ -393,6 +394,19 @@ class Leadership:
             failures=self.roster.failures_since(min([entry.world.generation, *groups])),
         )
         stop = self._accounting.charge(broken, self._at.status.step_rate, now)
+        if (judged := self._accounting.verdict) is not None:
+            failed, verdict = judged
+            self._at.journal.emit(
+                FailureJudged(
+                    generation=entry.world.generation,
+                    node=failed.node,
+                    action=verdict.action.value,
+                    rule=verdict.rule,
+                    confidence=verdict.confidence.value,
+                    reason=verdict.reason,
+                    evidence=verdict.evidence,
+                )
+            )
         return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
 
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:

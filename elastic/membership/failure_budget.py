@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # What a worker says when a *peer* failed: a consequence, never the reason to end a job.
@@ -101,9 +101,12 @@ def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob 
     if said is None:
         return None
     reason = f"the script failed {len(latest)} times in a row in the same way: {said}"
-    codes = (f.exit_code for f in latest[-1].failures)
-    telling = (code for code in codes if code in _TELLING)
-    return StopJob(reason=reason, exit_code=next(telling, None) or 1)
+    return StopJob(reason=reason, exit_code=exit_code_of(f.exit_code for f in latest[-1].failures))
+
+
+def exit_code_of(codes: Iterable[int | None]) -> int:
+    """The job's, if the script's own error ends it: a worker's, if that is one of ours, else 1."""
+    return next((code for code in codes if code in _TELLING), None) or 1
 
 
 def _script_errors(breakage: Breakage) -> dict[str, str]:

@@ -357,7 +357,7 @@ def _is_called_from_below(frame: FrameType) -> bool:
     """Whether C++ calls, for the reducer or for who has called torch's own ``wait``. C++ has no
     frames: the next one is that of who has called it."""
     module = str(frame.f_globals.get("__name__", ""))
-    return module.startswith(("elastic.worker.", "torch.nn.", "torch.autograd."))
+    return module.startswith(("elastic.process_group.", "torch.nn.", "torch.autograd."))
 
 
 def _land(output: torch.Tensor, result: torch.Tensor) -> None:

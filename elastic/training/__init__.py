@@ -1,10 +1,12 @@
 """Training in a world that changes: what ``run = elastic.join()`` gives to a script.
 
-Start with ``run``, the public API, and ``session``, what a worker is in the middle of.
-:mod:`elastic.training.data` deals samples out, :mod:`elastic.training.gradients` reduces, and
-watches optimizers; :mod:`elastic.training.state` is what must survive,
-:mod:`elastic.training.recovery` the way from one world to the next, and
-:mod:`elastic.training.checkpointing` saves beside training.
+Start with ``run``, the public API, and ``components``, which puts the parts together. From the top:
+``attempts`` (calls of the training function), ``shutdown`` and ``preemption`` (the end of the
+process), :mod:`~elastic.training.loop` (epochs, steps, commits),
+:mod:`~elastic.training.recovery` (from one world to the next), ``lifecycle`` (the present world
+and its phase), :mod:`~elastic.training.checkpointing`, ``current_step``,
+:mod:`~elastic.training.state` (what must survive), :mod:`~elastic.training.gradients`,
+:mod:`~elastic.training.data`, and ``step``. Each imports only what comes after it.
 
 May import everything of a worker's; never grpc, etcd or the agent.
 """

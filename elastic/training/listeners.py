@@ -1,4 +1,4 @@
-"""Who wants to hear of worlds: callbacks of the script."""
+"""Callbacks of the script for new worlds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.world.world import World
 
 
 class Listeners:
-    """``run.on_world`` and ``run.on_main``: told of what is, and of every change."""
+    """``run.on_world`` and ``run.on_main``: called for the present world and for every new one."""
 
     def __init__(self) -> None:
         self._on_world: list[Callable[[World], object]] = []
@@ -29,7 +29,7 @@ class Listeners:
             callback()
 
     def begin_attempt(self, *, is_again: bool) -> None:
-        """As :meth:`elastic.training.callbacks.StepCallbacks.begin_attempt`."""
+        """As :meth:`elastic.training.loop.callbacks.StepCallbacks.begin_attempt`."""
         if is_again:
             of_worlds, of_main = self._before_attempts
             del self._on_world[of_worlds:]

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -22,23 +21,24 @@ from checkpoints import Root
 from elastic.process_group import torch_private
 from elastic.process_group.collectives import all_sum
 from elastic.process_group.group import ProcessGroup, choose_device
-from elastic.telemetry.journal import Journal
+from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
-from elastic.training import loop
+from elastic.training.attempts import Attempt
+from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.checkpointing.options import (
     Checkpoints,
     KeepGiven,
     WhenGiven,
     checkpoints_from,
 )
-from elastic.training.checkpointing.preemption import Preemption
-from elastic.training.checkpointing.saver import Saver
+from elastic.training.components import Components, assemble
 from elastic.training.data.evaluation import shard_by
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.session import Session
+from elastic.training.loop import loops
 from elastic.training.step import Step
 from elastic.worker.node_first import node_first
+from elastic.worker.worlds import Worlds
 from elastic.world.failure import FailureHook
 from elastic.world.world import World, node_name, world_from_environment
 
@@ -48,10 +48,9 @@ T = TypeVar("T")
 class Run:
     """One job, as one of its workers sees it. Made by :func:`join`."""
 
-    def __init__(self, session: Session, device: torch.device) -> None:
-        self._session = session
+    def __init__(self, components: Components) -> None:
+        self._parts = components
         self._turns = 0
-        self._device = device
 
     # -- who and where ------------------------------------------------------------------------
 
@@ -63,7 +62,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """This worker's device: ``cuda:LOCAL_RANK``, or the CPU."""
-        return self._device
+        return self._parts.device
 
     @property
     def state(self) -> dict[str, Any]:
@@ -72,18 +71,19 @@ class Run:
         Set them on all ranks alike. Where ranks differ, those of the lowest one count when the
         world changes; a warning says so.
         """
-        self._session.restore_if_complete()
-        return self._session.job.user
+        self._parts.attempts.restore_if_complete()
+        return self._parts.job.user
 
     @property
     def world(self) -> World:
         """Generation, rank, size and more. Raises NoWorld before the first world."""
-        return self._session.world
+        return self._parts.lifecycle.world
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0. False before the first world."""
-        return self._session.has_world and self._session.world.rank == 0
+        lifecycle = self._parts.lifecycle
+        return lifecycle.has_world and lifecycle.world.rank == 0
 
     # -- what the job consists of -------------------------------------------------------------
 
@@ -93,14 +93,16 @@ class Run:
         ``ddp`` are its options. Call before the first loop, in the same order on all ranks.
         Raises ConfigError for options that cannot work here, TrainingError if it is too late.
         """
-        return self._session.wrap(module, ddp)
+        self._parts.attempts.note_registration("wrap")
+        return self._parts.registry.wrap(module, ddp)
 
     def track(self, **named: Any) -> None:
         """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
 
         Optimizers of wrapped modules must be tracked. Call before the first loop.
         """
-        self._session.track(named)
+        self._parts.attempts.note_registration("track")
+        self._parts.registry.track(named)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -121,8 +123,12 @@ class Run:
         ``micro_batch`` the most samples at once, for :meth:`steps`; ``max_steps`` the most steps
         of an epoch. Call before the first loop. docs/data.md tells more.
         """
-        return self._session.add_loader(
+        self._parts.attempts.note_registration("loader")
+        loop = self._parts.loop
+        return self._parts.registry.add_loader(
             loader,
+            drive=lambda driven: loops.batches(loop, driven),
+            index=lambda asked: loops.index(loop, asked),
             dataloader=dataloader,
             global_batch=global_batch,
             micro_batch=micro_batch,
@@ -136,13 +142,13 @@ class Run:
         and in which order a sampler draws has no effect. A rank may get nothing: keep collectives
         (:meth:`mean`) out of the loop over it.
         """
-        return shard_by(loader, self._session.rank_and_size)
+        return shard_by(loader, self._parts.bootstrap.rank_and_size)
 
     # -- loops --------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of ``count``; nothing when the job is complete."""
-        return loop.epochs(self._session, count)
+        return loops.epochs(self._parts.loop, count)
 
     def steps(
         self,
@@ -160,8 +166,10 @@ class Run:
         ``run.epochs`` do. Raises ConfigError and TrainingError.
         """
         if (checkpoint_dir, when, keep) != (None, None, None):
-            self._session.between.save_by(checkpoint_dir, when, keep)
-        return loop.steps(self._session, loader)
+            checkpoints, lifecycle = self._parts.checkpoints, self._parts.lifecycle
+            checkpoints.amend(checkpoint_dir, when, keep, is_restored=lifecycle.is_restored)
+            self._parts.registry.piggyback(checkpoints.flags)
+        return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call ``fn`` in a world; the one recovery point, around the whole loop.
@@ -180,7 +188,7 @@ class Run:
         """:meth:`retry` inline: ``for attempt in run.attempts(): with attempt: …``."""
         is_again = False
         while True:
-            attempt = Attempt(self._session, is_again=is_again)
+            attempt = self._parts.attempts.attempt(is_again=is_again)
             is_again = True
             yield attempt
             if not attempt.is_over:
@@ -196,22 +204,22 @@ class Run:
         The first call enters the world. Raises WorldChanged when the world is to change now.
         Data and its position are the caller's; each rank counts for the same share.
         """
-        return self._session.begin_alone()
+        return self._parts.attempts.begin_own_step()
 
     def commit(self) -> None:
         """The step begun by :meth:`begin` has taken effect."""
-        self._session.commit()
+        self._parts.loop.commit()
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world is over and :meth:`recover` can help."""
-        return self._session.is_fault(error)
+        return self._parts.strategies.active.is_fault(error)
 
     def recover(self, error: BaseException) -> None:
         """Enter the next world; the state is that of the last commit. Raises ``error`` itself
         if it is no fault of the world."""
         if not self.is_fault(error):
             raise error
-        self._session.recover(error)
+        self._parts.strategies.active.recover(error)
 
     # -- callbacks ----------------------------------------------------------------------------
 
@@ -221,15 +229,15 @@ class Run:
         Once per step: a callback that a fault of the world interrupts is called again in the next
         world, and those before it are not. Register it before :meth:`retry`, or in its function.
         """
-        self._session.commits.callbacks.add(callback)
+        self._parts.callbacks.add(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call back when a world has begun and its state is restored; at once if one has."""
-        self._session.listeners.on_world(callback)
+        self._parts.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
         """Call back when this rank becomes main; at once if it is."""
-        self._session.listeners.on_main(callback)
+        self._parts.listeners.on_main(callback)
 
     # -- things to do together ----------------------------------------------------------------
 
@@ -239,7 +247,7 @@ class Run:
         Every rank calls it, with the same names. A rank of weight 0 counts for nothing, whatever
         its values are.
         """
-        self._session.enter_world()
+        self._parts.bootstrap.enter_world()
         names = sorted(values)
         parts = [float(values[name]) * weight if weight else 0.0 for name in names]
         total, *sums = all_sum([weight, *parts])
@@ -258,52 +266,7 @@ class Run:
         in-process, since peers go on with the state; where worlds change by a restart, it is
         saved as after any other.
         """
-        self._session.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
-
-
-class Attempt:
-    """One call of the training function: ``with attempt: …``. Made by :meth:`Run.attempts`."""
-
-    def __init__(self, session: Session, *, is_again: bool = False) -> None:
-        self._session = session
-        self._is_again = is_again  # the function has run before, in a world that is over
-        self._is_inner = session.in_retry
-        self.is_over = False
-        self.succeeded = False
-
-    def __enter__(self) -> None:
-        if not self._is_inner:
-            self._session.in_retry = True
-            self._session.begin_attempt(is_again=self._is_again)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self.is_over = True
-        session = self._session
-        if self._is_inner:
-            self.succeeded = error is None
-            return False
-        try:
-            if error is None:
-                session.end_attempt()
-                self.succeeded = True
-                return True
-        except Exception as failure:
-            if not session.is_fault(failure):
-                raise
-            error = failure
-        finally:
-            session.in_retry = False
-        if not session.is_fault(error):
-            return False
-        session.in_retry = True
-        session.recover(error)
-        session.in_retry = False
-        return True
+        self._parts.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
 
 
 _run: Run | None = None
@@ -346,13 +309,46 @@ def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
     return run
 
 
-def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = None) -> Run:
+def start(
+    policy: Checkpoints | None,
+    *,
+    seed: int = 0,
+    backend: str | None = None,
+    journal: EventSink | None = None,
+) -> Run:
     """What :func:`join` does once, without a hold on the process: the caller closes the run."""
+    return Run(start_components(policy, seed=seed, backend=backend, journal=journal))
+
+
+def start_components(
+    policy: Checkpoints | None,
+    *,
+    seed: int = 0,
+    backend: str | None = None,
+    journal: EventSink | None = None,
+    worlds: Worlds | None = None,
+) -> Components:
+    """The parts of the run that :func:`start` makes. By default ``journal`` is that of
+    ``ELASTIC_JOURNAL``, and ``worlds`` the link of ``ELASTIC_LINK``."""
     torch_private.check()
     device = choose_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    journal = Journal(
+    journal = journal if journal is not None else _journal_of_environment()
+    components = assemble(
+        seed=seed,
+        group=ProcessGroup(device, backend, journal),
+        checkpoints=CheckpointManager(policy, journal),
+        ledger=Ledger.from_environment(),
+        journal=journal,
+        worlds=worlds,
+    )
+    components.preemption.install()
+    return components
+
+
+def _journal_of_environment() -> Journal:
+    return Journal(
         folder=os.environ.get("ELASTIC_JOURNAL"),
         identity={
             "node": node_name(),
@@ -360,15 +356,3 @@ def start(policy: Checkpoints | None, *, seed: int = 0, backend: str | None = No
             "generation": world_from_environment().generation,
         },
     )
-    group = ProcessGroup(device, backend, journal)
-    session = Session(
-        seed=seed,
-        group=group,
-        saver=Saver(policy, journal),
-        ledger=Ledger.from_environment(),
-        journal=journal,
-    )
-    if link := os.environ.get("ELASTIC_LINK"):
-        session.connect(link)
-    Preemption(session).install()
-    return Run(session, device)

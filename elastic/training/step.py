@@ -5,25 +5,60 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from elastic.errors import TrainingError
-from elastic.training.data.loader import BatchInfo
 
 
 @dataclass
 class Progress:
-    """Where the job stands: what is committed. Saved with every checkpoint."""
+    """How much of the job is committed. Saved with every checkpoint."""
 
     step: int = 0  # steps committed since the job began
     epoch: int = 0
 
 
+class StepBatch(Protocol):
+    """What one batch of this rank is; :class:`elastic.training.data.loader.BatchInfo` is one."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the step belongs to, counted from 0."""
+
+    @property
+    def step(self) -> int:
+        """Within the epoch, from 0."""
+
+    @property
+    def micro_batch(self) -> int:
+        """The number of this micro-batch within the step, from 0."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of this step, the same on every rank."""
+
+    @property
+    def rank_indices(self) -> tuple[int, ...]:
+        """The dataset indices of this rank in the whole step."""
+
+    @property
+    def rank_samples(self) -> int:
+        """The samples of this rank in the whole step."""
+
+    @property
+    def weight(self) -> float:
+        """The weight of this micro-batch's mean loss within the rank's share, 0 to 1."""
+
+    @property
+    def rank_weight(self) -> float:
+        """The weight of the rank's share within the global batch, 0 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnBatch:
-    """Data that the caller deals out itself, the same amount to every rank."""
+    """Data that the caller distributes itself, the same amount to every rank."""
 
     epoch: int
     step: int
@@ -39,12 +74,11 @@ class OwnBatch:
         return 1.0 / self.size
 
 
-Batch = BatchInfo | OwnBatch
-Batches = Iterator[tuple[BatchInfo, Any]]
+Batches = Iterator[tuple[StepBatch, Any]]
 
 
 class Step:
-    """What ``run.steps(loader)`` yields: iterate it for this rank's micro-batches.
+    """What ``run.steps(loader)`` yields: iterate over it for this rank's micro-batches.
 
     With one micro-batch ``loss.backward()`` is exact. With several, use ``step.backward(loss)``
     or ``(loss * step.weight).backward()``, where ``loss`` is the mean over the micro-batch.
@@ -53,7 +87,7 @@ class Step:
     def __init__(
         self,
         number: int,
-        first: tuple[Batch, Any],
+        first: tuple[StepBatch, Any],
         rest: Batches,
         begin_micro_batch: Callable[[Step], object],
         masked: tuple[str, ...] = (),
@@ -63,7 +97,7 @@ class Step:
         self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
         self._masked = Counter(masked) if masked else None
         self.is_weighted = False  # whether the user's losses carry the weight
-        self._info: Batch
+        self._info: StepBatch
         self._info, self._data = first
         self._count = self._info.micro_batches
         self._rest = rest

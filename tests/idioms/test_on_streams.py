@@ -95,9 +95,9 @@ def test_a_death_at_the_worst_place(
 # The last rank dies between the two steps of the job; here, what happens in the others.
 HANGS = """
 from elastic.testing.nccl_semantics import control
-from elastic.training.recovery import changes
+from elastic.training.recovery import in_process
 from elastic.tuning import timeouts
-changes.BUILD_TIMEOUT_S = 2.0
+in_process.BUILD_TIMEOUT_S = 2.0
 timeouts.ABORT_S = timeouts.GIVEN_UP_BUILD_S = 1.0
 def train():
     for epoch in run.epochs(2):

@@ -30,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
-from elastic.training.checkpointing.due import StepFlags
-from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.recovery import transfer
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
@@ -262,13 +261,13 @@ def gradients(me: Rank) -> Result:
             given: list[str] = []
             if name == "unused":  # in one pass nobody uses the right one
                 given = ["left"] if step == 0 else ["left right"]
-            flags.say(StepFlags(save=me.rank == 0 and step == 2))
+            flags.send(StepFlags(save=me.rank == 0 and step == 2))
             model.reduction.begin(len(share) / len(batch))
             for module, data in ((alone, batch), (model, share)):
                 module.zero_grad(set_to_none=step % 2 == 0)
                 module(data, *given).square().mean().backward()
             assert model.reduction.failure is None
-            heard = flags.heard()
+            heard = flags.received()
             assert heard == (None if name == "sparse" else StepFlags(save=step == 2)), heard
             for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
                 assert (mine.grad is None) == (its.grad is None), (name, step)

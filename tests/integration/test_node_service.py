@@ -27,7 +27,7 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import Event, NodeLost
+from elastic.events import Event, FailureJudged, NodeLost
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness
@@ -342,6 +342,32 @@ def test_the_same_error_three_times_ends_the_job_with_it(
     for node in nodes:
         with pytest.raises(JobFailed, match="bad loss"):
             node.enter()
+
+
+def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
+    start: Callable[..., TestNode],
+) -> None:
+    nodes = trio(start)
+    for node in nodes:
+        node.arrive("NameError: name 'lr' is not defined")
+    for node in nodes:
+        with pytest.raises(JobFailed, match="would fail again: the script cannot run"):
+            node.enter()
+
+
+def test_a_node_with_a_faulty_gpu_is_left_out_of_the_next_world(
+    start: Callable[..., TestNode],
+) -> None:
+    a, b, c = trio(start)
+    b.arrive("RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    a.arrive("RuntimeError: Connection closed by peer")
+    c.arrive("RuntimeError: Connection closed by peer")
+    worlds = [a.enter(), c.enter()]
+    assert {w.node_ids for w in worlds} == {(a.id, c.id)}
+    judged = [e for node in (a, b, c) for e in node.events if isinstance(e, FailureJudged)]
+    assert [(e.node, e.action, e.rule) for e in judged] == [
+        (b.journal.name, "exclude-node", "gpu-hardware")
+    ]
 
 
 def test_a_joining_node_joins_a_running_job(start: Callable[..., TestNode]) -> None:

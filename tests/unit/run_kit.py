@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import Root
+from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.components import Components
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.run import Run, start
+from elastic.training.run import Run, start_components
+from elastic.worker.worlds import Worlds
 
 SAMPLES = 52
 
@@ -61,23 +65,66 @@ class Job:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
 
 
+_components: WeakKeyDictionary[Run, Components] = WeakKeyDictionary()
+
+
+def parts_of(run: Run) -> Components:
+    """What a run of :func:`process` or :func:`run_of` consists of."""
+    return _components[run]
+
+
 @contextmanager
 def process(
-    folder: Root | None = None, *, seed: int = 0, every_steps: int = 3, clean: bool = True
+    folder: Root | None = None,
+    *,
+    seed: int = 0,
+    every_steps: int = 3,
+    clean: bool = True,
+    journal: EventSink | None = None,
+    worlds: Worlds | None = None,
 ) -> Iterator[Run]:
     """What one process is to the job. With ``clean=False`` it ends as if it had been killed."""
     policy = Checkpoints(folder=folder, every_steps=every_steps) if folder else None
-    run = start(policy, seed=seed)
+    with run_of(policy, seed=seed, clean=clean, journal=journal, worlds=worlds) as run:
+        yield run
+
+
+@contextmanager
+def run_of(
+    policy: Checkpoints | None,
+    *,
+    seed: int = 0,
+    clean: bool = True,
+    error: str = "",
+    journal: EventSink | None = None,
+    worlds: Worlds | None = None,
+) -> Iterator[Run]:
+    """One process with any policy; ``error`` is what ends it."""
+    parts = start_components(policy, seed=seed, journal=journal, worlds=worlds)
+    run = Run(parts)
+    _components[run] = parts
     ended_well = False
     try:
         yield run
-        ended_well = clean
+        ended_well = clean and not error
     finally:
-        run.close(clean=ended_well)
-        for module in run._session.job.modules.values():
+        run.close(clean=ended_well, error=error)
+        for module in parts.job.modules.values():
             module.leave_world()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def steps_of_job(run: Run) -> int:
+    """How many steps are committed."""
+    return parts_of(run).job.progress.step
+
+
+def undo_step(run: Run) -> None:
+    """What an in-process recovery does to the state of a job, without another world."""
+    parts = parts_of(run)
+    parts.progress.rollback.put_back_small()
+    parts.current.drop()
 
 
 def job(run: Run, *, hidden: int = 8, samples: int = SAMPLES, global_batch: int | None = 10) -> Job:

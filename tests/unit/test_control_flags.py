@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.training.checkpointing.due import StepFlags
-from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 from elastic.training.gradients.reduction import Reduction
 
 
 def reduction(weight: float, said: StepFlags) -> Reduction:
     made = Reduction()
     made.flags = ControlFlags()
-    made.flags.say(said)
+    made.flags.send(said)
     made.begin(weight)
     return made
 
@@ -38,7 +37,7 @@ def test_everybody_hears_what_one_says_and_gradients_are_the_same(dtype: torch.d
     ranks = [reduction(w, s) for w, s in zip(weights, said, strict=True)]
     exchanged(list(zip(ranks, gradients, strict=True)))
     assert all(torch.equal(g, expected) for g in gradients)
-    heard = [r.flags.heard() for r in ranks if r.flags is not None]
+    heard = [r.flags.received() for r in ranks if r.flags is not None]
     assert heard == [StepFlags(save=True, leaving=True)] * 3
 
 
@@ -47,19 +46,19 @@ def test_a_rank_without_samples_says_its_word_and_no_nan() -> None:
     nan, ones = torch.full((3,), torch.nan), torch.ones(3)
     exchanged([(ranks[0], nan), (ranks[1], ones)])
     assert torch.equal(nan, torch.ones(3))
-    assert ranks[1].flags is not None and ranks[1].flags.heard() == StepFlags(stuck=True)
+    assert ranks[1].flags is not None and ranks[1].flags.received() == StepFlags(stuck=True)
 
 
 def test_a_new_step_forgets_the_last_one_s_words() -> None:
     rank, gradients = reduction(1.0, StepFlags(save=True)), torch.ones(4)
     rank.with_words(gradients)
-    assert rank.flags is not None and rank.flags.heard() == StepFlags(save=True)
+    assert rank.flags is not None and rank.flags.received() == StepFlags(save=True)
     assert rank.with_words(gradients) is gradients  # once is enough
-    rank.flags.say(StepFlags())
+    rank.flags.send(StepFlags())
     rank.begin(1.0)
-    assert rank.flags.heard() is None
+    assert rank.flags.received() is None
     rank.with_words(gradients)
-    assert rank.flags.heard() == StepFlags()
+    assert rank.flags.received() == StepFlags()
 
 
 def test_a_bucket_and_its_views_stay_the_same_memory() -> None:
@@ -88,7 +87,7 @@ def test_a_bucket_and_its_views_stay_the_same_memory() -> None:
 def test_where_words_cannot_be_behind_gradients_nothing_is_said(bucket: torch.Tensor) -> None:
     rank = reduction(1.0, StepFlags(save=True))
     assert rank.with_words(bucket) is bucket
-    assert rank.flags is not None and rank.flags.heard() is None
+    assert rank.flags is not None and rank.flags.received() is None
 
 
 def test_after_a_world_no_bucket_is_held() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
 from elastic.clock import ManualClock
-from elastic.training.checkpointing.due import Due, StepFlags
+from elastic.training.checkpointing.due import Due
+from elastic.training.gradients.control_flags import StepFlags
 
 
 def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:

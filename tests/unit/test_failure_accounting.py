@@ -158,3 +158,53 @@ def test_whom_all_waited_for_is_left_out_by_id() -> None:
         members = [runs(n, group) for n in ("n1", "n2", "n3")]
         accounting.charge(broken(view(group, *members, failure_reports=reports)), None, NOW)
     assert set(accounting.quarantined(NOW)) == {"id-n2"}
+
+
+# ── verdicts on failures ─────────────────────────────────────────────────────────────────────
+
+
+def failed_with(text: str, group: WorldRecord = EIGHT) -> Broken:
+    loser = seen(node("n3", arrived_for=group.generation, failure=text, exit_code=1))
+    return broken(view(group, runs("n1", group), runs("n2", group), loser))
+
+
+def test_an_error_that_every_attempt_repeats_stops_the_job_at_once() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    stop = accounting.charge(failed_with("NameError: name 'lr' is not defined"), None, NOW)
+    assert stop is not None and stop.exit_code == 1
+    assert "n3" in stop.reason and "name 'lr' is not defined" in stop.reason
+
+
+def test_a_faulty_gpu_quarantines_its_node_at_once() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    text = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    assert accounting.charge(failed_with(text), None, NOW) is None
+    assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.verdict is not None and accounting.verdict[1].rule == "gpu-hardware"
+
+
+def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_trained() -> None:
+    text = "ModuleNotFoundError: No module named 'flash_attn'"
+    at_the_start = FailureAccounting(OPTIONS)
+    assert at_the_start.charge(failed_with(text), None, NOW) is not None
+    later = FailureAccounting(OPTIONS)
+    later.saw(StepRate(8, 40, 0.1, NOW))
+    assert later.charge(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
+    assert "id-n3" in later.quarantined(NOW)
+
+
+def test_an_error_of_a_survivor_is_judged_by_nothing_if_a_node_was_lost() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    loser = seen(node("n3", arrived_for=8, failure="NameError: name 'x' is not defined"))
+    gone = [missing("n2", proved_dead=True)]
+    lost = broken(view(EIGHT, runs("n1", EIGHT), loser, gone=gone))
+    assert accounting.charge(lost, None, NOW) is None
+    assert accounting.verdict is None
+
+
+def test_a_verdict_is_reported_once() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
+    assert accounting.verdict is not None
+    accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
+    assert accounting.verdict is None

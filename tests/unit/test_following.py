@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_kit import Job, dataset, job, process
+from run_kit import Job, dataset, job, process, steps_of_job, undo_step
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.errors import TrainingError
@@ -49,7 +49,7 @@ class Script:
 
     def train(self, x: torch.Tensor, y: torch.Tensor, *others: tuple[torch.Tensor]) -> None:
         at = self.first.loader.position
-        step = self.run._session.job.progress.step
+        step = steps_of_job(self.run)
         self.stop(2 * step)
         self.first.update(x, y)
         read = [u.tolist() for (u,) in others]
@@ -146,12 +146,6 @@ def undisturbed(style: Callable[[Script], None], steps: int = STEPS) -> Script:
         return done
 
 
-def recover(run: Run) -> None:
-    """What an in-process recovery does to the state of a job, without another world."""
-    run._session.recovery.rollback.put_back_small()
-    run._session.drop_step()
-
-
 # -- what is read ---------------------------------------------------------------------------------
 
 
@@ -209,7 +203,7 @@ def test_a_step_that_is_redone_reads_the_same_of_both(
             try:
                 style(done)
             except Fault as fault:
-                recover(run)
+                undo_step(run)
                 held = fault  # the frames of the last attempt end in the middle of the next
         style(done)
         del held
@@ -256,7 +250,7 @@ def test_a_fault_between_two_epochs_leaves_the_second_loader_to_the_next(tmp_pat
             while faults:
                 with pytest.raises(Fault):
                     train(done, faults)
-                recover(run)
+                undo_step(run)
             train(done, faults)
         assert done.seen == undisturbed(zipped, steps).seen
 
@@ -328,7 +322,7 @@ def test_the_second_loader_moves_on_when_the_step_commits() -> None:
         (x, y), u = next(pairs)
         done.train(x, y, u)
         assert done.second.position == Position(0, 0)
-        assert run._session.job.progress.step == 0
+        assert steps_of_job(run) == 0
         (x, y), v = next(pairs)
         assert done.second.position == done.first.loader.position == Position(0, 1)
         assert not torch.equal(u[0], v[0])

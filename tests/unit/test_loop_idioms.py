@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from run_kit import Job, dataset, job, network, process
+from run_kit import Job, dataset, job, network, parts_of, process, undo_step
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from elastic.errors import TrainingError
-from elastic.training.data import consumers
 from elastic.training.data.plan import Position
+from elastic.training.loop import consumers
 from elastic.training.run import Run
 
 STEPS = 6
@@ -27,12 +27,6 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumers, "_warned", set())
-
-
-def recover(run: Run) -> None:
-    """What an in-process recovery does to the state of a job, without another world."""
-    run._session.recovery.rollback.put_back_small()
-    run._session.drop_step()
 
 
 def stopped(folder: Path, steps: int) -> None:
@@ -158,7 +152,7 @@ def test_the_index_after_a_recovery(tmp_path: Path) -> None:
             if i == 2:
                 break
             script.update(x, y)
-        recover(run)
+        undo_step(run)
         assert script.loader.index == 2
 
 
@@ -211,7 +205,7 @@ def test_enumerate_after_a_recovery_is_warned_of(
                 if attempt == 0 and i == 2:
                     break
                 script.update(x, y)
-            recover(run) if attempt == 0 else None
+            undo_step(run) if attempt == 0 else None
     assert "goes on at step 2" in caplog.text
 
 
@@ -240,7 +234,7 @@ def test_a_pass_does_not_keep_itself_alive() -> None:
         next(passed)
         assert sys.getrefcount(passed) == 2
         del passed
-        assert run._session.step is None
+        assert parts_of(run).current.step is None
 
 
 # -- samplers in a job ----------------------------------------------------------------------------

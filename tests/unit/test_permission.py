@@ -7,11 +7,13 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from membership_nodes import node, world
-from run_kit import job, process
+from run_kit import job, process, steps_of_job
 
+import checkpoints
 from elastic.agent.permission import Permission
 from elastic.clock import ManualClock
 from elastic.events import Event
@@ -24,6 +26,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.memory_store import MemoryStore
+from elastic.training.step import Step
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import permission_s
 from elastic.worker.worlds import Worlds
@@ -269,38 +272,39 @@ def test_no_step_begins_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("elastic.worker.worlds.get_logger", Log)
     begun_meanwhile: list[int] = []
-    with process() as run:
-        j, session = job(run), run._session
-        session.worlds = worlds
+    with process(worlds=worlds) as run:
+        j = job(run)
 
         def renew() -> None:
             assert waits.wait(DEADLINE_S)
-            begun_meanwhile.append(session.job.progress.step)
+            begun_meanwhile.append(steps_of_job(run))
             worlds._on_message(Permit(until_s=math.inf))
 
         agent = threading.Thread(target=renew, name="agent")
         agent.start()
 
         def expire(step: object) -> None:
-            if session.job.progress.step == 3:
+            if steps_of_job(run) == 3:
                 worlds._on_message(Permit(until_s=99.0))
 
         run.after_step(expire)
         assert j.train(epochs=1, stop_after=5) == 5
         agent.join(DEADLINE_S)
-        session.worlds = None
     assert begun_meanwhile == [3]
 
 
-def test_the_saver_asks_for_it() -> None:
-    """That it then commits nothing: tests/unit/test_saver.py."""
-    clock = ManualClock(100.0)
-    with process() as run:
-        session = run._session
-        session.worlds = worlds_of(clock)
-        session.set_saver(session.saver)
-        session.worlds._on_message(Permit(until_s=101.0))
-        assert session.saver.is_permitted()
-        clock.advance(2.0)
-        assert not session.saver.is_permitted()
-        session.worlds = None
+@pytest.mark.parametrize(("permitted_until_s", "committed"), [(99.0, []), (101.0, [5])])
+def test_nothing_is_committed_without_it(
+    tmp_path: Path, permitted_until_s: float, committed: list[int]
+) -> None:
+    worlds = worlds_of(ManualClock(100.0))
+    with process(tmp_path, every_steps=100, worlds=worlds) as run:
+        j = job(run)
+
+        def limit(step: Step) -> None:
+            if step.number == 4:
+                worlds._on_message(Permit(until_s=permitted_until_s))
+
+        run.after_step(limit)
+        assert j.train(epochs=1, stop_after=5) == 5
+    assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == committed

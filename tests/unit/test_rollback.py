@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from run_kit import dataset, job, network, process
+from run_kit import dataset, job, network, parts_of, process, steps_of_job
 from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.training.gradients.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
+from elastic.training.state.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.state.rollback import Rollback
 from elastic.training.step import Step
 
@@ -203,8 +203,8 @@ def test_an_optimizer_inside_of_a_tracked_one_is_saved_too(tmp_path: Path) -> No
     assert inner_optimizers(Wrapping(inner)) == {"inner": inner}
     with process(tmp_path) as run:
         run.track(optimizer=Wrapping(inner))
-        assert set(run._session.job.tracked) == {"optimizer", "optimizer.inner"}
-        job_state = run._session.job
+        assert set(parts_of(run).job.tracked) == {"optimizer", "optimizer.inner"}
+        job_state = parts_of(run).job
         job_state.apply_small(copy.deepcopy(job_state.tree()))
         outer = job_state.tracked["optimizer"]
         assert isinstance(outer, Wrapping)
@@ -221,12 +221,12 @@ def test_callbacks_registered_by_the_function_that_retry_calls_are_not_doubled()
             run.after_step(lambda step: calls.append(step.number))
             script.train(1)
 
-        session = run._session
-        session.begin_attempt()
+        attempts = parts_of(run).attempts
+        attempts.begin()
         run.after_step(lambda step: calls.append(99))  # by a call that was interrupted
-        session.begin_attempt(is_again=True)
+        attempts.begin(is_again=True)
         train()
-        steps = session.job.progress.step
+        steps = steps_of_job(run)
         assert sorted(calls) == [-1] * steps + list(range(steps))
 
 
@@ -258,7 +258,7 @@ def test_accumulated_steps_are_committed_with_the_optimizers_step(tmp_path: Path
                 if (i + 1) % 4 == 0:
                     script.optimizer.step()
                     script.optimizer.zero_grad()
-        steps = run._session.job.progress.step
+        steps = steps_of_job(run)
     assert seen == [i for i in range(steps) if (i + 1) % 4 == 0 or i == steps - 1]
     names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step-"))
     assert {int(name.split(".")[0][5:]) for name in names} <= {4, 8, 12, steps}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from run_kit import SAMPLES, dataset, job, process
+from run_kit import SAMPLES, dataset, job, parts_of, process
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -56,7 +56,7 @@ def test_other_parameter_groups_are_refused_before_the_model_changes(tmp_path: P
         script = job(run)
         before = script.weights()
         optimizer = torch.optim.Adam([{"params": [p]} for p in script.model.parameters()], lr=0.01)
-        run._session.job.tracked["optimizer"] = optimizer
+        parts_of(run).job.tracked["optimizer"] = optimizer
         with pytest.raises(TrainingError, match=r"groups of sizes \[4\], here \[1, 1, 1, 1\]"):
             script.train()
         assert torch.equal(script.weights(), before)
@@ -87,15 +87,12 @@ def test_another_seed_names_both(tmp_path: Path) -> None:
             script.train()
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
     train_some(tmp_path)
     newest, second, *_ = checkpoints.list_checkpoints(tmp_path)
     damage(tmp_path, newest.name)
     heard: list[str] = []
-    with process(tmp_path) as run:
-        monkeypatch.setattr(run._session.saver, "_journal", Heard(heard))
+    with process(tmp_path, journal=Heard(heard)) as run:
         script = job(run)
         assert script.train() == 2 * 6 - second.step
     assert any(newest.name in text and "damaged" in text for text in heard)
@@ -142,19 +139,16 @@ def test_a_folder_that_cannot_be_written_stops_before_training(tmp_path: Path) -
         assert script.loader.position.step == 0
 
 
-def test_a_save_that_fails_does_not_stop_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_does_not_stop_training(tmp_path: Path) -> None:
     heard: list[str] = []
-    with process(tmp_path) as run:
+    with process(tmp_path, journal=Heard(heard)) as run:
         script = job(run)
-        monkeypatch.setattr(run._session.saver, "_journal", Heard(heard))
         script.train(1, stop_after=4)
-        assert run._session.saver.wait(30.0)
+        assert parts_of(run).checkpoints.wait(30.0)
         moved = tmp_path.rename(tmp_path.with_name("moved"))
         tmp_path.write_text("a file where the folder was")
         assert script.train(1) == 2
-        assert run._session.saver.wait(30.0)
+        assert parts_of(run).checkpoints.wait(30.0)
         tmp_path.unlink()
         moved.rename(tmp_path)
     assert any("CheckpointSkipped" in text for text in heard)

@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_kit
 import torch
-from run_kit import Job, dataset, job
+from run_kit import Job, dataset, job, parts_of, steps_of_job
 from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
 from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage, SaveOutcome, SaveStatus
+from checkpoints.saving import supervised
 from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
 from checkpoints.testing.memory_storage import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger
-from elastic.training.checkpointing import last_save, writer
+from elastic.training.checkpointing import last_save
 from elastic.training.checkpointing.last_save import LastSave
 from elastic.training.checkpointing.options import Checkpoints, checkpoints_from
 from elastic.training.checkpointing.saver import Saver
-from elastic.training.run import Run, start
+from elastic.training.run import Run
 from elastic.training.state.job_state import JobState
 from elastic.world.world import World
 
@@ -58,16 +60,9 @@ class Heard:
 @contextmanager
 def run_of(policy: Checkpoints | None, *, error: str = "") -> Iterator[tuple[Run, Heard]]:
     """One process; ``error`` is what ends it."""
-    run, heard = start(policy), Heard()
-    run._session.saver._journal = run._session.journal = heard
-    try:
+    heard = Heard()
+    with run_kit.run_of(policy, error=error, journal=heard) as run:
         yield run, heard
-    finally:
-        run.close(clean=not error, error=error)
-        for module in run._session.job.modules.values():
-            module.leave_world()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def steps_of(storage: checkpoints.Root) -> list[int]:
@@ -155,7 +150,7 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
     with run_of(Checkpoints(storage, every_steps=3, keep=10)) as (run, heard):
-        script, saver = job(run), run._session.saver
+        script, saver = job(run), parts_of(run).checkpoints
         script.train(3, stop_after=4)
         assert saver.wait(LONG_S)
         full.set()
@@ -171,10 +166,10 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
 def test_who_saves_when_none_is_in_flight_does_not_wait_for_a_share_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(supervised, "PATIENCE_S", 0.2)
     rank = Rank(MemoryStorage(), 0, 2)
     rank.save(1)
-    waiting = rank.saver.writer
+    waiting = rank.saver.engine
     assert waiting is not None and waiting.finish_writing(LONG_S)
     seen = [waiting.is_busy]
     until_s = time.monotonic() + LONG_S
@@ -196,7 +191,7 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
     with run_of(Checkpoints(storage, every_steps=1, keep=100)) as (run, heard):
-        script, saver = job(run), run._session.saver
+        script, saver = job(run), parts_of(run).checkpoints
         script.train(9, stop_after=2)
         assert saver.wait(LONG_S)
         deadly.set()
@@ -209,7 +204,7 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
         assert len(set(heard.saved) - before_s) >= 2, "saved on the caller's thread"
     said = [e.reason for e in heard.errors if isinstance(e, CheckpointSkipped)]
     assert "another one takes over" in said[0] and "saves stop training now" in said[2]
-    assert steps_of(tmp_path)[-1] == script.run._session.job.progress.step
+    assert steps_of(tmp_path)[-1] == steps_of_job(script.run)
 
 
 # -- scripts that fail --------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def tier(told: list[str], every_steps: int = 5) -> MemoryTier:
     return MemoryTier(
         every_steps,
         report=lambda name, reason: told.append(reason),
-        journal=lambda: pytest.fail("no thread dies"),
+        on_death=lambda reason: pytest.fail(reason),
         clock=SYSTEM_CLOCK,
     )
 
@@ -54,8 +54,8 @@ def tier(told: list[str], every_steps: int = 5) -> MemoryTier:
 def save(memory: MemoryTier, steps: range) -> None:
     for step in steps:
         memory.at_boundary(Job(step), checkpoints.WriterGroup(nonce="aa"))  # type: ignore[arg-type]
-        if memory._writer is not None:
-            assert memory._writer.wait(30.0)
+        if memory._engine is not None:
+            assert memory._engine.wait(30.0)
 
 
 def test_it_saves_at_its_own_steps_and_keeps_the_newest(host: MemoryHost) -> None:

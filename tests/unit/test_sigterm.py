@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = """
 import os, signal, time
-from elastic.training.checkpointing.halt import Halt, Place
+from elastic.training.halt import Halt, Place
 from elastic.worker.sigterm import end_on_sigterm
 halt = Halt()
 def shutdown_hook(is_for_good):

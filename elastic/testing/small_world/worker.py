@@ -108,7 +108,7 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
     save_file(result, f"{path}.part")
     os.replace(f"{path}.part", f"{path}.safetensors")
     run = training._run
-    steps = run._session.job.progress.step if run is not None else 0
+    steps = run._parts.job.progress.step if run is not None else 0
     numbers = {"steps": steps, LINES: events.lines, CALLS: events.calls}
     _write_json(Path(f"{path}.json"), numbers)
 
@@ -157,11 +157,11 @@ class _Events:
         sys.settrace(None)
         line = Path(self._script).read_text().splitlines()[self._at - 1].strip()
         run = training._run
-        step = run._session.job.progress.step if run is not None else 0
+        step = run._parts.job.progress.step if run is not None else 0
         self._note.write_text(json.dumps(f"{where} ({line}), {step} steps committed"))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_within_retry() -> bool:
     run = training._run
-    return run is not None and run._session.in_retry and run._session.has_world
+    return run is not None and run._parts.scope.in_retry and run._parts.lifecycle.has_world

@@ -1,6 +1,9 @@
 """When, where and how a job saves.
 
-``options`` is what scripts say, ``due`` the decision, ``saver`` the saves; ``writer`` and
-``memory_tier`` do them; ``last_save`` and ``preemption`` are for the end of a process; ``folder``
-and ``ownership`` for a new world's first look at it.
+Start with ``manager``, the only module that the rest of training uses, besides ``options``, what
+scripts configure. ``restore`` loads, ``saver`` saves and ``last_save`` does so for the last time;
+``due`` decides when, ``outcomes`` reports, ``folder`` and ``ownership`` are about the shared
+storage, ``memory_tier`` and ``memory_limit`` about the nodes' memory.
+
+May import ``state`` and everything below it, and :mod:`checkpoints`.
 """

@@ -1,4 +1,4 @@
-"""When a job saves: its policy, asked between two steps so that all ranks get the same answer.
+"""When a job saves: its policy, evaluated between two steps so that all ranks get one answer.
 
 What depends on the step alone each rank knows by itself. What depends on time, or on what is in
 flight, rank 0 decides one step ahead; its decision travels with the gradients of that step
@@ -8,22 +8,12 @@ and nobody waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from checkpoints import SaveContext, SavePolicy
 from checkpoints.policies.save import split_by_agreement
 from elastic.clock import Clock
+from elastic.training.gradients.control_flags import StepFlags
 
 _SMOOTHING = 0.3  # of the cost of a save
-
-
-@dataclass(frozen=True)
-class StepFlags:
-    """What a rank says to all others with a step's gradients; heard, what anybody said."""
-
-    save: bool = False  # rank 0's policy: save after this step
-    leaving: bool = False  # this rank's node was told to go
-    stuck: bool = False  # this rank has no buffer to save from: its disk hangs
 
 
 class Due:
@@ -66,14 +56,14 @@ class Due:
         self._cost_s = before_s + _SMOOTHING * (stall_s - before_s)
 
     def is_due(
-        self, step: int, saved_step: int, heard: StepFlags | None, in_flight: int = 0
+        self, step: int, saved_step: int, received: StepFlags | None, in_flight: int = 0
     ) -> bool:
         """Whether all ranks save now, with ``step`` steps done."""
         if step != self._steps[0]:
             self._steps = step, self._steps[0]
-        if heard is not None and heard.stuck:
+        if received is not None and received.stuck:
             return False  # one cannot: a checkpoint without its share is none
-        is_leaving = heard is not None and heard.leaving
+        is_leaving = received is not None and received.leaving
         preempted = is_leaving and not self._knows_of_leaving  # news, once
         self._knows_of_leaving = is_leaving
         moment = self._moment(step, saved_step, in_flight, preempted)
@@ -84,7 +74,7 @@ class Due:
             return False
         if self._size == 1:
             return agreed(moment)
-        return heard is not None and heard.save and step > saved_step
+        return received is not None and received.save and step > saved_step
 
     def wants(self, step: int, saved_step: int, in_flight: int) -> bool:
         """Rank 0: whether all shall save at ``step``, the next boundary."""

@@ -1,4 +1,4 @@
-"""The folder that a job's checkpoints stand in, as a new world finds it: rank 0's task.
+"""The folder of a job's checkpoints, as rank 0 of a new world finds it.
 
 Rank 0 completes what a dead world has left, chooses the checkpoint to go on from, and the
 generation that saves go on with.
@@ -33,7 +33,7 @@ class Source:
 
 
 class CheckpointFolder:
-    """``report`` is told the name and fault of every checkpoint that is passed over."""
+    """``report`` is called with name and reason for every checkpoint that is skipped."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CheckpointFolder:
         """Complete what a dead world left, and choose the checkpoint to go on from.
 
         Raises CheckpointRequired if there is none and one was required, or there are some and
-        none is whole: a silent start from zero would throw the work away.
+        none is complete: a silent start from zero would throw the work away.
         """
         checkpoints.collect_garbage(self.storage, generation=world.generation, nonce=world.nonce)
         with self._readable() as storage:

@@ -1,25 +1,22 @@
 """The last checkpoint of a process: on disk before it ends, or given up within its budget.
 
-All ranks of a world that is whole save together, as always, and wait until somebody has
-committed. Where peers are gone their shares never come; but every rank has the whole state, so
-one of those that are left writes all of it, as a world of one. Which one needs no agreement: they
-look into the folder one after the other, by rank, and who finds nobody at it begins.
+All ranks of a complete world save together, as always, and wait until one of them has committed.
+Where peers are gone their shares never come; but every rank has the complete state, so one of the
+remaining ranks writes all of it, as a world of one. Which one needs no agreement: they list the
+folder one after the other, by rank, and the first that finds no other rank's attempt begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import checkpoints
 from checkpoints import CheckpointName, SaveHandle, SaveStatus
 from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.training.checkpointing.saver import Saver
 from elastic.training.state.job_state import JobState
-
-if TYPE_CHECKING:
-    from elastic.training.checkpointing.saver import Saver
 
 # At the end of training nothing presses; a peer that dies in its last second must not hold up
 # the others for long, and a slow disk may.
@@ -32,16 +29,16 @@ _SLICE_S = 0.02
 
 
 class _Seen(Enum):
-    """What a look into the folder says about a step."""
+    """What the folder says about a step."""
 
-    STANDS = "it is committed"
+    COMMITTED = "it is committed"
     BEGUN = "another rank is writing it"
-    NOTHING = "nobody is at it"
-    SILENCE = "the disk does not answer"
+    NOTHING = "no rank is writing it"
+    NO_ANSWER = "the disk does not respond"
 
 
 class LastSave:
-    """One attempt to leave the job's present step on disk. ``saver`` has a policy."""
+    """One attempt to commit the job's present step. ``saver`` has a policy."""
 
     def __init__(
         self, saver: Saver, job: JobState, budget_s: float, clock: Clock = SYSTEM_CLOCK
@@ -53,9 +50,9 @@ class LastSave:
         self._step = job.progress.step
 
     def together(self) -> bool:
-        """Every rank of a world that is whole calls it at the same step. Says whether the step
-        is on disk."""
-        if self._saver.is_whole:
+        """Every rank of a complete world calls it at the same step. Returns whether the step is
+        committed."""
+        if self._saver.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
             handle = self._saver.handle_of(self._step)
             if handle is not None and _was_skipped(handle):  # training did not wait; this does
@@ -67,7 +64,8 @@ class LastSave:
         return self.alone()
 
     def alone(self) -> bool:
-        """One of the ranks that are left writes everything. Says whether the step is on disk."""
+        """One of the remaining ranks writes the whole state. Returns whether the step is
+        committed."""
         if self._saver.has_committed(self._step):
             return True
         turn_s = self._clock.monotonic() + TURN_S * min(self._saver.rank, LAST_TURN)
@@ -77,15 +75,15 @@ class LastSave:
             seen = self._look()
             if seen is _Seen.NOTHING and self._clock.monotonic() >= turn_s:
                 return self._write_all()
-            if seen in (_Seen.STANDS, _Seen.SILENCE):
-                return seen is _Seen.STANDS
+            if seen in (_Seen.COMMITTED, _Seen.NO_ANSWER):
+                return seen is _Seen.COMMITTED
             if seen is _Seen.BEGUN:
                 self._wait(lambda: False, at_most_s=TURN_S)
         return False
 
-    def part(self) -> bool:
-        """This rank's share only: the checkpoint stands if all other ranks do the same."""
-        if self._saver.is_whole:
+    def share(self) -> bool:
+        """This rank's share only: it is committed if all other ranks do the same."""
+        if self._saver.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
         handle = self._saver.handle_of(self._step)
         return handle is not None and self._wait(lambda: handle.is_written)
@@ -115,10 +113,10 @@ class LastSave:
         answers: list[list[str]] = []
         self._saver.list_later(answers.append)
         if not self._wait(lambda: bool(answers)):
-            return _Seen.SILENCE
+            return _Seen.NO_ANSWER
         mine = (self._saver.generation, self._step)
         if any(_place(name) >= mine for name in map(parse_committed, answers[0]) if name):
-            return _Seen.STANDS
+            return _Seen.COMMITTED
         # What this world began together waits for ranks that are gone.
         attempts = [name for name in map(parse_attempt, answers[0]) if name]
         others = [name for name in attempts if name.nonce != self._saver.nonce]

@@ -1,4 +1,4 @@
-"""Saves into the memory of the nodes between two saves to disk: cheap, often, and never waited for.
+"""Saves into the memory of the nodes between two saves to disk: cheap, frequent, asynchronous.
 
 The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
 agent's copy of another's parts survives a node. When nobody is left who holds the state, a new
@@ -15,9 +15,8 @@ from pathlib import Path
 import checkpoints
 from checkpoints import LatestN, SaveHandle, SaveOutcome, SaveStatus, Storage, TieredStorage
 from checkpoints.memory.host import memory_roots, own_memory
+from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import Clock
-from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.writer import Writer
 from elastic.training.state.job_state import JobState
 
 VARIABLE = "ELASTIC_NODE_MEMORY"
@@ -34,49 +33,57 @@ class MemoryTier:
         every_steps: int,
         *,
         report: Report,
-        journal: Callable[[], EventSink],
+        on_death: Callable[[str], object],
         clock: Clock,
         env: Mapping[str, str] = os.environ,
     ) -> None:
         self._every_steps = every_steps
         self._report = report
-        self._trouble = ""  # that was told
+        self._failure = ""  # that was reported
         self._saved_step = self._previous_step = -1
-        self._writer: Writer | None = None
+        self._engine: SupervisedEngine | None = None
         folder = node_memory(env)
         if folder is None:
-            self._tell("memory", "no agent hosts memory here: checkpoints go to disk only")
+            self._report_once("memory", "no agent hosts memory here: checkpoints go to disk only")
             return
         try:
             storage = own_memory(folder)
         except OSError as error:
-            self._tell("memory", f"the agent's memory cannot be used: {error}")
+            self._report_once("memory", f"the agent's memory cannot be used: {error}")
             return
-        self._writer = Writer(storage, KEEP, report=self._ended, journal=journal, clock=clock)
+        self._engine = SupervisedEngine(
+            storage,
+            KEEP,
+            report=self._ended,
+            on_death=on_death,
+            clock=clock.wall,
+            monotonic=clock.monotonic,
+            sleep=clock.sleep,
+        )
 
     def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
         """Between two steps: save if it is time, and there is a free buffer. Never waits."""
         step = job.progress.step
-        if self._writer is None:
+        if self._engine is None:
             return
-        self._writer.poll()
+        self._engine.poll()
         # With accumulated gradients several steps lie between two boundaries.
         before = self._previous_step if 0 <= self._previous_step < step else step - 1
         self._previous_step = step
         if step // self._every_steps == before // self._every_steps or step == self._saved_step:
             return
         self._saved_step = step
-        self._writer.save(
+        self._engine.save(
             job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
         )
 
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """Hand this rank's share of a checkpoint of ``world`` to the writer; None without one."""
-        if self._writer is None:
+        """Hand this rank's share of a checkpoint of ``world`` to the engine; None without one."""
+        if self._engine is None:
             return None
-        return self._writer.save(
+        return self._engine.save(
             job.tree(),
             step=job.progress.step,
             world=world,
@@ -86,24 +93,24 @@ class MemoryTier:
 
     def poll(self) -> None:
         """Report what has ended."""
-        if self._writer is not None:
-            self._writer.poll()
+        if self._engine is not None:
+            self._engine.poll()
 
     def close(self) -> None:
-        """What is half written is lost, and whole elsewhere or older."""
-        if self._writer is not None:
-            self._writer.close(0.0)
+        """Incomplete writes are lost; the other tiers and older checkpoints have the state."""
+        if self._engine is not None:
+            self._engine.close(0.0)
 
     def _ended(self, outcome: SaveOutcome) -> None:
         if outcome.status is SaveStatus.COMMITTED:
-            self._trouble = ""
+            self._failure = ""
         else:
-            self._tell(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
+            self._report_once(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
 
-    def _tell(self, name: str, reason: str) -> None:
+    def _report_once(self, name: str, reason: str) -> None:
         """Once for as long as it lasts: it may happen every few steps."""
-        if not self._trouble:
-            self._trouble = reason
+        if not self._failure:
+            self._failure = reason
             self._report(name, reason)
 
 

@@ -1,46 +1,45 @@
-"""Saves a job's checkpoints beside its training, and says how each save ended.
+"""The saves of one process: when one is due, to which world it belongs, how it ended.
 
-One engine for the life of the process (:class:`checkpoints.Engine`): the caller's thread copies
-this rank's share, a thread of the engine writes and commits. Nothing here waits for another rank,
-and whatever goes wrong is an event: training goes on with the older checkpoints.
+Used by the :mod:`~elastic.training.checkpointing.manager` and within this package only. One engine
+for the life of the process: the caller's thread copies this rank's share, a thread of the engine
+writes and commits. Nothing here waits for another rank, and every failure is an event: training
+continues with the older checkpoints.
 
 A save belongs to the world that began it. When that world breaks, a peer may be gone with its
-share: what could not be committed by then is given up, and swept by the next world's rank 0.
+share: what could not be committed by then is abandoned, and removed by the next world's rank 0.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
+from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
-from elastic.telemetry.log import get_logger
-from elastic.training.checkpointing.due import Due, StepFlags
+from elastic.training.checkpointing.due import Due
 from elastic.training.checkpointing.folder import CheckpointFolder, Source
 from elastic.training.checkpointing.memory_limit import MemoryLimit
 from elastic.training.checkpointing.memory_tier import MemoryTier
 from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.checkpointing.writer import Writer
+from elastic.training.checkpointing.outcomes import OutcomeLog
+from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.state.job_state import JobState
 from elastic.world.world import World
 
-# A disk that is slower than the policy slows training down to its pace. One that hangs does not:
-# after one wait of this length saves are skipped until it goes on.
+# A disk that is slower than the policy slows training down to its speed. One that hangs does not:
+# after one wait of this length saves are skipped until it responds.
 BUSY_WAIT_S = 5.0
-WARN_AFTER_FAILURES = 2  # one may be a disk that hiccups; a row of them is lost work
 
 
 @dataclass(eq=False)
-class _Era:
-    """A world, as far as its saves are concerned."""
+class _Writers:
+    """The ranks of one world, as the writers of its checkpoints."""
 
-    world: checkpoints.WriterGroup
-    is_over: bool = False  # it broke: what it could not commit by now lacks a share
+    group: checkpoints.WriterGroup
+    is_over: bool = False  # the world broke: what it could not commit by now lacks a share
 
 
 class Saver:
@@ -50,16 +49,21 @@ class Saver:
         self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._policy = policy
-        self._journal = journal
         self._clock = clock
+        self._outcomes = OutcomeLog(journal)
         self._folder = None
         self._memory: MemoryTier | None = None
         if policy is not None:
             every = policy.memory_steps
-            self._folder = CheckpointFolder(policy.folder, self._skipped, memory=every is not None)
+            self._folder = CheckpointFolder(
+                policy.folder, self._outcomes.skipped, memory=every is not None
+            )
             if every is not None:
                 self._memory = MemoryTier(
-                    every, report=self._skipped, journal=lambda: self._journal, clock=clock
+                    every,
+                    report=self._outcomes.skipped,
+                    on_death=self._outcomes.writer_died,
+                    clock=clock,
                 )
         self._breaks = 0  # worlds of this process
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
@@ -67,21 +71,21 @@ class Saver:
         self._lineage: checkpoints.Lineage = ()
         self._generation = 0
         self._saved_step = 0  # the last step that this world need not save any more
-        self._committed_step = 0  # the last step that is known to stand
-        self._era: _Era | None = None
+        self._writers: _Writers | None = None
         self._latest: SaveHandle | None = None  # of the present world
         self._others_are_stuck = False
-        self._failures_in_a_row = 0
         self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
-        self.writer: Writer | None = None
+        self.engine: SupervisedEngine | None = None
         if self._folder is not None:
-            self.writer = Writer(
+            self.engine = SupervisedEngine(
                 self._folder.storage,
-                _Keeping(self),
+                _AmendableRetention(self),
                 report=self._report,
-                journal=lambda: self._journal,
-                clock=clock,
+                on_death=self._outcomes.writer_died,
+                clock=clock.wall,
+                monotonic=clock.monotonic,
+                sleep=clock.sleep,
             )
 
     # -- the folder ---------------------------------------------------------------------------
@@ -108,9 +112,9 @@ class Saver:
             self._folder.check_writable(world.rank)
 
     def resolve(self, world: World) -> Source:
-        """Complete what a dead world left, and choose the checkpoint to go on from: rank 0's task.
+        """Complete what a broken world left, and choose the checkpoint to resume from, on rank 0.
 
-        Raises CheckpointRequired if there is none and one was required, or none is whole, and
+        Raises CheckpointRequired if there is none and one was required, or none is complete, and
         ConfigError if another job saves into the folder.
         """
         if self._folder is None or self._policy is None or self.due is None:
@@ -130,91 +134,96 @@ class Saver:
         """From now on save as ``generation``, which began at ``step`` with ``origin``'s state."""
         self._lineage = checkpoints.derive_lineage(origin, generation)
         self._generation = generation
-        self._saved_step = self._committed_step = step
+        self._saved_step = self._outcomes.committed_step = step
 
     @property
     def origin(self) -> tuple[checkpoints.Lineage, int, int]:
         """Lineage, generation and last committed step: what the next world's saves go on from."""
         self.poll()
-        return self._lineage, self._generation, self._committed_step
+        return self._lineage, self._generation, self._outcomes.committed_step
 
     def inherit(self, lineage: checkpoints.Lineage, generation: int, saved_step: int) -> None:
         """From now on save as ``generation``, which began with a live peer's state."""
         self._lineage, self._generation = lineage, generation
-        self._saved_step = self._committed_step = saved_step
+        self._saved_step = self._outcomes.committed_step = saved_step
 
     def enter(self, world: World, job: JobState) -> None:
         """State is restored in ``world``: saves belong to it from now on."""
-        if self._folder is None or self.due is None or self.writer is None:
+        if self._folder is None or self.due is None or self.engine is None:
             return
-        before = self._era
-        era = _Era(
+        before = self._writers
+        writers = _Writers(
             checkpoints.WriterGroup(
                 nonce=world.nonce,
                 generation=self._generation,
                 rank=world.rank,
                 size=world.size,
                 lineage=self._lineage,
-                fence=lambda: self._may_commit(era),
+                fence=lambda: self._may_commit(writers),
             )
         )
-        self._era, self._latest = era, None
+        self._writers, self._latest = writers, None
         self.due.enter(rank=world.rank, size=world.size)
         if world.rank == 0:
             self._folder.ownership.failures = lambda: self._breaks
             self._folder.ownership.hold()
-        self.writer.reserve(job.tree(), rank=world.rank, world_size=world.size)
+        self.engine.reserve(job.tree(), rank=world.rank, world_size=world.size)
         if world.rank == 0 and before is not None and before.is_over:
             generation = self._generation
-            self.writer.later(lambda: self._sweep(generation, world.nonce))
+            self.engine.submit(lambda: self._sweep(generation, world.nonce))
 
     def leave(self, *, broken: bool) -> None:
         """The present world is over. Broken: a peer may be gone, and never write its shares."""
-        if self._era is not None and broken and not self._era.is_over:
-            self._era.is_over = True
+        if self._writers is not None and broken and not self._writers.is_over:
+            self._writers.is_over = True
             self._breaks += 1
             if self.due is not None:
                 self.due.failures += 1
 
-    def _may_commit(self, era: _Era) -> bool:
-        """Asked by the writer's thread. False: no newer world may be harmed by this one."""
-        is_stale = era.is_over or (era is self._era and self.is_superseded())
+    def _may_commit(self, writers: _Writers) -> bool:
+        """On the engine's thread. False: a newer world exists, or the agent does not permit it."""
+        is_stale = writers.is_over or (writers is self._writers and self.is_superseded())
         return not is_stale and self.is_permitted()
 
     def _sweep(self, generation: int, nonce: str) -> None:
-        """On the writer's thread: complete or remove what the broken world has left."""
+        """On the engine's thread: complete or remove what the broken world has left."""
         assert self._folder is not None
         try:
             checkpoints.collect_garbage(self._folder.storage, generation=generation, nonce=nonce)
         except CheckpointError as error:
-            self._skipped("leftovers", str(error))
+            self._outcomes.skipped("leftovers", str(error))
 
     # -- steps --------------------------------------------------------------------------------
 
-    def at_boundary(self, job: JobState, heard: StepFlags | None) -> None:
-        """Between two steps: report what ended, and save if it is time, as all ranks agree.
+    def at_boundary(self, job: JobState, received: StepFlags | None) -> None:
+        """Between two steps: report saves that ended, and save if it is due, on all ranks alike.
 
-        ``heard`` is what all ranks together said during the last step; None if there was none.
+        ``received`` are the control flags of all ranks in the last step; None if there was none.
         """
-        if self.due is None or self.writer is None:
+        if self.due is None or self.engine is None:
             return
-        self.writer.poll()
-        in_flight = int(self.writer.is_busy)
-        is_stuck = heard is not None and heard.stuck
+        self.engine.poll()
+        in_flight = int(self.engine.is_busy)
+        is_stuck = received is not None and received.stuck
         if is_stuck and not self._others_are_stuck:
-            reason = "the disk of a rank hangs: nobody saves until it goes on"
-            self._skipped(f"step {job.progress.step}", reason)
+            reason = "the disk of a rank hangs: no rank saves until it responds"
+            self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
-        if self.due.is_due(job.progress.step, self._saved_step, heard, in_flight):
+        if self.due.is_due(job.progress.step, self._saved_step, received, in_flight):
             self.save(job)
-        if self._memory is not None and self._era is not None and not self._era.is_over:
-            self._memory.at_boundary(job, self._era.world)
+        if self._memory is not None and self._writers is not None and not self._writers.is_over:
+            self._memory.at_boundary(job, self._writers.group)
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether the ranks must exchange control flags before :meth:`at_boundary`."""
+        return self.due is not None and self.due.needs_agreement
 
     def flags(self, step: int, *, leaving: bool) -> StepFlags:
-        """What this rank says to all others during ``step``."""
-        assert self.due is not None and self.writer is not None
-        wants = self.due.wants(step + 1, self._saved_step, int(self.writer.is_busy))
-        return StepFlags(save=wants, leaving=leaving, stuck=self.writer.is_stuck)
+        """The control flags that this rank sends during ``step``."""
+        assert self.due is not None and self.engine is not None
+        wants = self.due.wants(step + 1, self._saved_step, int(self.engine.is_busy))
+        return StepFlags(save=wants, leaving=leaving, stuck=self.engine.is_stuck)
 
     def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
         """Begin to write this rank's share, unless this step is saved. Never stops training.
@@ -223,28 +232,28 @@ class Saver:
         Raises checkpoints.StateError if the state holds what cannot be saved.
         """
         step = job.progress.step
-        if self.due is None or self._era is None or step <= self._saved_step:
+        if self.due is None or self._writers is None or step <= self._saved_step:
             return None
         if self._folder is None or self._folder.ownership.is_lost:
             return None
         self._saved_step = step
         self.due.saved()
         if wait_s is None:
-            wait_s = 0.0 if self.writer is None or self.writer.is_stuck else BUSY_WAIT_S
+            wait_s = 0.0 if self.engine is None or self.engine.is_stuck else BUSY_WAIT_S
         return self.save_again(job, wait_s=wait_s)
 
     def save_again(self, job: JobState, *, wait_s: float) -> SaveHandle | None:
-        """Write this rank's share of the present step though a save of it came to nothing."""
-        assert self._era is not None
-        self._latest = self.begin(job, self._era.world, wait_s=wait_s)
+        """Write this rank's share of the present step again, after a save of it was skipped."""
+        assert self._writers is not None
+        self._latest = self.begin(job, self._writers.group, wait_s=wait_s)
         return self._latest
 
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """Hand this rank's share of a checkpoint of ``world`` to the writer."""
-        assert self.writer is not None
-        return self.writer.save(
+        """Hand this rank's share of a checkpoint of ``world`` to the engine."""
+        assert self.engine is not None
+        return self.engine.save(
             job.tree(),
             step=job.progress.step,
             world=world,
@@ -263,72 +272,74 @@ class Saver:
     # -- the end ------------------------------------------------------------------------------
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the ranks of the present world can still save together."""
-        return self._era is not None and not self._era.is_over
+        return self._writers is not None and not self._writers.is_over
 
     @property
     def rank(self) -> int:
         """In the present world, or the last one."""
-        return self._era.world.rank if self._era is not None else 0
+        return self._writers.group.rank if self._writers is not None else 0
 
     @property
     def world_size(self) -> int:
         """Of the present world, or the last one."""
-        return self._era.world.size if self._era is not None else 1
+        return self._writers.group.size if self._writers is not None else 1
 
     @property
     def nonce(self) -> str:
         """Of the present world, or the last one."""
-        return self._era.world.nonce if self._era is not None else ""
+        return self._writers.group.nonce if self._writers is not None else ""
 
     @property
     def generation(self) -> int:
-        """That this rank's state belongs to."""
+        """The generation that this rank's state belongs to."""
         return self._generation
 
     def has_committed(self, step: int) -> bool:
         """Whether this rank knows that the step is on disk."""
-        return self._committed_step >= step
+        return self._outcomes.committed_step >= step
 
     def handle_of(self, step: int) -> SaveHandle | None:
         """The save of that step in the present world, if there was one."""
         return self._latest if self._latest is not None and self._latest.step == step else None
 
     def world_of_one(self, nonce: str) -> checkpoints.WriterGroup:
-        """For a rank that saves everything by itself."""
+        """The writers of a checkpoint that this rank writes alone."""
         return checkpoints.WriterGroup(
             nonce=nonce, generation=self._generation, lineage=self._lineage
         )
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
-        """Call back with the names in the folder, on the writer's thread."""
-        assert self._folder is not None and self.writer is not None
+        """Call back with the names in the folder, on the engine's thread."""
+        assert self._folder is not None and self.engine is not None
         storage = self._folder.storage
 
         def look() -> None:
             try:
                 answer(storage.list(""))
             except OSError as error:
-                self._skipped("last checkpoint", f"{storage.place} cannot be listed: {error}")
+                self._outcomes.skipped(
+                    "last checkpoint", f"{storage.place} cannot be listed: {error}"
+                )
 
-        self.writer.later(look)
+        self.engine.submit(look)
 
     def poll(self) -> None:
-        """Report what has ended, and notice what hangs."""
-        if self.writer is not None:
-            self.writer.poll()
+        """Report saves that ended, and detect hung ones."""
+        if self.engine is not None:
+            self.engine.poll()
         if self._memory is not None:
             self._memory.poll()
 
     def wait(self, budget_s: float) -> bool:
         """Until nothing is in flight; False if something still is."""
-        return self.writer is None or self.writer.wait(budget_s)
+        return self.engine is None or self.engine.wait(budget_s)
 
     def finish_writing(self, budget_s: float) -> None:
         """Until this rank's part of every save is done: others may still commit it."""
-        if self.writer is not None:
-            self.writer.finish_writing(budget_s)
+        if self.engine is not None:
+            self.engine.finish_writing(budget_s)
 
     def release(self) -> None:
         """The job has ended: another one may save into the folder."""
@@ -341,58 +352,27 @@ class Saver:
         What waits for those of peers is left to them, or to whoever starts next.
         """
         self.due = None
-        if self._folder is not None and self.writer is not None:
+        if self._folder is not None and self.engine is not None:
             self._folder.ownership.close(release=False)
-            self.writer.finish_writing(budget_s)
-            self.writer.close(0.0)
+            self.engine.finish_writing(budget_s)
+            self.engine.close(0.0)
         if self._memory is not None:
             self._memory.close()
 
-    # -- what became of it --------------------------------------------------------------------
+    # -- outcomes -----------------------------------------------------------------------------
 
     def _report(self, outcome: SaveOutcome) -> None:
-        if outcome.status is not SaveStatus.COMMITTED:
-            self._skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}")
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row == WARN_AFTER_FAILURES:
-                self._warn_of_failures(outcome)
-            return
-        self._failures_in_a_row = 0
-        self._committed_step = max(self._committed_step, outcome.step)
-        if self.due is not None:
-            self.due.measured(outcome.stall_s)
-        for note in outcome.notes:
-            self._skipped(outcome.name, note)
-        self._memory_limit.saw_share(outcome.bytes_written, self.world_size)
-        # All ranks know of it; one line in the logs is enough.
-        is_told = self.rank > 0 and self.nonce in outcome.name
-        self._journal.emit(
-            CheckpointSaved(
-                name=outcome.name,
-                step=outcome.step,
-                duration_s=round(outcome.took_s, 4),
-                stall_s=round(outcome.stall_s, 4),
-                bytes=outcome.bytes_written,
-            ),
-            level=logging.DEBUG if is_told else logging.INFO,
-        )
-
-    def _warn_of_failures(self, outcome: SaveOutcome) -> None:
-        get_logger().warning(
-            "the last %d checkpoints were not saved (%s: %s); training goes on, but a restart "
-            "would go back to step %d",
-            self._failures_in_a_row,
-            outcome.name,
-            outcome.reason,
-            self._committed_step,
-        )
-
-    def _skipped(self, name: str, reason: str) -> None:
-        self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=logging.WARNING)
+        # All ranks know of a commit; one line in the logs is enough.
+        is_known_elsewhere = self.rank > 0 and self.nonce in outcome.name
+        self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)
+        if outcome.status is SaveStatus.COMMITTED:
+            if self.due is not None:
+                self.due.measured(outcome.stall_s)
+            self._memory_limit.saw_share(outcome.bytes_written, self.world_size)
 
 
-class _Keeping(RetentionPolicy):
-    """The policy as it is at the moment: a script may change it while it trains."""
+class _AmendableRetention(RetentionPolicy):
+    """The present policy: a script may change it while it trains."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver

@@ -1,56 +1,68 @@
-"""What each rank tells all others once per step, as three more numbers behind its gradients.
+"""What each rank tells all others once per step, piggybacked on its first gradient bucket.
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 collective of its own. The first bucket of gradients is summed over all ranks in every step
-anyway, so it is made three elements longer: each is 1 where a rank says so, and whoever hears
-more than 0 knows that somebody did. The bucket's own memory grows by them, once, so that no
+anyway, so it is made three elements longer: each is 1 on a rank that sets the flag, so a sum above
+0 means that some rank did. The bucket's own memory grows by them, once, so that no
 gradient is copied (docs/decisions/0014).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from elastic.process_group.collectives import all_sum
-from elastic.training.checkpointing.due import StepFlags
 
 _COUNT = 3
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """What one rank tells all others with a step's gradients; or, received, what any rank told."""
+
+    save: bool = False  # rank 0's policy: save after this step
+    leaving: bool = False  # this rank's node was told to leave
+    stuck: bool = False  # this rank has no buffer to save from: its disk hangs
+
+
 _NOTHING = StepFlags()
 
 
 class ControlFlags:
-    """One per process: what this rank says in the step in hand, and what it has heard."""
+    """One per process: the flags that this rank sends in the current step, and those received."""
 
     def __init__(self) -> None:
-        self._said = StepFlags()
+        self._sent = StepFlags()
         self._ends: list[torch.Tensor] = []
 
-    def say(self, flags: StepFlags) -> None:
-        """A step begins: tell all ranks this."""
-        self._said = flags
+    def send(self, flags: StepFlags) -> None:
+        """A step begins: send these flags with its gradients."""
+        self._sent = flags
         self._ends.clear()
 
     def write(self, end: torch.Tensor) -> None:
-        """Say the word in ``end``, which is behind gradients that are about to be summed; and
-        hear there, once they are, what all have said."""
-        said = self._said
-        if said == _NOTHING:
+        """Write the flags into ``end``, which follows gradients that are about to be summed; the
+        flags of all ranks are read from there once they are."""
+        sent = self._sent
+        if sent == _NOTHING:
             end.zero_()
         else:
-            numbers = [float(said.save), float(said.leaving), float(said.stuck)]
+            numbers = [float(sent.save), float(sent.leaving), float(sent.stuck)]
             end.copy_(torch.tensor(numbers, dtype=end.dtype))
         self._ends.append(end)
 
     def forget(self) -> None:
-        """Hold no bucket any longer."""
+        """Release the buckets."""
         self._ends.clear()
 
     def settle(self) -> None:
         """The collectives have ended: copy from a GPU now, before more is queued behind them."""
         self._ends = [end.cpu() for end in self._ends]
 
-    def heard(self) -> StepFlags | None:
-        """What anybody has said in this step; None if no bucket has carried words."""
+    def received(self) -> StepFlags | None:
+        """The flags of all ranks in this step; None if no bucket has carried any."""
         if not self._ends:
             return None
         sums = [end.tolist() for end in self._ends]
@@ -58,7 +70,7 @@ class ControlFlags:
 
 
 class Room:
-    """A bucket's gradients in their own memory, and room for words behind them."""
+    """A bucket's gradients in their own memory, and room for the flags behind them."""
 
     def __init__(self, both: torch.Tensor, end: torch.Tensor) -> None:
         self.both = both
@@ -85,7 +97,7 @@ class Room:
 
 
 def ask(flags: StepFlags) -> StepFlags:
-    """Tell and hear at once, with a collective of its own. Every rank calls it."""
+    """Send and receive at once, with a collective of its own. Every rank calls it."""
     return _flags_of(all_sum([float(flags.save), float(flags.leaving), float(flags.stuck)]))
 
 

@@ -1,5 +1,10 @@
-"""From one world to the next without a restart, or from a checkpoint after one.
+"""From one world to the next: by a restart, or in process.
 
-``changes`` decides when, ``reconfiguration`` agrees and rebuilds (``agreement``), ``transfer``
-moves state between ranks, ``restore`` loads a checkpoint.
+Start with ``strategy``, the interface of ``restart`` and ``in_process``; ``selection`` knows which
+of them is in force, ``bootstrap`` enters the first world. ``progress`` knows which step a rank's
+weights belong to and undoes an interrupted one; ``reconfiguration`` brings the ranks of a new
+world to one state (``agreement``, ``transfer``); ``step_timer`` measures steps for heartbeats.
+
+May import ``lifecycle``, ``checkpointing`` and everything below them; neither the loops nor
+``run``.
 """

@@ -76,7 +76,7 @@ class TensorCopies:
 class WeightCopies:
     """Parameters, and all that optimizers keep about them (momenta, step counts, …).
 
-    Hyper-parameters are small state: see :mod:`elastic.training.state.snapshot`.
+    Hyper-parameters are non-parameter state: see :mod:`elastic.training.state.snapshot`.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class JobState:
         return any(isinstance(t, torch.amp.GradScaler) for t in self.tracked.values())
 
     def data_position(self) -> dict[str, Any]:
-        """Where each loader stands: for people who look into a checkpoint."""
+        """The position of each loader: for people who inspect a checkpoint."""
         return {name: loader.state_dict() for name, loader in self.loaders.items()}
 
     def check(self, tree: Mapping[str, Any], source: str) -> None:

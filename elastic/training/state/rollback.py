@@ -152,7 +152,7 @@ class Rollback:
         }
 
     def adopt(self, habits: Mapping[str, Any], snapshot: Snapshot) -> None:
-        """Take over small state and habits of the rank that the job goes on with."""
+        """Take over non-parameter state and habits of the rank that the job continues with."""
         self.copy_weights(str(habits["weights"]))
         self._copies_between_loops |= bool(habits["between_loops"])
         self._has_adopted = True
@@ -182,7 +182,7 @@ class Rollback:
     # -- after a fault ------------------------------------------------------------------------
 
     def put_back_small(self) -> None:
-        """Undo what a step has done to the small state."""
+        """Undo what a step has done to the non-parameter state."""
         if self.snapshot:
             self._small.put_back(self.snapshot)
 

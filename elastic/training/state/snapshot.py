@@ -24,7 +24,7 @@ Snapshot = dict[str, Any]
 
 
 class Keeper(Protocol):
-    """Copies one object's small state, and puts it back."""
+    """Copies one object's non-parameter state, and puts it back."""
 
     def take(self) -> Any: ...
     def put_back(self, taken: Any) -> None: ...

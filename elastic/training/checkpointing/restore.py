@@ -1,29 +1,27 @@
-"""How a new world comes to its state: the newest checkpoint, else rank 0's initial state.
+"""Restores a new world's state: the newest checkpoint, else rank 0's initial state.
 
-Rank 0 sweeps, resolves and verifies; the others are told the name. Whatever fails on one rank is
-raised on all: nobody is left waiting in a collective.
+Rank 0 removes leftovers, chooses and verifies the checkpoint; the other ranks receive its name. A
+failure of one rank is raised on all: none is left waiting in a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from checkpoints import CheckpointError, CheckpointInfo, LoadResult
+from checkpoints import CheckpointInfo, LoadResult
 from checkpoints.format.state_tree import Node, flatten, unflatten
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CheckpointRequired, ElasticError, TrainingError, WorldLost
+from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateRestored
-from elastic.process_group.collectives import all_gather_json, broadcast_json, broadcast_tensors
+from elastic.process_group.collectives import broadcast_json, broadcast_tensors
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.folder import Source
 from elastic.training.checkpointing.saver import Saver
+from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
 from elastic.world.world import World
-
-T = TypeVar("T")
 
 
 def restore(
@@ -35,8 +33,8 @@ def restore(
     checkpoint rank 0's state is the initial one, if it ``may_begin``; else CheckpointRequired.
     """
     began_s = SYSTEM_CLOCK.monotonic()
-    together(world, lambda: saver.check_writable(world))
-    found = together(world, lambda: saver.resolve(world) if world.rank == 0 else None)
+    on_all_ranks(world, lambda: saver.check_writable(world))
+    found = on_all_ranks(world, lambda: saver.resolve(world) if world.rank == 0 else None)
     source = Source(**broadcast_json(vars(found) if found is not None else None))
     origin = None
     if source.name is None:
@@ -61,25 +59,25 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
         job.check(loaded.state, f"checkpoint {name}")
         return loaded
 
-    loaded = together(world, read_and_check)
-    together(world, lambda: job.apply(loaded.state))
+    loaded = on_all_ranks(world, read_and_check)
+    on_all_ranks(world, lambda: job.apply(loaded.state))
     return loaded.info
 
 
 def _share_initial(world: World, job: JobState) -> None:
     """Rank 0's state to all, tensors and the rest alike."""
-    node, tensors = together(world, lambda: flatten(job.tree()))
+    node, tensors = on_all_ranks(world, lambda: flatten(job.tree()))
     plan = broadcast_json(_plan(node, tensors))
-    together(world, lambda: _check_same_model(world, plan["specs"], tensors))
+    on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], tensors))
     modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
     broadcast_tensors(modules)
     small = _small_tensors(world, plan["specs"], tensors)
     broadcast_tensors(small)
     if world.rank != 0:
         tree = unflatten(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
-        together(world, lambda: job.apply_small(tree))
+        on_all_ranks(world, lambda: job.apply_small(tree))
     else:
-        together(world, lambda: None)
+        on_all_ranks(world, lambda: None)
 
 
 def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -107,24 +105,3 @@ def _small_tensors(
     if world.rank == 0:
         return {name: tensors[name].cpu() for name in names}
     return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}
-
-
-def together(world: World, act: Callable[[], T], *, is_loss: bool = False) -> T:
-    """Act on every rank; if it fails on one, raise on all: there its error, here who failed.
-
-    ``is_loss``: the others go on without a rank that fails (they raise WorldLost).
-    """
-    error: Exception | None = None
-    try:
-        result = act()
-    except (ElasticError, CheckpointError, ValueError, RuntimeError, OSError, KeyError) as failure:
-        error = failure
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    failures = [(rank, text) for rank, text in enumerate(all_gather_json(told)) if text]
-    if error is not None:
-        raise error
-    if failures:
-        rank, text = failures[0]
-        said = f"rank {rank} could not restore the state: {text}"
-        raise WorldLost(said) if is_loss else TrainingError(said)
-    return result

@@ -1,8 +1,8 @@
-"""Holds the main thread still, so that another thread can save a state that nobody changes.
+"""Stops the main thread, so that another thread can save a state that does not change.
 
-For a process that ends: whoever stops here does not go on. A step's boundary is the best place;
-where none comes in time, a signal interrupts the script in the middle of a step, as long as no
-optimizer has stepped in it.
+For a process that ends: a thread that stops here does not continue. A step's boundary is the best
+place; where none comes in time, a signal interrupts the script in the middle of a step, as long as
+no optimizer has stepped in it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Halt:
 
     def __init__(self) -> None:
         self.place: Place | None = None
+        self.is_preempted = False  # this process was told to leave, and does so at a boundary
+        self.has_left = False  # it has saved, and is about to exit
         self._is_requested = threading.Event()
         self._may_interrupt: Callable[[], bool] | None = None
         self._saving = threading.Lock()

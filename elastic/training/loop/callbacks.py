@@ -1,4 +1,4 @@
-"""What the script wants to be called after each step."""
+"""The callbacks of the script that are called after each step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,285 @@
+"""The table of known failures: what their texts look like, and what each means.
+
+The order matters: the first rule that matches decides. Hardware comes first, for a dying GPU also
+breaks collectives; consequences of other nodes' failures come before mistakes of the script, for
+their texts are often wrapped in exceptions of the script.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(str, Enum):
+    """What the job does about a failure."""
+
+    RESTART = "restart"  # the next world, with the same node
+    EXCLUDE_NODE = "exclude-node"  # the next world without it, for the time of the quarantine
+    STOP = "stop"  # no attempt can succeed
+
+
+class Confidence(str, Enum):
+    """How sure a verdict is."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One kind of failure.
+
+    ``is_local``: the cause may be one node's alone, or all nodes'. Which of the two is told by
+    whether the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
+    """
+
+    name: str
+    action: Action
+    confidence: Confidence
+    reason: str
+    pattern: re.Pattern[str]
+    is_local: bool = False
+
+
+def _rule(
+    name: str,
+    action: Action,
+    confidence: Confidence,
+    reason: str,
+    *patterns: str,
+    is_local: bool = False,
+) -> Rule:
+    pattern = re.compile("|".join(f"(?:{p})" for p in patterns), re.IGNORECASE)
+    return Rule(
+        name=name,
+        action=action,
+        confidence=confidence,
+        reason=reason,
+        pattern=pattern,
+        is_local=is_local,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    # -- machines ------------------------------------------------------------------------------
+    _rule(
+        "gpu-hardware",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "a GPU of this node is faulty",
+        r"uncorrectable (ecc|nvlink)",
+        r"cuda_?error_?ecc_?uncorrectable",
+        r"fallen off the bus",
+        # Codes of NVIDIA's catalogue that ask for a reset, a reboot or a new board: 48 and 94/95
+        # memory, 62 microcontroller, 63/64 page retirement, 74 NVLink, 79 off the bus,
+        # 119/120 firmware, 140 memory.
+        r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b",
+        r"cuda error: .*(hardware stack error|nvlink was detected)",
+    ),
+    _rule(
+        "gpu-driver",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "the GPU driver of this node does not work",
+        r"driver/library version mismatch",
+        r"system not yet initialized|cuda_?error_?system_?not_?ready|\berror 802\b",
+        r"no cuda-capable device is detected",
+        r"cuda driver version is insufficient",
+        r"all cuda-capable devices are busy or unavailable",
+        r"unable to determine the device handle",
+        r"nvidia-smi has failed because it couldn't communicate",
+        r"no cuda gpus are available",
+        is_local=True,
+    ),
+    _rule(
+        "file-system",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "a file system of this node does not work",
+        r"read-only file system",
+        r"transport endpoint is not connected",
+        r"stale (nfs )?file handle",
+        r"\[errno 5\] input/output error",
+    ),
+    _rule(
+        "disk-full",
+        Action.EXCLUDE_NODE,
+        Confidence.MEDIUM,
+        "a disk of this node is full",
+        r"no space left on device",
+    ),
+    _rule(
+        "quota",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "the quota of a file system is exhausted",
+        r"disk quota exceeded",
+    ),
+    # -- memory --------------------------------------------------------------------------------
+    _rule(
+        "shared-memory",
+        Action.RESTART,
+        Confidence.HIGH,
+        "shared memory (/dev/shm) is full: enlarge it, or use fewer data workers",
+        r"killed by signal: bus error",
+        r"insufficient shared memory",
+        r"unable to (write to|open shared memory|resize).*(torch_|shared)",
+    ),
+    _rule(
+        "gpu-out-of-memory",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a GPU's memory is exhausted: lower the batch size, or find what else uses that GPU",
+        r"cuda out of memory",
+        r"outofmemoryerror",
+        r"cublas_status_alloc_failed",
+        r"cuda error: out of memory",
+    ),
+    _rule(
+        "host-out-of-memory",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "the node's memory is exhausted",
+        r"defaultcpuallocator: (can't|not enough) (allocate )?memory",
+        r"\[errno 12\] cannot allocate memory",
+        r"^memoryerror\b",
+        r"killed by signal: killed",
+    ),
+    # -- the script's data, seen by the GPU ----------------------------------------------------
+    _rule(
+        "device-assert",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "an assertion failed on the GPU, most often an index or a label out of range; the same "
+        "samples fail again",
+        r"device-side assert triggered",
+        r"assertion .*(srcindex|t >= 0 && t < n_classes|index out of bounds).* failed",
+    ),
+    _rule(
+        "gpu-error",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a kernel failed on the GPU: its process cannot use the GPU any more, another one can",
+        r"an illegal memory access was encountered",
+        r"unspecified launch failure",
+        r"cuda error: misaligned address",
+        r"cudnn_status_execution_failed",
+        r"cublas_status_execution_failed",
+        r"\bxid \([^)]*\): *(13|31|43|45)\b",
+    ),
+    # -- the fabric ----------------------------------------------------------------------------
+    _rule(
+        "fabric-resources",
+        Action.EXCLUDE_NODE,
+        Confidence.MEDIUM,
+        "this node cannot use its network devices: check its locked-memory limit and interfaces",
+        r"call to ibv_(create_qp|create_cq|reg_mr|alloc_pd|modify_qp).* failed",
+        r"bootstrap *: no socket interface found",
+        r"unable to find address for: ",
+        is_local=True,
+    ),
+    _rule(
+        "fabric",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a connection of the fabric broke, or the peer at its other end is gone",
+        r"got completion (from peer|with error)",
+        r"ibv_wc_retry_exc_err|transport retry counter exceeded",
+    ),
+    _rule(
+        "collective-timeout",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a collective timed out: another rank was missing from it",
+        r"watchdog caught collective operation timeout",
+        r"ran for \d+ milliseconds before timing out",
+        r"timed out waiting \d+ms for (recv|send) operation",
+        r"some nccl operations have failed or timed out",
+    ),
+    _rule(
+        "lost-peer",
+        Action.RESTART,
+        Confidence.HIGH,
+        "a peer of its process group is gone",
+        r"ncclremoteerror|remote process exited",
+        r"connection (was )?(closed|reset|refused|aborted)( by (remote )?peer)?",
+        r"socket timeout|broken pipe",
+        r"ncclsystemerror|ncclinternalerror|unhandled (system|cuda) error",
+        r"dist(backend|network|store)error",
+        r"connection closed by remote peer",
+        r"gloo/transport",
+    ),
+    # -- access --------------------------------------------------------------------------------
+    _rule(
+        "access",
+        Action.STOP,
+        Confidence.HIGH,
+        "access was denied: a token, a permission or a licence is missing",
+        r"\b40[13] client error",
+        r"gatedrepoerror|repositorynotfounderror",
+        r"invalidaccesskeyid|signaturedoesnotmatch|\(accessdenied\)|expiredtoken",
+    ),
+    _rule(
+        "service",
+        Action.RESTART,
+        Confidence.HIGH,
+        "a service that the script uses did not answer",
+        r"temporary failure in name resolution|name or service not known",
+        r"read timed out|connecttimeout|readtimeout|max retries exceeded",
+        r"\b(429|50[0-4]) (client|server) error",
+        r"\((slowdown|serviceunavailable|internalerror)\)",
+        r"\[errno 11[0-3]\]",
+        r"timeouterror: \[errno 110\]",
+    ),
+    # -- the script ----------------------------------------------------------------------------
+    _rule(
+        "script-cannot-run",
+        Action.STOP,
+        Confidence.HIGH,
+        "the script cannot run",
+        r"^(\[rank\d+\]:? *)?(syntax|indentation|tab|name|unboundlocal)error\b",
+        r"error: (unrecognized arguments|the following arguments are required)",
+        r"error: argument .*: invalid",
+        r"can't open file '.*': \[errno 2\]",
+    ),
+    _rule(
+        "missing-software",
+        Action.STOP,
+        Confidence.HIGH,
+        "a module or a library is missing",
+        r"(modulenotfounderror|importerror)\b",
+        r"cannot open shared object file",
+        r"version `(glibc|glibcxx|cxxabi)_[\d.]+' not found",
+        r"undefined symbol: ",
+        is_local=True,
+    ),
+    _rule(
+        "missing-input",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "a file is missing, or may not be read",
+        r"(filenotfounderror|notadirectoryerror|permissionerror)\b",
+        is_local=True,
+    ),
+    _rule(
+        "wrong-model",
+        Action.STOP,
+        Confidence.HIGH,
+        "the checkpoint belongs to another model",
+        r"error\(s\) in loading state_dict for",
+        r"size mismatch for .*: copying a param with shape",
+    ),
+    _rule(
+        "wrong-shapes",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "tensors do not fit together",
+        r"mat1 and mat2 shapes cannot be multiplied",
+        r"expected all tensors to be on the same device",
+        r"expected scalar type \w+ but found",
+        r"(input|output) channels?, but got",
+    ),
+)

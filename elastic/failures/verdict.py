@@ -1,0 +1,137 @@
+"""The verdict on one failure, with its evidence: a pure function over what a worker left behind.
+
+Most failures are transient, or the consequence of another node's: the world restarts, and the
+failure budget bounds how often. Two kinds are not worth a restart. Some errors belong to a machine
+(a GPU with uncorrectable memory errors, a file system that has become read-only): another attempt
+on that node fails again, so it is quarantined. Others belong to the script or its input (a syntax
+error, a wrong flag): every attempt on any node fails again, so the job stops with that error.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from elastic.failures.rules import RULES, Action, Confidence, Rule
+
+_EVIDENCE = 200  # characters of the line that a rule matched
+_WRONG_USAGE = 2  # argparse's exit code
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureFacts:
+    """What is known of a worker that failed.
+
+    ``text`` is its error, or the end of its log. ``exit_code`` is negative for a signal, as in
+    Python's subprocess module. ``is_oom_kill`` says that the kernel killed a process of its cgroup
+    for want of memory at that time. ``works_elsewhere`` says that workers of this job have trained
+    on another node: what is missing here is not missing everywhere.
+    """
+
+    text: str | None = None
+    exit_code: int | None = None
+    is_oom_kill: bool = False
+    works_elsewhere: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureVerdict:
+    """``reason`` is a sentence for people, ``evidence`` the line or code that it rests on."""
+
+    action: Action
+    rule: str
+    confidence: Confidence
+    reason: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.evidence})" if self.evidence else self.reason
+
+
+def judge_failure(facts: FailureFacts) -> FailureVerdict:
+    """The verdict on a failed worker. Equal facts give equal verdicts.
+
+    The first rule of :data:`~elastic.failures.rules.RULES` that matches decides, and within it the
+    last line of the text that matches: the last line of a traceback is the exception itself.
+    """
+    if facts.is_oom_kill and facts.exit_code == -signal.SIGKILL:
+        return _verdict(
+            Action.RESTART,
+            "host-out-of-memory",
+            Confidence.HIGH,
+            "the kernel killed it because its memory limit was reached; raise the limit, or lower "
+            "the number of data workers",
+            _of_exit_code(facts),
+        )
+    lines = [line.strip() for line in (facts.text or "").splitlines() if line.strip()]
+    for rule in RULES:
+        for line in reversed(lines):
+            if rule.pattern.search(line):
+                return _by_rule(rule, facts, line[:_EVIDENCE])
+    return _by_exit_code(facts, bool(lines))
+
+
+def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:
+    action, reason = rule.action, rule.reason
+    if rule.is_local and action is Action.STOP and facts.works_elsewhere:
+        # The same script runs on other nodes: this one differs from them.
+        action = Action.EXCLUDE_NODE
+        reason = f"{reason}, but not on other nodes of this job"
+    elif rule.is_local and action is Action.EXCLUDE_NODE and not facts.works_elsewhere:
+        # No node has worked so far: excluding one after the other would hide a common cause.
+        action = Action.RESTART
+    return _verdict(action, rule.name, rule.confidence, reason, line)
+
+
+def _by_exit_code(facts: FailureFacts, has_text: bool) -> FailureVerdict:
+    code = facts.exit_code
+    evidence = _of_exit_code(facts)
+    if code == _WRONG_USAGE and not has_text:
+        return _verdict(
+            Action.STOP,
+            "wrong-usage",
+            Confidence.MEDIUM,
+            "the script rejected its arguments",
+            evidence,
+        )
+    if code == -signal.SIGILL and facts.works_elsewhere:
+        return _verdict(
+            Action.EXCLUDE_NODE,
+            "illegal-instruction",
+            Confidence.MEDIUM,
+            "its processor lacks an instruction that the binaries use, or is faulty",
+            evidence,
+        )
+    if code == -signal.SIGBUS:
+        return _verdict(
+            Action.RESTART,
+            "bus-error",
+            Confidence.MEDIUM,
+            "shared memory (/dev/shm) is full, or a mapped file was truncated",
+            evidence,
+        )
+    if code is not None and code < 0:
+        return _verdict(Action.RESTART, "signal", Confidence.MEDIUM, "a signal ended it", evidence)
+    return _verdict(
+        Action.RESTART, "unknown", Confidence.LOW, "no rule matches; it may be transient", evidence
+    )
+
+
+def _of_exit_code(facts: FailureFacts) -> str:
+    code = facts.exit_code
+    if code is None:
+        return ""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _verdict(
+    action: Action, rule: str, confidence: Confidence, reason: str, evidence: str
+) -> FailureVerdict:
+    return FailureVerdict(
+        action=action, rule=rule, confidence=confidence, reason=reason, evidence=evidence
+    )

@@ -1,0 +1,168 @@
+"""Calls of the training function: what ``run.retry``, ``run.attempts`` and ``run.begin`` mean."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from elastic.errors import TrainingError
+from elastic.process_group.pending import pending
+from elastic.training.lifecycle import Lifecycle
+from elastic.training.listeners import Listeners
+from elastic.training.loop.callbacks import StepCallbacks
+from elastic.training.loop.scope import Scope
+from elastic.training.loop.step_loop import StepLoop
+from elastic.training.recovery.bootstrap import Bootstrap
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
+from elastic.training.state.job_state import JobState
+from elastic.training.state.registry import Registry
+from elastic.training.step import OwnBatch, Step
+
+
+class Attempts:
+    """One per process: begins and ends attempts, and knows what each one has registered."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        scope: Scope,
+        lifecycle: Lifecycle,
+        strategies: Strategies,
+        bootstrap: Bootstrap,
+        progress: RankProgress,
+        loop: StepLoop,
+        callbacks: StepCallbacks,
+        listeners: Listeners,
+    ) -> None:
+        self._registry = registry
+        self._job = registry.job
+        self._scope = scope
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._bootstrap = bootstrap
+        self._progress = progress
+        self._loop = loop
+        self._callbacks = callbacks
+        self._listeners = listeners
+        self._has_registered = False  # something, by the function that retry calls
+        self._outside: JobState | None = None  # what was registered before it
+
+    # -- registration -------------------------------------------------------------------------
+
+    def note_registration(self, call: str) -> None:
+        """The script registers something. Raises TrainingError if the state is restored already."""
+        if self._lifecycle.is_restored:
+            raise TrainingError(
+                f"run.{call}() comes too late: the first loop, or run.begin(), has restored the "
+                "job's state already",
+                hint=f"call run.{call}() before `for … in run.epochs(…)`, the loader, run.retry "
+                "and run.begin()",
+            )
+        self._has_registered |= self._scope.in_retry
+
+    def restore_if_complete(self) -> None:
+        """Within retry, once model, optimizer and loader are registered: restore the state, so
+        that the function can read it before its first loop."""
+        if self._scope.in_retry and self._registry.is_complete:
+            self._bootstrap.enter_loop()
+
+    # -- attempts -----------------------------------------------------------------------------
+
+    def begin(self, *, is_again: bool = False) -> None:
+        """The training function is about to run."""
+        self._callbacks.begin_attempt(is_again=is_again)
+        self._listeners.begin_attempt(is_again=is_again)
+        self._scope.passes = 0
+        if not is_again:
+            self._outside = self._job.registered()
+        elif self._has_registered:
+            self._register_again()
+        if not self._lifecycle.is_restored:
+            self._strategies.begin_retry()
+        if self._registry.has_data_or_model:
+            self._bootstrap.enter_loop()  # the function may ask run.state how far the job is
+        elif not self._strategies.active.waits_for_registration:
+            self._bootstrap.enter_world()
+
+    def _register_again(self) -> None:
+        """The function makes model, optimizer and loader by itself, and does so again: the new
+        objects inherit the state of those that its last call has made."""
+        assert self._outside is not None
+        self._bootstrap.inherit_later(self._job.tree())
+        self._registry.go_back_to(self._outside)
+        self._progress.register_again()
+        self._lifecycle.register_again()
+        self._has_registered = False
+
+    def end(self) -> None:
+        """The training function has returned."""
+        pending.settle()
+        self._loop.finish()
+        self._strategies.active.end_attempt()
+
+    def begin_own_step(self) -> Step:
+        """A step of a loop that is not ours: each rank counts for the same share."""
+        if not self._scope.in_retry:
+            self._scope.in_retry = True
+            self.begin()
+        self._bootstrap.enter_loop()
+        progress = self._job.progress
+        info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.size)
+        self._progress.script_has_run()
+        step = self._loop.begin(None, (info, None), iter(()))
+        step.only_micro_batch()
+        return step
+
+    def attempt(self, *, is_again: bool) -> Attempt:
+        """One call of the function. ``is_again``: it has run before, in a world that is over."""
+        return Attempt(self, self._scope, self._strategies, is_again=is_again)
+
+
+class Attempt:
+    """One call of the training function: ``with attempt: …``. Made by ``run.attempts()``."""
+
+    def __init__(
+        self, attempts: Attempts, scope: Scope, strategies: Strategies, *, is_again: bool
+    ) -> None:
+        self._attempts = attempts
+        self._scope = scope
+        self._strategies = strategies
+        self._is_again = is_again
+        self._is_inner = scope.in_retry
+        self.is_over = False
+        self.succeeded = False
+
+    def __enter__(self) -> None:
+        if not self._is_inner:
+            self._scope.in_retry = True
+            self._attempts.begin(is_again=self._is_again)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.is_over = True
+        strategy = self._strategies.active
+        if self._is_inner:
+            self.succeeded = error is None
+            return False
+        try:
+            if error is None:
+                self._attempts.end()
+                self.succeeded = True
+                return True
+        except Exception as failure:
+            if not strategy.is_fault(failure):
+                raise
+            error = failure
+        finally:
+            self._scope.in_retry = False
+        if not strategy.is_fault(error):
+            return False
+        self._scope.in_retry = True
+        strategy.recover(error)
+        self._scope.in_retry = False
+        return True

@@ -1,0 +1,225 @@
+"""The checkpoints of one process, as the rest of training sees them.
+
+:meth:`CheckpointManager.restore` brings a new world to one state,
+:meth:`~CheckpointManager.at_boundary` runs between two steps, and
+:meth:`~CheckpointManager.flush` commits the state of a process that ends. Without a policy
+nothing is saved, and ``restore`` shares rank 0's initial state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from enum import Enum
+
+from checkpoints import Lineage, Root
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import TrainingError
+from elastic.telemetry.journal import EventSink
+from elastic.training.checkpointing.last_save import END_S, LastSave
+from elastic.training.checkpointing.options import (
+    Checkpoints,
+    KeepGiven,
+    WhenGiven,
+    checkpoints_from,
+)
+from elastic.training.checkpointing.restore import restore
+from elastic.training.checkpointing.saver import Saver
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
+from elastic.training.state.job_state import JobState
+from elastic.tuning import timeouts
+from elastic.world.world import World
+
+__all__ = ["END_S", "LEAVING_S", "SHARE_S", "CheckpointManager", "Peers"]
+
+# The budget of a process that ends with an exception or on request; on SIGTERM it is what remains
+# of the grace period.
+LEAVING_S = timeouts.of_environment(os.environ).checkpoint_budget_s
+# In-process, peers that continue wait for this process's end before they can.
+SHARE_S = 3.0
+
+
+class Peers(Enum):
+    """What the other ranks do while this process flushes its last state."""
+
+    SAVE_AS_WELL = "every rank of the world flushes the same step"
+    ARE_GONE = "some shares never come: one of the remaining ranks writes the whole state"
+    CONTINUE = "they hold the state: this rank's share alone is written"
+
+
+class CheckpointManager:
+    """One per process."""
+
+    def __init__(
+        self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._is_superseded: Callable[[], bool] = lambda: False
+        self._is_permitted: Callable[[], bool] = lambda: True
+        self._flags = ControlFlags()
+        self._sent = StepFlags()
+        self._has_stepped = False  # in this world, since the last boundary
+        self._saver = Saver(policy, journal, clock=clock)
+
+    # -- configuration ------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a folder is known to save into."""
+        return self._saver.is_on
+
+    @property
+    def is_open(self) -> bool:
+        """Whether saves are still accepted: not without a folder, nor after :meth:`close`."""
+        return self._saver.due is not None
+
+    @property
+    def flags(self) -> ControlFlags | None:
+        """To be piggybacked on each step's gradients; None while nothing is saved."""
+        return self._flags if self.is_on else None
+
+    def fence(self, *, is_superseded: Callable[[], bool], is_permitted: Callable[[], bool]) -> None:
+        """Commit nothing once a newer world is known, or without the agent's permission.
+
+        Both are called on the engine's thread.
+        """
+        self._is_superseded, self._is_permitted = is_superseded, is_permitted
+        self._saver.is_superseded, self._saver.is_permitted = is_superseded, is_permitted
+
+    def amend(
+        self,
+        checkpoint_dir: Root | None,
+        when: WhenGiven = None,
+        keep: KeepGiven = None,
+        *,
+        is_restored: bool,
+    ) -> None:
+        """Change how the job saves.
+
+        Raises TrainingError for a folder that comes too late, and ConfigError for options that
+        contradict each other.
+        """
+        policy = self._saver.policy
+        if policy is not None:
+            self._saver.amend(policy.amended(checkpoint_dir, when, keep))
+            return
+        if checkpoint_dir is not None and is_restored:
+            raise TrainingError(
+                f"checkpoint_dir={checkpoint_dir} comes after the state was to be restored from it",
+                hint="elastic.join(checkpoint_dir=…): run.retry and run.epochs restore the state",
+            )
+        policy = checkpoints_from(None, checkpoint_dir=checkpoint_dir, when=when, keep=keep)
+        self._saver = Saver(policy, self._journal, clock=self._clock)
+        self.fence(is_superseded=self._is_superseded, is_permitted=self._is_permitted)
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    def restore(self, world: World, job: JobState, *, may_begin: bool = True) -> int:
+        """Bring every rank to one state. Returns the generation that the job continues with.
+
+        That is the world's, or a later one if the checkpoint folder has seen that before. Without
+        a checkpoint rank 0's state is the initial one, if it ``may_begin``; else
+        CheckpointRequired.
+        """
+        return restore(world, job, self._saver, self._journal, may_begin=may_begin)
+
+    @property
+    def origin(self) -> tuple[Lineage, int, int]:
+        """Lineage, generation and last committed step: the base of the next world's saves."""
+        return self._saver.origin
+
+    def inherit(self, lineage: Lineage, generation: int, saved_step: int) -> None:
+        """From now on save as ``generation``, which began with a live peer's state."""
+        self._saver.inherit(lineage, generation, saved_step)
+
+    def begin_world(self, world: World, job: JobState) -> None:
+        """State is restored and the same on all ranks: saves belong to ``world`` from now on."""
+        self._send(StepFlags())
+        self._has_stepped = False
+        self._saver.enter(world, job)
+
+    def end_world(self, *, broken: bool) -> None:
+        """The present world is over. Broken: a peer may be gone, and never write its shares."""
+        self._saver.leave(broken=broken)
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def step_ended(self) -> None:
+        """The control flags of a step were exchanged with its gradients."""
+        self._has_stepped = True
+
+    def at_boundary(self, job: JobState) -> StepFlags | None:
+        """Between two steps: report saves that ended, and begin one if it is due on all ranks.
+
+        Returns the control flags of all ranks; None if no step was taken since the last boundary.
+        """
+        if not self.is_open:
+            return None
+        received = None
+        if self._has_stepped:
+            received = self._flags.received()
+            if received is None and self._saver.needs_agreement:
+                received = ask(self._sent)
+        self._has_stepped = False
+        self._saver.at_boundary(job, received)
+        return received
+
+    def announce(self, job: JobState, *, is_leaving: bool) -> None:
+        """A step begins: choose the control flags that this rank sends with its gradients."""
+        if self.is_open:
+            self._send(self._saver.flags(job.progress.step, leaving=is_leaving))
+
+    def save(self, job: JobState) -> None:
+        """Begin to save this step, whatever the policy, unless it is saved already."""
+        self._saver.save(job)
+
+    def poll(self) -> None:
+        """Report saves that ended, and detect hung ones."""
+        self._saver.poll()
+
+    def stop(self) -> None:
+        """Accept no further saves: the state is not one to go back to."""
+        self._saver.due = None
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def flush(self, job: JobState, deadline_s: float, peers: Peers = Peers.SAVE_AS_WELL) -> bool:
+        """Commit the job's present step within ``deadline_s`` seconds.
+
+        Returns whether that is known to have succeeded; for ``Peers.CONTINUE``, whether this
+        rank's share is written.
+        """
+        if not self.is_open:
+            return False
+        last = LastSave(self._saver, job, deadline_s)
+        if peers is Peers.CONTINUE:
+            return last.share()
+        if peers is Peers.ARE_GONE:
+            return last.alone()
+        return last.together()
+
+    @property
+    def world_size(self) -> int:
+        """Of the present world, or the last one."""
+        return self._saver.world_size
+
+    def wait(self, budget_s: float) -> bool:
+        """Wait until no save is in flight; False after ``budget_s``."""
+        return self._saver.wait(budget_s)
+
+    def finish_writing(self, budget_s: float) -> None:
+        """Wait until this rank's share of every save is written: other ranks may still commit."""
+        self._saver.finish_writing(budget_s)
+
+    def release(self) -> None:
+        """The job has ended: another one may save into the folder."""
+        self._saver.release()
+
+    def close(self, budget_s: float) -> None:
+        """Wait at most ``budget_s`` for this rank's shares, then accept no further saves."""
+        self._saver.close(budget_s)
+
+    def _send(self, flags: StepFlags) -> None:
+        self._sent = flags
+        self._flags.send(flags)

@@ -1,0 +1,62 @@
+"""How each save ended: an event in the journal, and a warning when several fail in a row."""
+
+from __future__ import annotations
+
+import logging
+
+from checkpoints import SaveOutcome, SaveStatus
+from elastic.events import CheckpointSaved, CheckpointSkipped
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
+
+WARN_AFTER_FAILURES = 2  # one may be a disk error that passes; a series of them is lost work
+
+
+class OutcomeLog:
+    """One per process. Knows the newest step that is known to be committed."""
+
+    def __init__(self, journal: EventSink) -> None:
+        self.committed_step = 0
+        self._journal = journal
+        self._failures_in_a_row = 0
+
+    def ended(self, outcome: SaveOutcome, *, is_known_elsewhere: bool) -> None:
+        """A save has ended. ``is_known_elsewhere``: another rank logs its commit as well."""
+        if outcome.status is not SaveStatus.COMMITTED:
+            self.skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}")
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row == WARN_AFTER_FAILURES:
+                self._warn_of_failures(outcome)
+            return
+        self._failures_in_a_row = 0
+        self.committed_step = max(self.committed_step, outcome.step)
+        for note in outcome.notes:
+            self.skipped(outcome.name, note)
+        self._journal.emit(
+            CheckpointSaved(
+                name=outcome.name,
+                step=outcome.step,
+                duration_s=round(outcome.took_s, 4),
+                stall_s=round(outcome.stall_s, 4),
+                bytes=outcome.bytes_written,
+            ),
+            level=logging.DEBUG if is_known_elsewhere else logging.INFO,
+        )
+
+    def skipped(self, name: str, reason: str, *, level: int = logging.WARNING) -> None:
+        """Something was not saved, or not loaded."""
+        self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=level)
+
+    def writer_died(self, reason: str) -> None:
+        """The engine's thread has died, of a bug."""
+        self.skipped("writer", reason, level=logging.ERROR)
+
+    def _warn_of_failures(self, outcome: SaveOutcome) -> None:
+        get_logger().warning(
+            "the last %d checkpoints were not saved (%s: %s); training goes on, but a restart "
+            "would go back to step %d",
+            self._failures_in_a_row,
+            outcome.name,
+            outcome.reason,
+            self.committed_step,
+        )

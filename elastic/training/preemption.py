@@ -1,0 +1,169 @@
+"""SIGTERM to a worker: its state is saved before the process ends, unless peers hold it.
+
+Two cases. The process will not be started again: all ranks save together at the next boundary,
+which they learn from the control flags of the step in between; or, where the main thread waits for
+a world that will not come, this rank saves there. Or torchrun ends the process to start all workers
+of the node again, since one of them has died or the world has changed: then ranks of this world are
+gone, and one of the remaining ranks writes the whole state.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.events import CheckpointSkipped
+from elastic.process_group.group import ProcessGroup
+from elastic.telemetry.journal import EventSink
+from elastic.training.checkpointing.manager import LEAVING_S, CheckpointManager, Peers
+from elastic.training.current_step import CurrentStep
+from elastic.training.halt import Halt, Place
+from elastic.training.lifecycle import Lifecycle
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
+from elastic.training.state.job_state import JobState
+from elastic.worker.sigterm import (
+    ENDING_FILE,
+    EXIT_CODE,
+    ask_agent_on_sigterm,
+    end_on_sigterm,
+    ends_for_good,
+)
+from elastic.worker.worlds import Worlds
+from elastic.world.world import is_launched
+
+# torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.15).
+BEFORE_RESTART_S = min(LEAVING_S, 24.0)
+# So long the main thread may take to a boundary, or to notice that peers are gone; then it is
+# interrupted. Without the dead rank the current step cannot be completed anyway.
+BOUNDARY_S = 4.0
+_LIMIT_S = 2.0  # beyond the budget: the interrupted main thread may never release a lock
+_SLICE_S = 0.02
+_ASK_AGAIN_S = 0.1
+
+
+class Preemption:
+    """One per process. The handler is installed once, when the run is made."""
+
+    def __init__(
+        self,
+        *,
+        job: JobState,
+        current: CurrentStep,
+        lifecycle: Lifecycle,
+        strategies: Strategies,
+        progress: RankProgress,
+        checkpoints: CheckpointManager,
+        halt: Halt,
+        group: ProcessGroup,
+        worlds: Worlds | None,
+        journal: EventSink,
+    ) -> None:
+        self._job = job
+        self._current = current
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._progress = progress
+        self._checkpoints = checkpoints
+        self._halt = halt
+        self._group = group
+        self._worlds = worlds
+        self._journal = journal
+        self._is_told = threading.Lock()
+
+    def install(self) -> None:
+        """Take SIGTERM over.
+
+        Only an agent of ours says what it means. Without any launcher it is final. Any other one
+        sends it both to end a job and to start all its workers again.
+        """
+        is_own = self._halt.on_signal
+        if self._worlds is not None:
+            ask_agent_on_sigterm(self._worlds, self._save_at_exit, is_own)
+        elif os.environ.get(ENDING_FILE):
+            end_on_sigterm(self._save_at_exit, ends_for_good, is_own)
+        elif self._checkpoints.is_on:
+            end_on_sigterm(self._save_at_exit, lambda: not is_launched(), is_own)
+
+    def _save_at_exit(self, is_final: bool) -> None:
+        """On the signal's thread; the process ends when it returns, or before at a boundary."""
+        if not self._checkpoints.is_open or not self._lifecycle.is_restored:
+            return
+        if self._worlds is not None and self._worlds.has_left:
+            return  # in order: what there was to save was saved before
+        if is_final:
+            self._save_finally()
+        elif not self._strategies.active.is_state_held_elsewhere:
+            with self._is_told:  # a second signal waits: the first one's thread ends the process
+                self._save_before_restart()
+                os._exit(EXIT_CODE)
+
+    # -- it is not started again --------------------------------------------------------------
+
+    def _save_finally(self) -> None:
+        self._halt.is_preempted = True
+        until_s = SYSTEM_CLOCK.monotonic() + LEAVING_S
+        while SYSTEM_CLOCK.monotonic() < until_s:
+            if self._is_waiting_for_world:
+                self._roll_back_and_save(LEAVING_S, is_stopped=False)
+                return
+            SYSTEM_CLOCK.sleep(_SLICE_S)
+
+    def _roll_back_and_save(self, budget_s: float, *, is_stopped: bool) -> None:
+        if self._strategies.active.roll_back(is_stopped=is_stopped):
+            self._checkpoints.flush(self._job, budget_s, Peers.ARE_GONE)
+            self._checkpoints.close(0.0)
+        else:
+            self._report_skipped("this rank was in the middle of an update")
+
+    # -- torchrun starts it again -------------------------------------------------------------
+
+    def _save_before_restart(self) -> None:
+        began_s = SYSTEM_CLOCK.monotonic()
+        until_s = began_s + BEFORE_RESTART_S
+        limit = threading.Timer(BEFORE_RESTART_S + _LIMIT_S, os._exit, (EXIT_CODE,))
+        limit.name, limit.daemon = "elastic-sigterm-limit", True
+        limit.start()
+        self._halt.request()
+        self._group.abort()  # releases the main thread from a collective, in-process
+        if not self._halt.wait_for_own_save(BEFORE_RESTART_S) or not self._checkpoints.is_open:
+            return  # an exception ends the process, and it has saved what could be saved
+        if not self._wait_for_stop(began_s + min(BOUNDARY_S, BEFORE_RESTART_S / 2), until_s):
+            self._report_skipped("no boundary of a step was reached in time")
+            return
+        left_s = max(0.0, until_s - SYSTEM_CLOCK.monotonic())
+        if self._halt.place is Place.BOUNDARY:
+            self._checkpoints.flush(self._job, left_s, Peers.ARE_GONE)
+        else:
+            self._roll_back_and_save(left_s, is_stopped=self._halt.place is not None)
+
+    @property
+    def _is_waiting_for_world(self) -> bool:
+        return self._worlds is not None and self._worlds.is_waiting
+
+    def _wait_for_stop(self, interrupt_s: float, until_s: float) -> bool:
+        """Until the main thread has stopped; from ``interrupt_s`` on it is interrupted."""
+        ask_s = interrupt_s
+        while (now_s := SYSTEM_CLOCK.monotonic()) < until_s:
+            if self._is_waiting_for_world or self._halt.place is not None:
+                return True
+            if now_s >= ask_s:
+                self._halt.interrupt(self._may_stop_here)
+                ask_s = now_s + _ASK_AGAIN_S
+            SYSTEM_CLOCK.sleep(_SLICE_S)
+        return False
+
+    def _may_stop_here(self) -> bool:
+        """On the main thread, in the middle of the script: whether the state can be that of the
+        last commit again."""
+        if self._lifecycle.is_changing or self._progress.is_torn:
+            return False
+        step = self._current.step
+        if step is None:
+            return self._strategies.active.has_snapshot_between_steps
+        return not step.optimizer_stepped
+
+    def _report_skipped(self, why: str) -> None:
+        step = self._job.progress.step
+        self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=why))

@@ -1,0 +1,68 @@
+"""Brings a process into its first world, and the job's state into the process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from elastic.training.checkpointing.manager import CheckpointManager
+from elastic.training.lifecycle import Lifecycle
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
+from elastic.training.state.job_state import JobState
+from elastic.world.world import World
+
+
+class Bootstrap:
+    """One per process."""
+
+    def __init__(
+        self,
+        job: JobState,
+        lifecycle: Lifecycle,
+        checkpoints: CheckpointManager,
+        progress: RankProgress,
+        strategies: Strategies,
+    ) -> None:
+        self._job = job
+        self._lifecycle = lifecycle
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._strategies = strategies
+        self._inherited: dict[str, Any] | None = None  # state for objects that are registered again
+
+    def enter_world(self) -> World:
+        """Enter a world, unless there is one."""
+        if not self._lifecycle.has_world:
+            self._strategies.active.enter_world()
+        return self._lifecycle.world
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """Of the present world; enters the first one."""
+        world = self.enter_world()
+        return world.rank, world.size
+
+    def enter_loop(self) -> None:
+        """Enter a world and restore the state, unless that has happened."""
+        if self._lifecycle.is_restored:
+            return
+        if self._inherited is not None:
+            self._inherit(self._inherited)
+            return
+        world = self.enter_world()
+        if not self._lifecycle.is_restored:
+            generation = self._checkpoints.restore(world, self._job)
+            self._lifecycle.begin(dataclasses.replace(world, generation=generation))
+            if self._job.progress.step:
+                self._progress.expect_weights()
+
+    def inherit_later(self, tree: dict[str, Any]) -> None:
+        """The state for the objects that the script registers until the next loop."""
+        self._inherited = tree
+
+    def _inherit(self, tree: dict[str, Any]) -> None:
+        self._job.check(tree, "the state that this job has trained")
+        self._job.apply(tree)
+        self._inherited = None
+        self._lifecycle.registered_again()
+        self._progress.expect_weights()

@@ -1,0 +1,135 @@
+"""Recovery by a restart: the process ends, and restores a checkpoint when it is started again."""
+
+from __future__ import annotations
+
+from elastic.process_group.group import ProcessGroup
+from elastic.telemetry.log import get_logger
+from elastic.training.checkpointing.manager import LEAVING_S, CheckpointManager, Peers
+from elastic.training.gradients.control_flags import StepFlags
+from elastic.training.halt import Halt
+from elastic.training.lifecycle import Lifecycle
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.state.job_state import JobState
+from elastic.training.step import Step
+from elastic.worker.sigterm import EXIT_CODE
+from elastic.worker.worlds import Worlds
+from elastic.world.world import World
+
+
+class Restart:
+    """The strategy of plain scripts, and wherever the launcher cannot change worlds otherwise.
+
+    ``worlds`` is the link to an agent that could, or None.
+    """
+
+    waits_for_registration = False
+    settles_left_loops = True
+    is_state_held_elsewhere = False
+    has_snapshot_between_steps = False
+
+    def __init__(
+        self,
+        job: JobState,
+        lifecycle: Lifecycle,
+        group: ProcessGroup,
+        checkpoints: CheckpointManager,
+        progress: RankProgress,
+        halt: Halt,
+        worlds: Worlds | None,
+    ) -> None:
+        self._job = job
+        self._lifecycle = lifecycle
+        self._group = group
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._halt = halt
+        self._worlds = worlds
+        self._has_warned_of_foreign_group = False
+
+    def warn_of_foreign_group(self) -> None:
+        """The script has made a process group of its own before run.retry: warn once."""
+        if not self._has_warned_of_foreign_group:
+            self._has_warned_of_foreign_group = True
+            get_logger().warning(
+                "torch.distributed.init_process_group() was called before run.retry(): recovery "
+                "in process is off, and every change of the world restarts all workers from the "
+                "last checkpoint. Remove the call (and destroy_process_group): run.retry and the "
+                "first loop make the process group; elastic.join(backend=…) chooses its backend."
+            )
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    def enter_world(self) -> None:
+        """Form the group that the environment describes."""
+        world = self._group.form()
+        self._lifecycle.formed(world)
+        if self._worlds is not None:
+            self._worlds.formed(world.generation)
+            if not self._has_warned_of_foreign_group:
+                _warn_without_retry(world)
+
+    def is_fault(self, error: BaseException) -> bool:
+        """No exception can be recovered from within the process."""
+        return False
+
+    def recover(self, error: BaseException) -> None:
+        """Pass the error on: it ends the process."""
+        raise error
+
+    def end_attempt(self) -> None:
+        """Nothing: other ranks do not depend on this one any more."""
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def can_roll_back(self) -> bool:
+        """With checkpoints: an error of the script saves the last commit."""
+        return self._checkpoints.is_on
+
+    def before_step(self, step: Step) -> None:
+        """Nothing: torchrun ends this process when the world changes."""
+
+    def committed(self) -> None:
+        """Nothing."""
+
+    def at_boundary(self, received: StepFlags | None) -> None:
+        """Exit if this process was told to leave, and nobody will start it again.
+
+        All ranks receive that at the same boundary: they save, and those that were told exit.
+        """
+        is_received = received is not None and received.leaving
+        if is_received and not self._halt.is_preempted:
+            self._checkpoints.save(self._job)
+        if self._halt.is_preempted and (is_received or self._checkpoints.world_size == 1):
+            self._checkpoints.flush(self._job, LEAVING_S)
+            self._checkpoints.release()
+            self._halt.has_left = True
+            raise SystemExit(EXIT_CODE)
+
+    # -- the end of the process ---------------------------------------------------------------
+
+    def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
+        """Always: all processes end now."""
+        return True
+
+    def flush_after_error(self) -> None:
+        """One of the remaining ranks writes the whole state."""
+        self._checkpoints.flush(self._job, LEAVING_S, Peers.ARE_GONE)
+
+    def release_peers(self) -> None:
+        """Nothing: torchrun ends the peers."""
+
+    def roll_back(self, *, is_stopped: bool) -> bool:
+        """See :meth:`RankProgress.put_back <elastic.training.recovery.progress.RankProgress>`."""
+        return self._progress.put_back()
+
+
+def _warn_without_retry(world: World) -> None:
+    """``world`` is entered without run.retry, though the agent could recover in-process."""
+    if world.rank == 0 and world.generation == 1:
+        get_logger().warning(
+            "training begins without run.retry(): when the world changes, all workers are started "
+            "again and go on from the last checkpoint, with the same global batch and order of "
+            "data (of loaders made with run.loader). With run.retry(train) they keep their "
+            "processes and their state"
+        )

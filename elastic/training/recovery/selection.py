@@ -1,0 +1,28 @@
+"""Which recovery strategy is in force."""
+
+from __future__ import annotations
+
+from elastic.process_group.group import ProcessGroup
+from elastic.training.recovery.in_process import InProcess
+from elastic.training.recovery.restart import Restart
+from elastic.training.recovery.strategy import RecoveryStrategy
+
+
+class Strategies:
+    """The strategy in force. Without ``in_process`` it is always ``restart``."""
+
+    def __init__(self, restart: Restart, in_process: InProcess | None, group: ProcessGroup) -> None:
+        self._restart = restart
+        self._in_process = in_process
+        self._group = group
+        self.active: RecoveryStrategy = restart
+
+    def begin_retry(self) -> None:
+        """A call of run.retry begins, and no state is restored yet: recover in process from now
+        on, if that is possible."""
+        if self._in_process is None:
+            return
+        if self._group.is_foreign:
+            self._restart.warn_of_foreign_group()
+        else:
+            self.active = self._in_process

@@ -1,0 +1,41 @@
+"""How long a step takes, and the heartbeat that tells the agent."""
+
+from __future__ import annotations
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.link.protocol import Heartbeat
+from elastic.training.current_step import CurrentStep
+from elastic.training.state.job_state import JobState
+
+_SMOOTHING = 0.1  # exponential
+
+
+class StepTimer:
+    """One per process. Written by the main thread, read by the link's thread."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._step_time_s = 0.0
+        self._last_commit_s: float | None = None
+
+    def committed(self) -> None:
+        """A step was committed."""
+        now_s = self._clock.monotonic()
+        if self._last_commit_s is not None:
+            took_s = now_s - self._last_commit_s
+            before_s = self._step_time_s or took_s
+            self._step_time_s = before_s + _SMOOTHING * (took_s - before_s)
+        self._last_commit_s = now_s
+
+    def restart(self) -> None:
+        """What comes until the next commit is not a step's time."""
+        self._last_commit_s = None
+
+    def heartbeat(self, generation: int, job: JobState, current: CurrentStep) -> Heartbeat:
+        """The progress of this worker in the world of ``generation``."""
+        return Heartbeat(
+            generation=generation,
+            step=job.progress.step,
+            phase="step" if current.step is not None else "other",
+            step_time_s=self._step_time_s,
+        )

@@ -1,0 +1,82 @@
+"""What follows when the world changes: the interface of the two recovery strategies.
+
+:class:`~elastic.training.recovery.restart.Restart`: the process ends, the launcher starts it
+again, and it restores the newest checkpoint.
+:class:`~elastic.training.recovery.in_process.InProcess`: the process stays, and joins the next
+world with the state that it holds. A process begins with the first, and changes to the second at
+its first ``run.retry``, if its agent can change worlds without a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from elastic.training.gradients.control_flags import StepFlags
+from elastic.training.step import Step
+
+
+class RecoveryStrategy(Protocol):
+    """How a process enters worlds, and what it owes its state when one breaks."""
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    @property
+    def waits_for_registration(self) -> bool:
+        """Whether a world is entered only once model or data are registered."""
+
+    def enter_world(self) -> None:
+        """Enter the first world."""
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the world is over, and :meth:`recover` can help."""
+
+    def recover(self, error: BaseException) -> None:
+        """Enter the next world, after a fault or a planned change."""
+
+    def end_attempt(self) -> None:
+        """The training function has returned."""
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
+
+    @property
+    def settles_left_loops(self) -> bool:
+        """Whether a loop that is left in the middle was left by the script's own will."""
+
+    def before_step(self, step: Step) -> None:
+        """Raise WorldChanged if another world is to be entered before ``step``."""
+
+    def committed(self) -> None:
+        """A step was committed."""
+
+    def at_boundary(self, received: StepFlags | None) -> None:
+        """Between two steps; ``received`` are the control flags of all ranks. May not return."""
+
+    # -- the end of the process ---------------------------------------------------------------
+
+    def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
+        """Whether the state is lost with this process, which an error ends."""
+
+    def flush_after_error(self) -> None:
+        """Save the state of a process of several, which an error ends."""
+
+    def release_peers(self) -> None:
+        """Let peers notice at once that this process ends."""
+
+    @property
+    def is_state_held_elsewhere(self) -> bool:
+        """Whether other nodes continue with the state when this process is restarted."""
+
+    @property
+    def has_snapshot_between_steps(self) -> bool:
+        """Whether the state can be put back to the last commit while no step has begun."""
+
+    def roll_back(self, *, is_stopped: bool) -> bool:
+        """Make the state that of the last commit; False if the weights may hold more.
+
+        Called by another thread while the main thread ``is_stopped`` in a step, or else waits for
+        a world.
+        """

@@ -1,0 +1,101 @@
+"""The end of the process: after training, or with an exception of the script."""
+
+from __future__ import annotations
+
+from elastic.events import CheckpointSkipped
+from elastic.process_group.group import ProcessGroup
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.ledger import Ledger
+from elastic.training.checkpointing.manager import END_S, LEAVING_S, SHARE_S, CheckpointManager
+from elastic.training.current_step import CurrentStep
+from elastic.training.halt import Halt
+from elastic.training.lifecycle import Lifecycle
+from elastic.training.loop.step_loop import StepLoop
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.selection import Strategies
+from elastic.training.state.registry import Registry
+from elastic.worker.worlds import Worlds
+
+
+class Shutdown:
+    """One per process."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        current: CurrentStep,
+        lifecycle: Lifecycle,
+        strategies: Strategies,
+        progress: RankProgress,
+        checkpoints: CheckpointManager,
+        loop: StepLoop,
+        halt: Halt,
+        group: ProcessGroup,
+        worlds: Worlds | None,
+        ledger: Ledger,
+        journal: EventSink,
+    ) -> None:
+        self._job = registry.job
+        self._guard = registry.guard
+        self._current = current
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._progress = progress
+        self._checkpoints = checkpoints
+        self._loop = loop
+        self._halt = halt
+        self._group = group
+        self._worlds = worlds
+        self._ledger = ledger
+        self._journal = journal
+
+    def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
+        """The process ends; ``error`` is what ended it, for its agent."""
+        strategy = self._strategies.active
+        self._guard.close()
+        if clean and not self._halt.has_left:
+            self._close_in_order()
+        else:
+            must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
+            self._end_with(error if must_save else "")
+            strategy.release_peers()
+        # After an error nothing else is touched: a step has begun, peers may be gone.
+        if self._worlds is not None:
+            self._worlds.close(clean=clean, error=error)
+        self._lifecycle.close()
+
+    def _close_in_order(self) -> None:
+        """Training is complete: its last state is committed before the process ends."""
+        self._loop.finish()
+        if self._lifecycle.is_restored and self._ledger.is_on:
+            self._ledger.end(
+                generation=self._lifecycle.world.generation,
+                step=self._job.progress.step,
+                rank=self._lifecycle.world.rank,
+                sha256=self._job.weights_sha256(),
+            )
+        if self._lifecycle.is_restored and self._current.step is None:
+            self._checkpoints.flush(self._job, END_S)
+        self._checkpoints.release()
+        self._checkpoints.close(0.0)
+        for module in self._job.modules.values():
+            module.leave_world()
+        self._group.destroy()
+
+    def _end_with(self, error: str) -> None:
+        """The process ends with an exception of the script: save what can be saved."""
+        if error and self._lifecycle.is_restored and self._checkpoints.is_open:
+            with self._halt.own_save():
+                self._save_after(error)
+        self._checkpoints.close(SHARE_S)
+
+    def _save_after(self, error: str) -> None:
+        if not self._progress.put_back():
+            step = self._job.progress.step
+            reason = f"the script failed in the middle of an update: {error}"
+            self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
+        elif self._checkpoints.world_size == 1:
+            self._checkpoints.flush(self._job, LEAVING_S)
+        else:
+            self._strategies.active.flush_after_error()

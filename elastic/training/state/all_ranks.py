@@ -1,0 +1,35 @@
+"""Something that every rank does, and that must fail on all ranks if it fails on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from checkpoints import CheckpointError
+from elastic.errors import ElasticError, TrainingError, WorldLost
+from elastic.process_group.collectives import all_gather_json
+from elastic.world.world import World
+
+T = TypeVar("T")
+
+
+def on_all_ranks(world: World, act: Callable[[], T], *, is_loss: bool = False) -> T:
+    """Act on every rank; if that fails on one, raise on all: its own error there, else a
+    TrainingError that names the rank.
+
+    ``is_loss``: the other ranks continue without one that failed, and raise WorldLost instead.
+    """
+    error: Exception | None = None
+    try:
+        result = act()
+    except (ElasticError, CheckpointError, ValueError, RuntimeError, OSError, KeyError) as failure:
+        error = failure
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    failures = [(rank, text) for rank, text in enumerate(all_gather_json(told)) if text]
+    if error is not None:
+        raise error
+    if failures:
+        rank, text = failures[0]
+        said = f"rank {rank} could not restore the state: {text}"
+        raise WorldLost(said) if is_loss else TrainingError(said)
+    return result

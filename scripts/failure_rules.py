@@ -1,0 +1,98 @@
+"""Write docs/reference/failures.md: the rules of failure verdicts, and how well they do.
+
+python scripts/failure_rules.py          # write the page
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from elastic.failures.rules import RULES, Action, Rule  # noqa: E402  found by the line above
+from elastic.failures.verdict import FailureFacts, judge_failure  # noqa: E402
+
+PAGE = ROOT / "docs" / "reference" / "failures.md"
+CORPUS = ROOT / "tests" / "data" / "failure_corpus.json"
+
+_HEAD = """# Failure verdicts
+
+Written by `scripts/failure_rules.py`; do not edit.
+
+When workers fail and no node was lost, the leader judges the first failure by its text and exit
+code:
+
+- **restart**: the next world has the same nodes. The failure budget bounds how often; the same
+  error three times in a row without progress ends the job with it.
+- **exclude-node**: the node is quarantined for `quarantine_s` (60 s), if the other nodes
+  suffice.
+- **stop**: every attempt would fail again. With high confidence the job ends at once, with that
+  error; with medium confidence it restarts, and ends when the error repeats.
+
+The first rule that matches decides. *Local* causes depend on evidence: if workers of the job
+have trained on other nodes, only this node is excluded; if none has, the cause is the job's
+(or, for drivers and devices, the job restarts rather than excluding one node after the other).
+The verdict, its rule and the matching line are the event `failure-judged` in the journal.
+
+"""
+
+
+def corpus() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(CORPUS.read_text(encoding="utf-8"))
+    return found
+
+
+def judged(example: dict[str, Any]) -> Action:
+    """The verdict on one example of the corpus."""
+    facts = FailureFacts(
+        text=example["text"],
+        exit_code=example["exit_code"],
+        works_elsewhere=example["works_elsewhere"],
+        is_oom_kill=example["is_oom_kill"],
+    )
+    return judge_failure(facts).action
+
+
+def scores(examples: list[dict[str, Any]]) -> dict[Action, tuple[int, float, float]]:
+    """Per action: number of examples, precision and recall."""
+    pairs = Counter((Action(e["label"]), judged(e)) for e in examples)
+    found = {}
+    for action in Action:
+        right = pairs[action, action]
+        labelled = sum(n for (label, _), n in pairs.items() if label is action)
+        said = sum(n for (_, verdict), n in pairs.items() if verdict is action)
+        found[action] = labelled, right / max(1, said), right / max(1, labelled)
+    return found
+
+
+def _row(rule: Rule) -> str:
+    local = "yes" if rule.is_local else ""
+    return (
+        f"| {rule.name} | {rule.action.value} | {rule.confidence.value} | {local} | {rule.reason} |"
+    )
+
+
+def page() -> str:
+    examples = corpus()
+    rules = ["| rule | verdict | confidence | local | meaning |", "|---|---|---|---|---|"]
+    rules += [_row(rule) for rule in RULES]
+    table = ["| verdict | examples | precision | recall |", "|---|---|---|---|"]
+    table += [
+        f"| {action.value} | {count} | {precision:.2f} | {recall:.2f} |"
+        for action, (count, precision, recall) in scores(examples).items()
+    ]
+    about = (
+        f"Measured on {len(examples)} labelled texts (`tests/data/failure_corpus.json`, most of "
+        "them from public issues). The rules were written with the corpus at hand: expect less on "
+        "other texts. A text that no rule matches means restart."
+    )
+    return _HEAD + "\n".join([*rules, "", "## How well they do", "", about, "", *table]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,79 @@
+"""Verdicts on failures: a corpus of real error texts with labels, and what decides between them."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from elastic.failures.rules import RULES, Action
+from elastic.failures.verdict import FailureFacts, judge_failure
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def load_script() -> ModuleType:
+    path = REPOSITORY / "scripts" / "failure_rules.py"
+    spec = importlib.util.spec_from_file_location("failure_rules", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load_script()
+CORPUS: list[dict[str, Any]] = SCRIPT.corpus()
+
+
+@pytest.mark.parametrize("example", CORPUS, ids=[e["text"][:60] or e["source"] for e in CORPUS])
+def test_the_corpus(example: dict[str, Any]) -> None:
+    assert SCRIPT.judged(example) is Action(example["label"])
+
+
+def test_every_rule_has_an_example() -> None:
+    used = {
+        judge_failure(FailureFacts(text=e["text"], exit_code=e["exit_code"])).rule for e in CORPUS
+    }
+    assert {rule.name for rule in RULES} <= used
+
+
+def test_the_page_is_written_from_rules_and_corpus() -> None:
+    written = SCRIPT.PAGE.read_text(encoding="utf-8")
+    assert written == SCRIPT.page(), "python scripts/failure_rules.py"
+
+
+def test_the_last_line_is_the_evidence() -> None:
+    trace = 'Traceback (most recent call last):\n  File "train.py"\n'
+    text = trace + "NameError: name 'a' is not defined"
+    verdict = judge_failure(FailureFacts(text=text, exit_code=1))
+    assert verdict.evidence == "NameError: name 'a' is not defined"
+    assert str(verdict) == "the script cannot run (NameError: name 'a' is not defined)"
+
+
+def test_hardware_comes_before_the_collective_that_it_broke() -> None:
+    text = (
+        "NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n"
+        "torch.distributed.DistBackendError: NCCL error: remote process exited"
+    )
+    assert judge_failure(FailureFacts(text=text)).action is Action.EXCLUDE_NODE
+
+
+def test_a_text_that_is_known_to_nobody_means_restart() -> None:
+    verdict = judge_failure(FailureFacts(text="the moon is in the way", exit_code=3))
+    assert (verdict.action, verdict.rule) == (Action.RESTART, "unknown")
+
+
+def test_a_kill_for_want_of_memory_says_so() -> None:
+    verdict = judge_failure(FailureFacts(exit_code=-signal.SIGKILL, is_oom_kill=True))
+    assert verdict.rule == "host-out-of-memory" and verdict.evidence == "SIGKILL"
+
+
+def test_evidence_is_cut() -> None:
+    text = "NameError: " + "x" * 100_000
+    assert len(judge_failure(FailureFacts(text=text)).evidence) == 200
