@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from elastic.agent.hangs import Hangs, RanksAreQuiet, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
 from elastic.agent.messages import (
     BaseEvent,
@@ -34,8 +35,10 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent, Probed
 from elastic.leadership.succession import LeaderProbed, Succession
+from elastic.link.protocol import ProgressPage
 from elastic.liveness.channel import LivenessServer
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
@@ -108,6 +111,7 @@ class NodeLoop:
         )
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
         self._lease: Lease | None = None
@@ -132,6 +136,11 @@ class NodeLoop:
         if self._workers is not None:
             self._workers.keep_key()
 
+    def supervise(self, workers: Iterable[Supervised]) -> None:
+        """The processes that torchrun supervises. From its thread."""
+        if self._hangs is not None:
+            self._hangs.supervise(workers)
+
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
@@ -140,8 +149,11 @@ class NodeLoop:
         self._liveness.start()
         if self._workers is not None:
             self._workers.start()
+        if self._hangs is not None:
+            self._hangs.start()
+        keys = self._at.keys
         self._watch = self._at.store.watch(
-            [self._at.keys.leader, self._at.keys.world, self._at.keys.done],
+            [keys.leader, keys.world, keys.done, keys.hang_verdict],
             lambda event: self.post(BaseEvent(event)),
             name="elastic-watch-world",
         )
@@ -157,6 +169,8 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        if self._hangs is not None:
+            self._hangs.close()
         if self._workers is not None:
             self._workers.close()
         self._succession.join_threads()
@@ -205,6 +219,8 @@ class NodeLoop:
     def _tell_workers(self) -> None:
         if self._workers is not None:
             self._workers.learn(self._at.status.world.world)
+            if self._hangs is not None:
+                self._hangs.learn(self._workers.world)
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Run; trouble with the store is reported, and tried again."""
@@ -249,12 +265,26 @@ class NodeLoop:
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
                 self._succession.on_probed(message)
+            case LinkSaid(worker, ProgressPage() as page):
+                if self._hangs is not None:
+                    self._hangs.on_page(worker, page)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
+                if self._hangs is not None:
+                    self._hangs.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
+            case RanksAreQuiet():
+                if self._hangs is not None:
+                    self._hangs.on_quiet(message)
+            case WorkerHung(pid, reason):
+                if self._workers is not None:
+                    self._workers.is_hung(pid, reason)
+            case WorldHung(generation, reason):
+                if self._workers is not None:
+                    self._workers.world_is_hung(generation, reason)
             case WorkersStart():
                 if self._workers is not None:
                     self._workers.forget()
@@ -278,6 +308,8 @@ class NodeLoop:
             self._register()
         if self._workers is not None and self._lease is not None and not self._lease.lost:
             self._workers.report(self._lease)
+        if self._hangs is not None and self._lease is not None and not self._lease.lost:
+            self._hangs.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
@@ -298,6 +330,8 @@ class NodeLoop:
             )
             if self._workers is not None:
                 self._workers.register_again()
+            if self._hangs is not None:
+                self._hangs.register_again()
             self._knows_world = False
             # With a new lease the store may be a new one, too.
             self._at.secret.restore(self._at.store, self._at.keys)
@@ -332,6 +366,9 @@ class NodeLoop:
                 self._learn_world(entry)
             case Put(entry) if entry.key == self._at.keys.done:
                 self._set_done(decode(Done, entry.key, entry.value))
+            case Put(entry) if entry.key == self._at.keys.hang_verdict:
+                if self._hangs is not None:
+                    self._hangs.on_verdict(entry)
             case Deleted(key, revision) if key == self._at.keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == self._at.keys.world:
@@ -360,6 +397,9 @@ class NodeLoop:
         else:
             self._succession.learn_absent()
         done, world = entries.get(self._at.keys.done), entries.get(self._at.keys.world)
+        verdict = entries.get(self._at.keys.hang_verdict)
+        if verdict is not None and self._hangs is not None:
+            self._hangs.on_verdict(verdict)
         if done is not None:
             self._set_done(decode(Done, done.key, done.value))
         if world is not None:

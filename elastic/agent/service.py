@@ -6,7 +6,7 @@ happens on the thread of :mod:`elastic.agent.loop`; the two meet on the board.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from elastic.agent.leaving import Leaving
@@ -17,6 +17,7 @@ from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
+from elastic.hangs.watch import Supervised
 from elastic.health.endpoints import Routes, routes_of
 from elastic.membership.decision import Policy, refusal
 from elastic.membership.records import (
@@ -317,6 +318,10 @@ class NodeService:
     def keep_link_key(self) -> None:
         """Workers are about to start: the key of the link is where they look for it."""
         self._loop.keep_link_key()
+
+    def supervise(self, workers: Iterable[Supervised]) -> None:
+        """The processes that torchrun supervises, for the detection of hangs."""
+        self._loop.supervise(workers)
 
     def tell_guard(self, permit: Callable[[float], object]) -> None:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""

@@ -84,6 +84,15 @@ class SigtermAsk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgressPage:
+    """Worker: descriptors of its own, which the agent opens (elastic/hangs/page.py, stacks.py)."""
+
+    fd: int
+    stacks_fd: int
+    stacks_signal: int  # 0: it writes no stacks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Welcome:
     """Agent: the answer to a hello."""
 
@@ -128,12 +137,23 @@ Message = (
     | Left
     | Bye
     | SigtermAsk
+    | ProgressPage
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
 )
-FROM_WORKER = (Hello, Heartbeat, Ready, Entered, CollectiveFailure, Left, Bye, SigtermAsk)
+FROM_WORKER = (
+    Hello,
+    Heartbeat,
+    Ready,
+    Entered,
+    CollectiveFailure,
+    Left,
+    Bye,
+    SigtermAsk,
+    ProgressPage,
+)
 FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {

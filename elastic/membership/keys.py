@@ -58,6 +58,17 @@ class Keys:
         return f"{self.root}failure_reports/{node_id}"
 
     @property
+    def hangs(self) -> str:
+        return f"{self.root}hangs/"
+
+    def hang(self, node_id: str) -> str:
+        return f"{self.root}hangs/{node_id}"
+
+    @property
+    def hang_verdict(self) -> str:
+        return f"{self.root}hang_verdict"
+
+    @property
     def done(self) -> str:
         return f"{self.root}done"
 

@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from elastic.errors import RecordError
+from elastic.hangs.facts import RankFacts
+from elastic.hangs.verdict import Action, Confidence, Kind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
 from elastic.messages.world import Cause as Cause
@@ -183,6 +185,34 @@ class FailureReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HangFacts:
+    """Key ``hangs/{node_id}``, on the node's lease: the node's ranks that show no progress. It is
+    there only while there are some."""
+
+    node_id: str
+    generation: int  # the newest that the node knows: the quiet time counts from then at most
+    ranks: tuple[RankFacts, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangVerdict:
+    """Key ``hang_verdict``: the leader's last verdict on a world that does not go on."""
+
+    generation: int
+    action: Action
+    kind: Kind
+    confidence: Confidence
+    reason: str
+    culprits: tuple[int, ...]  # ranks
+    culprit: RankFacts | None  # the first of them
+    node_id: str  # who acts: the node of the first culprit, or of rank 0
+    ranks: tuple[RankFacts, ...]  # what it was judged from
+    size: int  # of the world
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
 class Done:
     """Key ``done``: set once, never changed."""
 
@@ -203,8 +233,8 @@ class Secret:
     version: int = RECORD_VERSION
 
 
-Record = WorldRecord | Node | Leader | FailureReport | Done | Secret
-R = TypeVar("R", WorldRecord, Node, Leader, FailureReport, Done, Secret)
+Record = WorldRecord | Node | Leader | FailureReport | HangFacts | HangVerdict | Done | Secret
+R = TypeVar("R", WorldRecord, Node, Leader, FailureReport, HangFacts, HangVerdict, Done, Secret)
 
 
 def encode(record: Record) -> bytes:

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.process_group.wait_phase import begin_wait, describe_group, end_wait, queued
 from elastic.world.faults import GroupAborted
 
 _WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
@@ -61,6 +62,7 @@ class Pending:
             self._queued.clear()
             self._is_aborted = False
             self._is_on_stream = is_on_stream
+        describe_group(is_on_stream=is_on_stream)
 
     def begin(self, work: dist.Work) -> None:
         """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
@@ -71,14 +73,25 @@ class Pending:
 
     def finish(self) -> None:
         """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
-        for work in self._begun:
-            self._wait_in_slices(work)
+        if not self._begun:
+            return
+        last = self._begun[-1]
+        before = begin_wait(last)
+        try:
+            for work in self._begun:
+                self._wait_in_slices(work)
+        finally:
+            end_wait(last, before)
         self._begun.clear()
 
     def finish_one(self, work: dist.Work) -> None:
         """As :meth:`finish`, of this one only, which was not begun here."""
         self._begun.append(work)  # until it comes back
-        self._wait_in_slices(work)
+        before = begin_wait(work)
+        try:
+            self._wait_in_slices(work)
+        finally:
+            end_wait(work, before)
         self._begun.remove(work)
 
     def _wait_in_slices(self, work: dist.Work) -> None:
@@ -103,6 +116,7 @@ class Pending:
         if not self._is_on_stream:
             return  # it has ended
         self.raise_if_aborted()
+        queued()
         if len(self._queued) >= _QUEUED_UNTIL_PRUNED:
             self._queued = [queued for queued in self._queued if not queued.is_completed()]
         self._queued.append(work)
@@ -118,9 +132,13 @@ class Pending:
         """
         if work is None:  # this rank is not in the group
             return
-        while not work.is_completed():
-            self.raise_if_aborted()
-            SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        before = begin_wait(work)
+        try:
+            while not work.is_completed():
+                self.raise_if_aborted()
+                SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        finally:
+            end_wait(work, before)
         _wait_in_torch(work)
         self.raise_if_aborted()
 
@@ -178,8 +196,12 @@ class Pending:
             ended.set()
 
         self.start(work, done)
-        while not ended.wait(_WAIT_SLICE_S):
-            pass
+        before = begin_wait(work)
+        try:
+            while not ended.wait(_WAIT_SLICE_S):
+                pass
+        finally:
+            end_wait(work, before)
         if errors:
             raise errors[0]
 

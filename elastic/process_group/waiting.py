@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from elastic.process_group.pending import pending
+from elastic.process_group.wait_phase import begin_wait, end_wait
 
 _NO_TIMEOUT = datetime.timedelta(0)
 _in_torch: Callable[[dist.Work, datetime.timedelta], bool] = dist.Work.wait
@@ -26,16 +27,24 @@ _in_torch: Callable[[dist.Work, datetime.timedelta], bool] = dist.Work.wait
 def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
     """As torch's: true, or raises what went wrong; GroupAborted once the world is over."""
     if timeout != _NO_TIMEOUT:
-        return _in_torch(work, timeout)  # it ends by itself
+        return _wait_in_torch(work, timeout)  # it ends by itself
     try:
         future = work.get_future()
     except RuntimeError:  # sends and receives have none
-        return _in_torch(work, timeout)
+        return _wait_in_torch(work, timeout)
     if future.done():  # it has ended, or runs on a stream: such futures are done from the start
         pending.queue(work)
     else:
         pending.wait(work)
     return True
+
+
+def _wait_in_torch(work: dist.Work, timeout: datetime.timedelta) -> bool:
+    before = begin_wait(work)
+    try:
+        return _in_torch(work, timeout)
+    finally:
+        end_wait(work, before)
 
 
 @functools.cache  # once per process

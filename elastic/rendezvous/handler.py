@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from elastic.agent.leaving import Phase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
+from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
 from elastic.messages.environment import CALL_JOIN
 from elastic.messages.world import NO_WORLD
@@ -62,6 +63,7 @@ def create(
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
     keys = Keys.of(options.prefix, run_id)
+    check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
     launches: list[Launch] = []  # filled later: the store comes first

@@ -29,6 +29,7 @@ from elastic.agent.leaving import Leaving, Phase
 from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import HealthServed
+from elastic.hangs.watch import Supervised
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
 from elastic.messages.environment import identity_variable
@@ -194,6 +195,11 @@ class Launch:
         """Called with every poll of torch's agent, while all workers are well."""
         if self.service.link_path:
             self._replacement.look(supervision)
+        if supervision is not None:
+            self.service.supervise(
+                Supervised(worker.process.pid, worker.local_rank, worker.error_file)
+                for worker in supervision.workers
+            )
         self.notice.look(have_joined=self.service.workers_have_joined)
 
     def end_strays(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from elastic.errors import NoWorld, TrainingError
+from elastic.hangs.phases import phases
 from elastic.process_group.group import ProcessGroup
 from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
@@ -116,6 +117,7 @@ class Lifecycle:
             size=world.size,
             node=world.node,
         )
+        phases.begin_world(world.rank)
         self._listeners.begin(world)
 
     def register_again(self) -> None:

@@ -19,6 +19,7 @@ from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
+HANG_DETECTION = ("on", "report", "off")
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
@@ -101,6 +102,12 @@ class AgentOptions:
     prefix: str = "/elastic"
     # Of this node's memory: own parts of checkpoints, and as much for copies of another node's.
     node_memory_share: float = 0.25  # 0: no memory tier
+    # What becomes of a worker that hangs (elastic/hangs): "on" ends it, "report" only writes a
+    # report, "off" does not look.
+    hang_detection: str = "on"
+    hang_timeout_s: float = _TIMES.hang_timeout_s
+    hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
+    hang_report_folder: str | None = None  # by default the journal's, or a folder in the temporary
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
@@ -125,6 +132,8 @@ class AgentOptions:
             last_call_s=self.last_call_s,
             join_window_s=self.join_window_s,
             join_timeout_s=self.join_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
+            hang_script_timeout_s=self.hang_script_timeout_s,
             hung_after_s=self.hung_after_s,
         )
         if self.termination_grace_s is not None:
@@ -145,6 +154,11 @@ class AgentOptions:
             raise ConfigError(
                 f"mode={self.mode} is not one of {', '.join(MODES)}",
                 hint=timeouts.where_to_set("mode"),
+            )
+        if self.hang_detection not in HANG_DETECTION:
+            raise ConfigError(
+                f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
+                hint=timeouts.where_to_set("hang_detection"),
             )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):

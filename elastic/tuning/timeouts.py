@@ -43,6 +43,12 @@ ABORT_S = 10.0
 GIVEN_UP_BUILD_S = 10.0
 # To destroy communicators in order, peers must do so, too.
 DESTROY_S = 30.0
+# An agent looks at its workers so often, which costs it 0.1 % of a core.
+HANG_TICK_S = 0.2
+# A worker in state T is stopped for good after so long, or half of hang_timeout_s if that is less.
+STOP_GRACE_S = 1.0
+# Shorter, and a rank that waits for a core on a busy machine is taken for one that hangs.
+LEAST_HANG_TIMEOUT_S = 0.5
 _LEASES_TO_TAKEOVER = 4.0
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
 # their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
@@ -75,6 +81,11 @@ class Timeouts:
     shutdown_timeout_s: float = 20.0
     termination_grace_s: float = 30.0
 
+    # A rank that shows no sign of progress for so long, or ten times as long as lately, hangs, if
+    # others wait for it: inside a step, and outside of one (elastic/hangs/budgets.py).
+    hang_timeout_s: float = 3.5
+    hang_script_timeout_s: float = 900.0
+
     # An agent's thread that has not turned for so long is hung, not busy.
     hung_after_s: float = 90.0
 
@@ -86,6 +97,18 @@ class Timeouts:
             "lease_s", self.lease_s, "takeover_s", self.takeover_s, factor=_LEASES_TO_TAKEOVER
         )
         _require_order_of_leaving(self)
+        if self.hang_timeout_s < LEAST_HANG_TIMEOUT_S:
+            raise ConfigError(
+                f"hang_timeout_s={self.hang_timeout_s:g} is below {LEAST_HANG_TIMEOUT_S:g}: a rank "
+                "that only waits for a core would be taken for one that hangs",
+                hint=where_to_set("hang_timeout_s"),
+            )
+        require_below(
+            "hang_timeout_s",
+            self.hang_timeout_s,
+            "hang_script_timeout_s",
+            self.hang_script_timeout_s,
+        )
 
     @property
     def boundary_s(self) -> float:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.link.client import LinkClient
 from elastic.link.protocol import (
     Bye,
@@ -30,6 +32,7 @@ from elastic.messages.environment import world_variables
 from elastic.messages.world import derive
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
+from elastic.worker.hang_page import offer_page
 from elastic.world.arrival import GroupSpec
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world import World, node_name
@@ -73,6 +76,8 @@ class Worlds:
             on_agent_death=_die,
             beat=self._position,
         )
+        if (page := offer_page()) is not None:
+            self._client.send(page)
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
@@ -160,6 +165,7 @@ class Worlds:
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
+        phases.enter(Phase.NO_WORLD)
         with self._changed:
             if not self._said_ready:
                 self._said_ready = True
@@ -170,6 +176,7 @@ class Worlds:
                     self._entering = newest.world.generation
                     self._forming_at = newest.world.switch_at_step
                     self.is_waiting = False
+                    phases.enter_generation(newest.world.generation)
                     return newest
                 self.is_waiting = True
                 self._changed.wait(SLICE_S)
@@ -189,6 +196,7 @@ class Worlds:
         """The world of the environment was entered: any other one is entered by a restart."""
         with self._changed:
             self._entering = generation
+        phases.enter_generation(generation)
 
     # -- the main thread tells ----------------------------------------------------------------
 

@@ -18,6 +18,8 @@ import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.due import Due
 from elastic.training.checkpointing.folder import CheckpointFolder, Source
@@ -202,6 +204,7 @@ class Saver:
         """
         if self.due is None or self.engine is None:
             return
+        phases.enter(Phase.CHECKPOINT)
         self.engine.poll()
         in_flight = int(self.engine.is_busy)
         is_stuck = received is not None and received.stuck
@@ -366,6 +369,7 @@ class Saver:
         is_known_elsewhere = self.rank > 0 and self.nonce in outcome.name
         self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)
         if outcome.status is SaveStatus.COMMITTED:
+            phases.saved(outcome.step)
             if self.due is not None:
                 self.due.measured(outcome.stall_s)
             self._memory_limit.saw_share(outcome.bytes_written, self.world_size)

@@ -15,6 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from elastic.process_group.pending import pending
 from elastic.process_group.torch_private import call_after_backward, current_backward
+from elastic.process_group.wait_phase import queued
 from elastic.training.gradients.control_flags import ControlFlags, Room
 
 _OUTSIDE = -1  # of every backward pass
@@ -129,6 +130,7 @@ class Reduction:
         assert self.group is not None
         work = self.group.allreduce([tensor], options)
         self.works.append(work)
+        queued()
         return work
 
     def _is_late(self, backward: int) -> bool:
@@ -194,6 +196,7 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     work = dist.all_reduce(state.with_words(gradients), async_op=True)
     assert work is not None  # None only on ranks outside the group
     state.works.append(work)
+    queued()
     on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda future: _without_words(future.value()[0], gradients.numel())
     )

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic.errors import ConfigError, TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.process_group import torch_private
 from elastic.process_group.collectives import broadcast_tensors
 from elastic.process_group.compiling import not_compiled, not_compiled_itself
@@ -144,7 +146,9 @@ class ElasticDDP(DDP):
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; with DDP's work around it only while training in a world."""
-        if not self.is_plain and self._is_reduced():
+        is_plain = self.is_plain
+        self._note_phase(is_plain=is_plain)
+        if not is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
             self.reduction.has_forward = True
@@ -155,6 +159,14 @@ class ElasticDDP(DDP):
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved[0], moved_kwargs[0]
         return self.module(*inputs, **kwargs)
+
+    @not_compiled
+    def _note_phase(self, *, is_plain: bool) -> None:
+        """A forward pass is a sign of life, and says whether the script trains or evaluates."""
+        if not is_plain:
+            phases.enter(Phase.COMPUTE)
+        elif not (self.training and torch.is_grad_enabled()):
+            phases.enter(Phase.EVALUATION)
 
     @not_compiled
     def _is_reduced(self) -> bool:

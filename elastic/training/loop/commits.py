@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic.errors import TrainingError
+from elastic.hangs.phases import phases
 from elastic.process_group.pending import pending
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
@@ -67,6 +68,7 @@ class Commits:
             waiting = []
         self._current.drop()
         self._job.progress.step += 1
+        phases.committed(self._job.progress.step)
         self._checkpoints.step_ended()
         if loader is not None:
             loader.advance()

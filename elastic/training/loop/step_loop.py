@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.errors import TrainingError
+from elastic.hangs.phases import phases
 from elastic.process_group.pending import pending
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
@@ -153,6 +154,7 @@ class StepLoop:
         for module in self._job.modules.values():
             module.begin_step(step.share)
         self.current.begin(step, loader)
+        phases.begin_step(number)
         strategy.before_step(step)
         if self._ledger.is_on:
             self._ledger.begin(
