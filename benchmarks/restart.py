@@ -61,6 +61,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.node import LocalNode
+from elastic.testing.reaper import reap_descendants
 
 SCRIPT = Path(__file__).parent.parent / "tests" / "kill" / "scripts" / "plain_ddp.py"
 KILL_AT_STEP = 20
@@ -274,6 +275,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--kills", type=int, default=10, help="runs with etcd-v3")

@@ -16,15 +16,28 @@ from elastic.hangs.facts import RankFacts
 from elastic.hangs.report import ReportFolder
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.stacks import StackSource
-from elastic.hangs.verdict import Verdict
+from elastic.hangs.stacks import take as take_stacks
+from elastic.hangs.verdict import HangAction, Judgment
 from elastic.hangs.watch import HangWatch, Supervised
 from elastic.link.protocol import ProgressPage
 from elastic.link.server import Worker
-from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, decode, encode
+from elastic.membership.records import (
+    HangFacts,
+    HangStacks,
+    HangVerdict,
+    RankStacks,
+    WorldRecord,
+    decode,
+    encode,
+)
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning import timeouts
 from elastic.tuning.agent_options import AgentOptions
+
+# Stacks in the report: of so many nodes, so many characters of each rank.
+_MOST_NODES = 8
+_MOST_TEXT = 6000
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,14 @@ class RanksAreQuiet:
 
     generation: int
     ranks: tuple[RankFacts, ...]
+
+
+@dataclass(frozen=True)
+class StacksTaken:
+    """Stacks of this node's ranks, for the report of the node that acts."""
+
+    generation: int
+    ranks: tuple[RankStacks, ...]
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,7 @@ class Hangs:
         self._quiet = RanksAreQuiet(0, ())
         self._is_due = False
         self._is_written = False
+        self._stacks: StacksTaken | None = None  # to be published
 
     def start(self) -> None:
         self._watch.start()
@@ -130,9 +152,13 @@ class Hangs:
 
     def publish(self, lease: Lease) -> None:
         """Write it, or take it back. Called with the node's live lease."""
+        node_id = self._at.status.node.node_id
+        if (taken := self._stacks) is not None:
+            self._stacks = None
+            stacks = HangStacks(node_id=node_id, generation=taken.generation, ranks=taken.ranks)
+            self._at.store.put(self._at.keys.hang_stack(node_id), encode(stacks), lease=lease)
         if not self._is_due:
             return
-        node_id = self._at.status.node.node_id
         key = self._at.keys.hang(node_id)
         if self._quiet.ranks:
             record = HangFacts(
@@ -155,9 +181,10 @@ class Hangs:
         """Carry it out if it is this node's to do so. Raises RecordError."""
         record = decode(HangVerdict, entry.key, entry.value)
         if record.node_id != self._at.status.node.node_id:
+            self._take_stacks(record)
             return
         judged = Judged(
-            verdict=Verdict(
+            verdict=Judgment(
                 action=record.action,
                 kind=record.kind,
                 culprits=record.culprits,
@@ -170,3 +197,34 @@ class Hangs:
             ranks=record.ranks,
         )
         self._watch.post(lambda: self._response.carry_out(self._watch, judged))
+
+    def _take_stacks(self, record: HangVerdict) -> None:
+        """For another node's report, unless there are enough of them."""
+        nodes = sorted({r.node for r in record.ranks})[:_MOST_NODES]
+        is_wanted = record.action in (HangAction.KILL, HangAction.ABORT_AND_REFORM)
+        if not is_wanted or self._at.status.node.name not in nodes:
+            return
+
+        def take() -> None:
+            taken = tuple(
+                RankStacks(
+                    rank=self._watch.facts(worker).rank,
+                    text=take_stacks(worker.pid, worker.stacks)[-_MOST_TEXT:],
+                )
+                for worker in self._watch.workers
+            )
+            self._at.post(StacksTaken(record.generation, taken))
+
+        self._watch.post(take)
+
+    def on_stacks_taken(self, taken: StacksTaken) -> None:
+        """They go to the store with the node's next turn."""
+        self._stacks = taken
+
+    def on_stacks(self, entry: Entry) -> None:
+        """Another node's have come. Raises RecordError."""
+        record = decode(HangStacks, entry.key, entry.value)
+        if record.node_id == self._at.status.node.node_id:
+            return
+        taken = {stacks.rank: stacks.text for stacks in record.ranks}
+        self._watch.post(lambda: self._response.add_stacks(record.generation, taken))

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from elastic.agent.hangs import Hangs, RanksAreQuiet, WorkerHung, WorldHung
+from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
 from elastic.agent.messages import (
     BaseEvent,
@@ -59,11 +59,8 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
-
-RETRY_S = 0.5
-IDLE_S = 1.0
-EXIT_GRACE_S = 2.0  # how long a leaving node waits for the world without it
 
 
 class NodeLoop:
@@ -153,7 +150,7 @@ class NodeLoop:
             self._hangs.start()
         keys = self._at.keys
         self._watch = self._at.store.watch(
-            [keys.leader, keys.world, keys.done, keys.hang_verdict],
+            [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
             lambda event: self.post(BaseEvent(event)),
             name="elastic-watch-world",
         )
@@ -279,6 +276,9 @@ class NodeLoop:
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+            case StacksTaken():
+                if self._hangs is not None:
+                    self._hangs.on_stacks_taken(message)
             case WorkerHung(pid, reason):
                 if self._workers is not None:
                     self._workers.is_hung(pid, reason)
@@ -296,11 +296,11 @@ class NodeLoop:
             case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._close_by_s = self._at.clock.monotonic() + EXIT_GRACE_S
+                self._close_by_s = self._at.clock.monotonic() + LEAVING_WORLD_S
 
     def _duties(self) -> None:
         now = self._at.clock.monotonic()
-        self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
+        self._next_wake_s = now + (NODE_IDLE_S if self._close_by_s is None else NODE_RETRY_S / 5)
         if self._isolation.is_lost:
             return
         self._isolation.require()
@@ -369,6 +369,9 @@ class NodeLoop:
             case Put(entry) if entry.key == self._at.keys.hang_verdict:
                 if self._hangs is not None:
                     self._hangs.on_verdict(entry)
+            case Put(entry) if entry.key.startswith(self._at.keys.hang_stacks):
+                if self._hangs is not None:
+                    self._hangs.on_stacks(entry)
             case Deleted(key, revision) if key == self._at.keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == self._at.keys.world:
@@ -436,7 +439,7 @@ class NodeLoop:
             self._at.status.fail(error)  # a joining node cannot do anything sensible with it
             return
         self._report_problem(error, "training goes on")
-        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
 
     def _on_store_problem(self, error: CoordinationError) -> None:
         if isinstance(error, LeaseGone):
@@ -445,7 +448,7 @@ class NodeLoop:
             self._at.status.fail(error)
             return
         self._report_problem(error, "training goes on; trying again")
-        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
 
     def _report_problem(self, error: ElasticError, consequence: str) -> None:
         if error.message != self._at.status.store_problem:

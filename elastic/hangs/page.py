@@ -12,6 +12,7 @@ finds two different ones reads again.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -30,6 +31,7 @@ _FLAGS_AT = 128
 _DURATIONS = struct.Struct(f"<{2 * len(Phase)}d")
 _DURATIONS_AT = 256
 _READS = 5
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,10 @@ class Page:
     """The worker's end."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, SIZE)
+        # A page that shrinks would end the agent that reads it (SIGBUS).
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.fd, SIZE)
         self._count = 0
 
@@ -120,8 +124,9 @@ class PageReader:
             raise FileNotFoundError(f"{path} is no page of progress")
         mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(mine).st_size != SIZE:
-                raise FileNotFoundError(f"{path} is not {SIZE} bytes long")
+            is_sealed = fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if os.fstat(mine).st_size != SIZE or not is_sealed:
+                raise FileNotFoundError(f"{path} is not sealed at {SIZE} bytes")
             self._memory = mmap.mmap(mine, SIZE, access=mmap.ACCESS_READ)
         finally:
             os.close(mine)

@@ -18,16 +18,17 @@ from pathlib import Path
 from elastic.errors import ConfigError
 from elastic.hangs import stacks
 from elastic.hangs.facts import Phase, RankFacts
-from elastic.hangs.verdict import Verdict
+from elastic.hangs.verdict import Judgment
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """Everything about one verdict. Stacks and processes are those of the node that acts."""
+    """Everything about one verdict. Processes are those of the node that acts; so are stacks, until
+    other nodes have sent theirs."""
 
-    verdict: Verdict
+    verdict: Judgment
     generation: int
     size: int  # of the world
     time: str  # UTC
@@ -161,7 +162,7 @@ def _stacks(report: HangReport) -> list[str]:
     for title, taken in (("Stacks", report.stacks), ("Native stacks", report.native_stacks)):
         if not any(taken.values()):
             continue
-        said += [f"{title} of this node's ranks, outliers first", ""]
+        said += [f"{title}, outliers first", ""]
         for ranks, text in stacks.group(list(taken.items())):
             shown = stacks.main_first(text) or "none: it is stopped, or blocked in the kernel"
             said += [f"rank {', '.join(map(str, ranks))}:", shown, ""]

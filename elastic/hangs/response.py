@@ -10,7 +10,7 @@ import datetime
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from elastic.events import HangFound, HangOver
 from elastic.hangs import kernel, stacks
 from elastic.hangs.facts import RankFacts
 from elastic.hangs.report import HangReport, ReportFolder
-from elastic.hangs.verdict import Action, Verdict, judge_stopped
+from elastic.hangs.verdict import HangAction, Judgment, judge_stopped
 from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
@@ -31,7 +31,7 @@ _MOST = 4  # data workers whose stacks are taken
 class Judged:
     """A verdict, and what it was judged from."""
 
-    verdict: Verdict
+    verdict: Judgment
     generation: int
     size: int
     ranks: tuple[RankFacts, ...]
@@ -62,13 +62,14 @@ class HangResponse:
         self._abort = abort
         self._clock = clock
         self._answered: set[tuple[object, ...]] = set()
+        self._last: tuple[Path, HangReport] | None = None
 
     def on_stopped(
         self, watch: HangWatch, worker: WatchedWorker, facts: RankFacts, stopped_s: float
     ) -> None:
         """A worker is in state T or t: nobody else has to be asked."""
         verdict = judge_stopped(facts, stopped_s, self._stop_grace_s)
-        if verdict.action is Action.WAIT:
+        if verdict.action is HangAction.WAIT:
             return
         judged = Judged(verdict=verdict, generation=facts.generation, size=0, ranks=(facts,))
         self.carry_out(watch, judged)
@@ -78,17 +79,17 @@ class HangResponse:
         verdict = judged.verdict
         culprit = verdict.culprit
         key: tuple[object, ...] = (judged.generation, verdict.kind, culprit and culprit.pid)
-        if verdict.action is not Action.LEAVE_ALONE:  # that is said once
+        if verdict.action is not HangAction.LEAVE_ALONE:  # that is said once
             key += (culprit and culprit.progress,)
         if key in self._answered:
             return
         self._answered.add(key)
         worker = watch.worker(culprit.pid) if culprit is not None else None
-        if verdict.action is Action.KILL:
+        if verdict.action is HangAction.KILL:
             if worker is None or culprit is None:
                 return  # it has ended meanwhile
             self._end(watch, judged, worker, culprit)
-        elif verdict.action is Action.ABORT_AND_REFORM:
+        elif verdict.action is HangAction.ABORT_AND_REFORM:
             self._reform(watch, judged)
         elif worker is not None:
             self._emit(judged, "")
@@ -138,10 +139,21 @@ class HangResponse:
 
     def _write(self, path: Path, judged: Judged, report: HangReport) -> None:
         node = kernel.describe_node([os.getcwd(), self._folder.folder])
-        failure = self._folder.write(path, replace(report, node=node))
+        report = replace(report, node=node)
+        self._last = path, report
+        failure = self._folder.write(path, report)
         if failure:
             get_logger().warning("no hang report: %s", failure)
         self._emit(judged, "" if failure else str(path))
+
+    def add_stacks(self, generation: int, taken: Mapping[int, str]) -> None:
+        """Those of another node's ranks have come: the last report is written again with them."""
+        if self._last is None or self._last[1].generation != generation:
+            return
+        path, report = self._last
+        report = replace(report, stacks={**taken, **report.stacks})
+        self._last = path, report
+        self._folder.write(path, report)
 
     def _emit(self, judged: Judged, path: str) -> None:
         verdict = judged.verdict

@@ -20,7 +20,7 @@ from elastic.hangs.facts import Flag, Phase, RankFacts
 _IDLE = 0.05  # of a core: less is no work
 
 
-class Action(str, Enum):
+class HangAction(str, Enum):
     """What is to be done."""
 
     WAIT = "wait"
@@ -29,7 +29,7 @@ class Action(str, Enum):
     LEAVE_ALONE = "leave-alone"  # a person debugs
 
 
-class Kind(str, Enum):
+class HangKind(str, Enum):
     """What kind of hang it is."""
 
     NONE = "none"
@@ -40,7 +40,7 @@ class Kind(str, Enum):
     LOST_MESSAGE = "lost-message"  # all wait in the same one
 
 
-class Confidence(str, Enum):
+class HangConfidence(str, Enum):
     """How sure that is."""
 
     HIGH = "high"
@@ -49,18 +49,18 @@ class Confidence(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Judgment:
     """``reason`` is a sentence for people, the same for the same hang: it holds no duration."""
 
-    action: Action
-    kind: Kind
+    action: HangAction
+    kind: HangKind
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None = None  # the first of them: what is done, is done to it
-    confidence: Confidence
+    confidence: HangConfidence
     reason: str
 
 
-def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Verdict:
+def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgment:
     """The verdict on a world of ``size`` ranks, of which these are known not to go on."""
     if debugged := [r for r in ranks if r.is_traced]:
         return _leave_alone(debugged)
@@ -79,18 +79,18 @@ def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Verdic
     return _all_wait(waiting, policy)
 
 
-def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Verdict:
+def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgment:
     """The verdict of its own agent on a worker in state T (SIGSTOP, SIGTSTP)."""
     if facts.is_traced:
         return _leave_alone([facts])
     if facts.kernel.state != "T" or stopped_s < grace_s:
         return _wait(f"{facts.name} is not stopped for long")
-    return Verdict(
-        action=Action.KILL,
-        kind=Kind.STOPPED,
+    return Judgment(
+        action=HangAction.KILL,
+        kind=HangKind.STOPPED,
         culprits=(facts.rank,),
         culprit=facts,
-        confidence=Confidence.HIGH,
+        confidence=HangConfidence.HIGH,
         reason=f"{facts.name} is stopped: its process is in state T (SIGSTOP)",
     )
 
@@ -114,44 +114,44 @@ def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
     return bool(in_collective) and facts.collective >= max(in_collective)
 
 
-def _wait(reason: str) -> Verdict:
-    return Verdict(
-        action=Action.WAIT,
-        kind=Kind.NONE,
+def _wait(reason: str) -> Judgment:
+    return Judgment(
+        action=HangAction.WAIT,
+        kind=HangKind.NONE,
         culprits=(),
-        confidence=Confidence.HIGH,
+        confidence=HangConfidence.HIGH,
         reason=reason,
     )
 
 
-def _leave_alone(debugged: Sequence[RankFacts]) -> Verdict:
+def _leave_alone(debugged: Sequence[RankFacts]) -> Judgment:
     first = min(debugged, key=lambda r: r.rank)
     by = (
         f"process {first.kernel.tracer_pid} traces it"
         if first.kernel.tracer_pid
         else "it is at a debugger's prompt"
     )
-    return Verdict(
-        action=Action.LEAVE_ALONE,
-        kind=Kind.DEBUGGED,
+    return Judgment(
+        action=HangAction.LEAVE_ALONE,
+        kind=HangKind.DEBUGGED,
         culprits=tuple(sorted(r.rank for r in debugged)),
         culprit=first,
-        confidence=Confidence.HIGH,
+        confidence=HangConfidence.HIGH,
         reason=f"{first.name} is being debugged ({by}): the job waits for it",
     )
 
 
-def _kill(over: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Verdict:
+def _kill(over: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Judgment:
     # One at a time, the furthest behind first: another may only be waiting for it, unseen.
     culprit = min(over, key=lambda r: (r.generation, r.step, r.collective, -r.quiet_s, r.rank))
     where = f" of step {culprit.step}" if _is_in_step(culprit.phase) else ""
     victims = _where_they_wait(waiting)
-    return Verdict(
-        action=Action.KILL,
-        kind=Kind.ABSENT,
+    return Judgment(
+        action=HangAction.KILL,
+        kind=HangKind.ABSENT,
         culprits=(culprit.rank,),
         culprit=culprit,
-        confidence=Confidence.HIGH if len(over) == 1 else Confidence.MEDIUM,
+        confidence=HangConfidence.HIGH if len(over) == 1 else HangConfidence.MEDIUM,
         reason=f"{culprit.name} hangs in {culprit.phase.label}{where}, {_why(culprit)}, "
         f"while {victims}",
     )
@@ -192,7 +192,7 @@ def _why(facts: RankFacts) -> str:
     return f"asleep{at}: a deadlock, or it waits for something outside of the job"
 
 
-def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Verdict:
+def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
     if any(r.phase is Phase.FORMING for r in waiting):
         return _wait("the world is being changed")  # the building of a group has its own timeout
     # Whoever came last says how long all have been waiting.
@@ -206,11 +206,11 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Verdict:
     if len(calls) == 1 or not is_told_apart:
         if quiet_s < max(lost_message_s(r, policy) for r in waiting):
             return _wait("all ranks wait in the same collective, and it may be a long one")
-        return Verdict(
-            action=Action.ABORT_AND_REFORM,
-            kind=Kind.LOST_MESSAGE,
+        return Judgment(
+            action=HangAction.ABORT_AND_REFORM,
+            kind=HangKind.LOST_MESSAGE,
             culprits=(),
-            confidence=Confidence.MEDIUM,
+            confidence=HangConfidence.MEDIUM,
             reason=f"all {len(waiting)} ranks wait in {_call(waiting[0])} of step "
             f"{waiting[0].step}: a message was lost, or a connection is broken in one direction",
         )
@@ -219,7 +219,7 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Verdict:
     return _mismatch(waiting, calls)
 
 
-def _mismatch(waiting: Sequence[RankFacts], calls: Counter[tuple[int, int, int, str]]) -> Verdict:
+def _mismatch(waiting: Sequence[RankFacts], calls: Counter[tuple[int, int, int, str]]) -> Judgment:
     (most, votes), *others = calls.most_common()
     has_majority = votes > max(count for _, count in others)
     if has_majority:
@@ -231,11 +231,11 @@ def _mismatch(waiting: Sequence[RankFacts], calls: Counter[tuple[int, int, int, 
     other = next(r for r in waiting if r.call != culprit.call)
     if has_majority:
         other = next(r for r in waiting if r.call == most)
-    return Verdict(
-        action=Action.ABORT_AND_REFORM,
-        kind=Kind.MISMATCH,
+    return Judgment(
+        action=HangAction.ABORT_AND_REFORM,
+        kind=HangKind.MISMATCH,
         culprits=tuple(sorted(r.rank for r in out_of_order)),
-        confidence=Confidence.HIGH if has_majority else Confidence.LOW,
+        confidence=HangConfidence.HIGH if has_majority else HangConfidence.LOW,
         reason=f"{culprit.name} waits in {_place(culprit)} and rank {other.rank} in "
         f"{_place(other)}: a collective was skipped, or called in another order",
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from elastic.errors import RecordError
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.facts import RankFacts
-from elastic.hangs.verdict import Action, judge
+from elastic.hangs.verdict import HangAction, judge
 from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, decode, encode
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry
@@ -60,7 +60,7 @@ class HangJudge:
         if not ranks:
             return
         verdict = judge(ranks, world.size, self._policy)
-        if verdict.action is Action.WAIT:
+        if verdict.action is HangAction.WAIT:
             return
         record = HangVerdict(
             generation=max(r.generation for r in ranks),

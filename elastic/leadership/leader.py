@@ -25,7 +25,7 @@ from elastic.events import (
 )
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.hang_judge import HangJudge
-from elastic.leadership.roster import RECHECK_S, Roster
+from elastic.leadership.roster import Roster
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import (
@@ -55,14 +55,17 @@ from elastic.node.identity import proved_gone
 from elastic.node.run_secret import LIVENESS
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    RECHECK_S,
+    STEP_RATE_AGAIN_S,
+    STEP_RATE_JOINING_S,
+    STEP_RATE_LEAVING_S,
+)
 
-# Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
-# registered again by then, so the highest running world is known.
-ADOPTION_WAIT_S = 1.5
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
 # that leaves has little time, a joining node has all of it.
-STEP_RATE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
-STEP_RATE_AGAIN_S = 0.05
+STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
 
 
 @dataclass(frozen=True)

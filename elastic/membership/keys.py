@@ -69,6 +69,13 @@ class Keys:
         return f"{self.root}hang_verdict"
 
     @property
+    def hang_stacks(self) -> str:
+        return f"{self.root}hang_stacks/"
+
+    def hang_stack(self, node_id: str) -> str:
+        return f"{self.root}hang_stacks/{node_id}"
+
+    @property
     def done(self) -> str:
         return f"{self.root}done"
 

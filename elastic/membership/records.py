@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from elastic.errors import RecordError
 from elastic.hangs.facts import RankFacts
-from elastic.hangs.verdict import Action, Confidence, Kind
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
 from elastic.messages.world import Cause as Cause
@@ -200,15 +200,34 @@ class HangVerdict:
     """Key ``hang_verdict``: the leader's last verdict on a world that does not go on."""
 
     generation: int
-    action: Action
-    kind: Kind
-    confidence: Confidence
+    action: HangAction
+    kind: HangKind
+    confidence: HangConfidence
     reason: str
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None  # the first of them
     node_id: str  # who acts: the node of the first culprit, or of rank 0
     ranks: tuple[RankFacts, ...]  # what it was judged from
     size: int  # of the world
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStacks:
+    """Stacks of one rank's threads, the main thread's last, cut to a few pages."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangStacks:
+    """Key ``hang_stacks/{node_id}``, on the node's lease: of its ranks at the last verdict, for the
+    report of the node that acts."""
+
+    node_id: str
+    generation: int
+    ranks: tuple[RankStacks, ...]
     version: int = RECORD_VERSION
 
 
@@ -233,8 +252,20 @@ class Secret:
     version: int = RECORD_VERSION
 
 
-Record = WorldRecord | Node | Leader | FailureReport | HangFacts | HangVerdict | Done | Secret
-R = TypeVar("R", WorldRecord, Node, Leader, FailureReport, HangFacts, HangVerdict, Done, Secret)
+Record = (
+    WorldRecord
+    | Node
+    | Leader
+    | FailureReport
+    | HangFacts
+    | HangVerdict
+    | HangStacks
+    | Done
+    | Secret
+)
+R = TypeVar(
+    "R", WorldRecord, Node, Leader, FailureReport, HangFacts, HangVerdict, HangStacks, Done, Secret
+)
 
 
 def encode(record: Record) -> bytes:

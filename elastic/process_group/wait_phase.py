@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from elastic import torch_private
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.phases import phases
-from elastic.process_group import torch_private
 
 
 def begin_wait(work: dist.Work | None) -> Phase:

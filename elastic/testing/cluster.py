@@ -28,6 +28,7 @@ from typing import TypeVar
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.membership.records import Keys, Leader, Node, WorldRecord, decode
 from elastic.store.keyvalue import KeyValue
+from elastic.testing.fork_server import ForkServer
 from elastic.testing.ledger import LedgerReader, RunLedger
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
@@ -57,6 +58,8 @@ class LocalCluster:
         flags: more flags for torchrun.
         open_store: connects to the job's store for :meth:`world` and :meth:`leader`; by default
             an ``EtcdStore`` without TLS and password.
+        fork_server: forks agents and workers, which then need not import torch; by default they
+            start as they do in production.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
         open_store: Callable[[], KeyValue] | None = None,
+        fork_server: ForkServer | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.endpoints = tuple(endpoints)
@@ -94,6 +98,7 @@ class LocalCluster:
         self.nodes: list[LocalNode] = []
         self._open_store = open_store or self._open_etcd
         self._store: KeyValue | None = None
+        self._fork_server = fork_server
         self._clock = clock
         self._token = uuid.uuid4().hex
         for part in ("logs", "ledger", "journal", "checkpoints"):
@@ -154,6 +159,7 @@ class LocalCluster:
             f"{self._token}/{len(self.nodes)}",
             self.folder / "logs" / f"{len(self.nodes)}-{name}.log",
             folder=self.folder,
+            fork_server=self._fork_server,
             clock=self._clock,
         )
         self.nodes.append(node)

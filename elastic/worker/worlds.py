@@ -32,12 +32,12 @@ from elastic.messages.environment import world_variables
 from elastic.messages.world import derive
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
 from elastic.worker.hang_page import offer_page
 from elastic.world.arrival import GroupSpec
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world import World, node_name
 
-SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
 AGENT_DIED_EXIT_CODE = 1
 
 
@@ -159,7 +159,7 @@ class Worlds:
         )
         while not self.is_permitted() and not (self._entering and self.is_superseded()):
             with self._changed:
-                self._changed.wait(SLICE_S)
+                self._changed.wait(WORKER_SLICE_S)
         if self.is_permitted():
             get_logger().warning("training goes on: the agent is back")
 
@@ -179,7 +179,7 @@ class Worlds:
                     phases.enter_generation(newest.world.generation)
                     return newest
                 self.is_waiting = True
-                self._changed.wait(SLICE_S)
+                self._changed.wait(WORKER_SLICE_S)
 
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Until there is a world newer than the present one; ``meanwhile`` is called now and
@@ -189,7 +189,7 @@ class Worlds:
             meanwhile()
             with self._changed:
                 if not self.has_newer:
-                    self._changed.wait(SLICE_S)
+                    self._changed.wait(WORKER_SLICE_S)
         self.is_waiting = False
 
     def formed(self, generation: int) -> None:
@@ -230,7 +230,7 @@ class Worlds:
         self._leaving_answer = None
         self.send(SigtermAsk())
         while self._leaving_answer is None and self._clock.monotonic() < deadline_s:
-            self._clock.sleep(0.005)
+            self._clock.sleep(WORLD_LOOK_S)
         return self._leaving_answer is True
 
     # -- the link's thread --------------------------------------------------------------------

@@ -28,7 +28,7 @@ from elastic.hangs.facts import Phase, RankFacts
 from elastic.hangs.report import ReportFolder, check_folder
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.stacks import StackSource
-from elastic.hangs.verdict import Action, Confidence, Kind, Verdict
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
 from elastic.testing.waiting import eventually
 
@@ -133,13 +133,13 @@ class Agent:
     def add(self, worker: Worker) -> None:
         self.watch.add(worker.pid, 0, worker.fd, worker.source)
 
-    def judged(self, facts: RankFacts, action: Action = Action.KILL) -> None:
-        verdict = Verdict(
+    def judged(self, facts: RankFacts, action: HangAction = HangAction.KILL) -> None:
+        verdict = Judgment(
             action=action,
-            kind=Kind.ABSENT,
+            kind=HangKind.ABSENT,
             culprits=(facts.rank,),
             culprit=facts,
-            confidence=Confidence.HIGH,
+            confidence=HangConfidence.HIGH,
             reason="rank 0 on node0 hangs",
         )
         judged = Judged(verdict=verdict, generation=3, size=2, ranks=(facts,))
@@ -356,7 +356,7 @@ def test_all_wait_and_the_world_is_formed_anew(
     worker.enter(Phase.COMPUTE)
     agent = make_agent()
     agent.add(worker)
-    agent.judged(replace(quiet(agent)), Action.ABORT_AND_REFORM)
+    agent.judged(replace(quiet(agent)), HangAction.ABORT_AND_REFORM)
     event = eventually(lambda: agent.events(HangFound), "the event")[0]
     assert agent.aborted == [(3, f"rank 0 on node0 hangs; report: {event.report}")]
     assert worker.process.poll() is None

@@ -97,6 +97,7 @@ def test_a_key_that_was_cleaned_away_is_there_for_the_next_workers(agent: Agent)
     hang_up(client, agent.server.path)
     agent.wait_for(Hello)  # who has read it needs no file
     agent.server.keep_key()
+    assert Path(key_path(agent.server.path)).exists()
     agent.server.keep_key()
     client.close()
     connect(agent.server.path).close()

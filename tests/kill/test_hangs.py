@@ -119,6 +119,9 @@ def test_who_is_not_in_the_collective_is_the_culprit(job: TrainingJob, kind: str
     report = Path(verdict["report"]).read_text()
     assert f"pid {pid}" in report
     assert "in hang" in report, "the stack of the culprit"
+    job.wait_for(
+        lambda: "in finish" in Path(verdict["report"]).read_text(), 60, "the others' stacks"
+    )
 
 
 @pytest.mark.parametrize("kind", ["skip", "order"])

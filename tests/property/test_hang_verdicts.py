@@ -15,7 +15,7 @@ import pytest
 
 from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
-from elastic.hangs.verdict import Action, Kind, Verdict, judge, judge_stopped
+from elastic.hangs.verdict import HangAction, HangKind, Judgment, judge, judge_stopped
 from elastic.membership import failure_budget
 
 POLICY = BudgetPolicy()
@@ -58,8 +58,8 @@ class World:
 
     size: int
     culprits: tuple[int, ...]
-    action: Action
-    kind: Kind
+    action: HangAction
+    kind: HangKind
     at: Callable[[float], list[RankFacts]]
     limit_s: float  # by when the verdict is due
 
@@ -111,7 +111,7 @@ def absent(
         return [*others, replace(culprit, quiet_s=t)]
 
     limit_s = budget_s(culprit, POLICY)
-    return World(size, (victim,), Action.KILL, Kind.ABSENT, at, limit_s)
+    return World(size, (victim,), HangAction.KILL, HangKind.ABSENT, at, limit_s)
 
 
 def loop(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
@@ -167,7 +167,7 @@ def skipped(rng: random.Random, size: int, victim: int, base: RankFacts) -> Worl
         return [*others, ahead]
 
     limit_s = mismatch_s(base, POLICY)
-    return World(size, (victim,), Action.ABORT_AND_REFORM, Kind.MISMATCH, at, limit_s)
+    return World(size, (victim,), HangAction.ABORT_AND_REFORM, HangKind.MISMATCH, at, limit_s)
 
 
 def lost_message(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
@@ -175,7 +175,7 @@ def lost_message(rng: random.Random, size: int, victim: int, base: RankFacts) ->
         return [waiting(r, t, base) for r in range(size)]
 
     limit_s = lost_message_s(base, POLICY)
-    return World(size, (), Action.ABORT_AND_REFORM, Kind.LOST_MESSAGE, at, limit_s)
+    return World(size, (), HangAction.ABORT_AND_REFORM, HangKind.LOST_MESSAGE, at, limit_s)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -183,7 +183,7 @@ def test_the_right_culprit_in_time_and_nobody_before(seed: int) -> None:
     world = draw(seed)
     for part in (0.0, 0.1, 0.5, 0.9, 0.99):
         early = judge(world.at(part * world.limit_s), world.size, POLICY)
-        assert early.action is Action.WAIT, early
+        assert early.action is HangAction.WAIT, early
     verdict = judge(world.at(1.01 * world.limit_s), world.size, POLICY)
     assert (verdict.action, verdict.kind, verdict.culprits) == (
         world.action,
@@ -201,7 +201,7 @@ def test_nobody_is_ended_while_the_others_may_be_going_on(seed: int) -> None:
     rng = random.Random(seed)
     if not world.culprits:
         known.remove(rng.choice(known))
-    assert judge(known, world.size, POLICY).action is Action.WAIT
+    assert judge(known, world.size, POLICY).action is HangAction.WAIT
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -226,7 +226,7 @@ def test_what_is_long_by_nature_is_no_hang(seed: int, innocent: dict[str, object
     slow = rng.randrange(size)
     ranks = [waiting(r, 700.0, fact(0)) for r in range(size) if r != slow]
     ranks.append(fact(slow, kernel=KernelFacts(state="R", cpu_share=1.0), **innocent))
-    assert judge(ranks, size, POLICY).action is Action.WAIT
+    assert judge(ranks, size, POLICY).action is HangAction.WAIT
 
 
 @pytest.mark.parametrize(
@@ -244,19 +244,23 @@ def test_who_is_debugged_is_left_alone_and_so_are_those_who_wait(
 ) -> None:
     ranks = [waiting(0, 5000.0, fact(0)), fact(1, quiet_s=5000.0, **debugged)]
     verdict = judge(ranks, 2, POLICY)
-    assert verdict.action is Action.LEAVE_ALONE
+    assert verdict.action is HangAction.LEAVE_ALONE
     assert verdict.culprits == (1,)
     assert "debug" in verdict.reason
-    stopped: Verdict = judge_stopped(ranks[1], 5000.0, 1.0)
-    assert stopped.action is Action.LEAVE_ALONE
+    stopped: Judgment = judge_stopped(ranks[1], 5000.0, 1.0)
+    assert stopped.action is HangAction.LEAVE_ALONE
 
 
 def test_a_stopped_worker_is_the_culprit_after_its_grace() -> None:
     facts = fact(1, kernel=KernelFacts(state="T"))
-    assert judge_stopped(facts, 0.8, 1.0).action is Action.WAIT
+    assert judge_stopped(facts, 0.8, 1.0).action is HangAction.WAIT
     verdict = judge_stopped(facts, 1.0, 1.0)
-    assert (verdict.action, verdict.kind, verdict.culprits) == (Action.KILL, Kind.STOPPED, (1,))
-    assert judge_stopped(fact(1), 5.0, 1.0).action is Action.WAIT
+    assert (verdict.action, verdict.kind, verdict.culprits) == (
+        HangAction.KILL,
+        HangKind.STOPPED,
+        (1,),
+    )
+    assert judge_stopped(fact(1), 5.0, 1.0).action is HangAction.WAIT
 
 
 def test_of_two_that_are_stuck_the_one_behind_is_ended_first() -> None:
@@ -274,7 +278,7 @@ def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:
         waiting(1, 9.0, fact(0), step=58),
     ]
     verdict = judge(ranks, 2, POLICY)
-    assert (verdict.kind, verdict.culprits) == (Kind.MISMATCH, (1,))
+    assert (verdict.kind, verdict.culprits) == (HangKind.MISMATCH, (1,))
     assert "the script's own code" in verdict.reason
     assert "the forward and backward pass" in verdict.reason
     assert verdict.confidence.value == "low"

@@ -11,7 +11,7 @@ from membership_nodes import node, world
 from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
-from elastic.hangs.verdict import Action
+from elastic.hangs.verdict import HangAction
 from elastic.leadership.hang_judge import HangJudge
 from elastic.membership.decision import Policy
 from elastic.membership.records import (
@@ -107,7 +107,7 @@ def test_the_culprits_node_is_told_and_once() -> None:
     leader.hears(rank(0), rank(2, Phase.COMPUTE))
     verdict = leader.verdict()
     assert verdict is not None
-    assert (verdict.action, verdict.culprits, verdict.node_id) == (Action.KILL, (2,), "id-n3")
+    assert (verdict.action, verdict.culprits, verdict.node_id) == (HangAction.KILL, (2,), "id-n3")
     assert verdict.culprit == rank(2, Phase.COMPUTE)
     revision = leader.revision
     leader.hears(replace(rank(0), quiet_s=14.0))
@@ -123,7 +123,7 @@ def test_nobody_is_told_while_a_node_has_not_spoken() -> None:
     leader.hears(rank(2, quiet_s=60.0))
     verdict = leader.verdict()
     assert verdict is not None
-    assert (verdict.action, verdict.node_id) == (Action.ABORT_AND_REFORM, "id-n1")
+    assert (verdict.action, verdict.node_id) == (HangAction.ABORT_AND_REFORM, "id-n1")
 
 
 def test_what_was_known_of_an_earlier_world_is_answered_by_the_newest() -> None:
@@ -152,7 +152,7 @@ def test_a_planned_world_is_none_before_somebody_is_in_it() -> None:
     leader.hears(*(rank(n, quiet_s=60.0) for n in range(3)), generation=8)
     verdict = leader.verdict(planned)
     assert verdict is not None
-    assert (verdict.action, verdict.size) == (Action.ABORT_AND_REFORM, 3)
+    assert (verdict.action, verdict.size) == (HangAction.ABORT_AND_REFORM, 3)
 
 
 @pytest.mark.parametrize("value", [b"{}", b"\x00", b'{"version": 2}'])

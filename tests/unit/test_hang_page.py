@@ -19,13 +19,14 @@ import pytest
 
 from elastic.hangs import stacks
 from elastic.hangs.facts import Flag, Phase
-from elastic.hangs.page import Page, PageReader, Reading
+from elastic.hangs.page import NAME, SIZE, Page, PageReader, Reading
 from elastic.hangs.phases import PhaseRecorder
 from elastic.hangs.stacks import StackSource
 from elastic.testing.waiting import eventually
 
 STEPS = 3000
 MOST_PER_STEP_S = 20e-6
+CALLS_S = 5e-6  # a hundred calls of a function in Python, on a core of 2024
 
 
 @pytest.fixture
@@ -147,6 +148,11 @@ def test_what_is_no_page_is_refused() -> None:
         PageReader(os.getpid(), other.fileno())
     with pytest.raises(FileNotFoundError):
         PageReader(os.getpid(), 9999)
+    unsealed = os.memfd_create(NAME, os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, SIZE)
+    with pytest.raises(FileNotFoundError, match="not sealed"):
+        PageReader(os.getpid(), unsealed)
+    os.close(unsealed)
 
 
 def test_a_torn_page_is_not_believed() -> None:
@@ -173,15 +179,26 @@ def test_a_step_costs_less_than_is_promised(recorder: PhaseRecorder) -> None:
             recorder.enter(recorder.enter(Phase.DATA))
         recorder.enter(Phase.CHECKPOINT)
 
-    best_s = min(_timed(step) for _ in range(20))  # of a machine that others use, too
-    assert best_s < MOST_PER_STEP_S, f"{best_s * 1e6:.1f} us"
+    slowness = max(1.0, min(_timed(_call_100_times) for _ in range(20)) / CALLS_S)
+    best_s = min(_timed(step) for _ in range(20))
+    assert best_s < MOST_PER_STEP_S * slowness, f"{best_s * 1e6:.1f} us"
 
 
 def _timed(step: Callable[[int], None]) -> float:
-    began_s = time.perf_counter()
+    """Seconds of CPU: others use the machine, too."""
+    began_s = time.thread_time()
     for number in range(STEPS // 20):
         step(number)
-    return (time.perf_counter() - began_s) / (STEPS // 20)
+    return (time.thread_time() - began_s) / (STEPS // 20)
+
+
+def _call_100_times(number: int) -> None:
+    for _ in range(100):
+        _nothing(number)
+
+
+def _nothing(number: int) -> None:
+    pass
 
 
 HOLDING = """
@@ -191,8 +208,9 @@ source = stacks.offer()
 print(source.fd, source.signum, flush=True)
 
 def deadlocked_in_c():
+    sleep = ctypes.PyDLL(None).sleep
     while True:
-        ctypes.PyDLL(None).sleep(600)  # with the interpreter lock, until a signal comes
+        sleep(600)  # with the interpreter lock, until a signal comes
 
 def other():
     threading.Event().wait()
@@ -238,7 +256,7 @@ def test_stacks_of_a_process_whose_lock_is_held_in_c(
 
     said = eventually(taken, "the stack of the thread in C")
     assert "in other" in said
-    assert stacks.main_thread(said)[0].endswith("deadlocked_in_c")
+    assert any("deadlocked_in_c" in frame for frame in stacks.main_thread(said))
     again = stacks.take(process.pid, source)
     assert again.count("deadlocked_in_c") == 1, "only what was added"
     assert process.poll() is None, "it lives"

@@ -19,8 +19,9 @@ from elastic.events import Event
 from elastic.messages.environment import CALL_JOIN, identity_in
 from elastic.messages.world import NO_WORLD
 from elastic.rendezvous import torch_private
-from elastic.rendezvous.replacement import DECIDED_WITHIN_S, Replacement
+from elastic.rendezvous.replacement import Replacement
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
+from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -139,7 +140,7 @@ def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
     clock = ManualClock()
     Replacement(Node(), Events(), nullcontext, clock).look(agent.supervision)
     assert agent.look() is None
-    clock.advance(DECIDED_WITHIN_S)
+    clock.advance(REPLACEMENT_DECIDED_S)
     assert agent.look() == 1
 
 
