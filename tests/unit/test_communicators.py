@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
+from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.process_group import group as process_group
 from elastic.process_group.deadline import CallDeadline
 from elastic.process_group.group import GroupSpec, ProcessGroup
@@ -120,24 +121,22 @@ def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
 
 def world_message(generation: int = 2, switch_at_step: int | None = None) -> WorldMessage:
     return WorldMessage(
-        generation=generation,
-        nonce="m",
-        store_key="",
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
+        world=WorldSpec(
+            generation=generation,
+            nonce="m",
+            lineage=(),
+            store_host="127.0.0.1",
+            store_port=1,
+            switch_at_step=switch_at_step,
+            state=WorldState.ACTIVE,
+            cause=Cause.LOST,
+            reason="",
+            committed_step=None,
+        ),
+        assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
         node_rank=0,
         nodes=1,
-        store_host="127.0.0.1",
-        store_port=1,
-        lineage=(),
-        switch_at_step=switch_at_step,
-        committed_step=None,
-        member=True,
-        state="active",
-        cause="lost",
-        reason="",
+        store_key="",
     )
 
 
@@ -161,7 +160,7 @@ def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
         current_step=lambda: None,
     )
     worlds._on_message(world_message(2, 7))
-    assert worlds.next().generation == 2
+    assert worlds.next().world.generation == 2
     if has_entered:
         worlds.entered(7)
     worlds._on_message(world_message(3, switch_at_step))
