@@ -19,7 +19,6 @@ from measurement import Report, Row
 from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.process_group.pending import pending
 from elastic.testing.reaper import reap_descendants
 from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
 from elastic.training.gradients.wrap import ElasticDDP
@@ -60,7 +59,6 @@ def _train(rank: int, port: int, args: argparse.Namespace, found) -> None:  # ty
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    pending.open()
     samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for kib in args.kib:
         steps = {way: _Training(kib, way) for way in WAYS}

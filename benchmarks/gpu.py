@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.process_group.group import GroupSpec, ProcessGroup
+from elastic.process_group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.reaper import reap_descendants
 from elastic.training.gradients.wrap import ElasticDDP

@@ -156,7 +156,7 @@ def measure_floor(rounds: int) -> Row:
 def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
     import torch
 
-    from elastic.process_group.group import GroupSpec, ProcessGroup
+    from elastic.process_group import GroupSpec, ProcessGroup
     from elastic.training.gradients.wrap import ElasticDDP
 
     sys.path.insert(0, str(SCRIPT.parent))

@@ -64,6 +64,27 @@ class WorkerStuck(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HangFound(Event):
+    """A world does not go on; who keeps it, and what this node does about it."""
+
+    generation: int
+    action: str
+    kind: str
+    ranks: tuple[int, ...]  # the culprits
+    confidence: str
+    reason: str
+    report: str  # the path of the hang report; "": none was written
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangOver(Event):
+    """A rank that was about to be ended as hung goes on."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class FailureJudged(Event):
     """The leader's verdict on the failure that broke a world, and the text that it rests on."""
 
@@ -143,6 +164,16 @@ class NodeLeaving(Event):
     """This node was told to leave."""
 
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersTuned(Event):
+    """The network profile and the interface of the workers that are started next."""
+
+    profile: str
+    reason: str
+    interface: str | None
+    interface_reason: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

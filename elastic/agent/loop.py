@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
 from elastic.agent.messages import (
     BaseEvent,
@@ -34,8 +35,10 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent, Probed
 from elastic.leadership.succession import LeaderProbed, Succession
+from elastic.link.protocol import ProgressPage
 from elastic.liveness.channel import LivenessServer
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
@@ -56,11 +59,8 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
-
-RETRY_S = 0.5
-IDLE_S = 1.0
-EXIT_GRACE_S = 2.0  # how long a leaving node waits for the world without it
 
 
 class NodeLoop:
@@ -108,6 +108,7 @@ class NodeLoop:
         )
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
         self._lease: Lease | None = None
@@ -132,6 +133,11 @@ class NodeLoop:
         if self._workers is not None:
             self._workers.keep_key()
 
+    def supervise(self, workers: Iterable[Supervised]) -> None:
+        """The processes that torchrun supervises. From its thread."""
+        if self._hangs is not None:
+            self._hangs.supervise(workers)
+
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
@@ -140,8 +146,11 @@ class NodeLoop:
         self._liveness.start()
         if self._workers is not None:
             self._workers.start()
+        if self._hangs is not None:
+            self._hangs.start()
+        keys = self._at.keys
         self._watch = self._at.store.watch(
-            [self._at.keys.leader, self._at.keys.world, self._at.keys.done],
+            [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
             lambda event: self.post(BaseEvent(event)),
             name="elastic-watch-world",
         )
@@ -157,6 +166,8 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        if self._hangs is not None:
+            self._hangs.close()
         if self._workers is not None:
             self._workers.close()
         self._succession.join_threads()
@@ -205,6 +216,8 @@ class NodeLoop:
     def _tell_workers(self) -> None:
         if self._workers is not None:
             self._workers.learn(self._at.status.world.world)
+            if self._hangs is not None:
+                self._hangs.learn(self._workers.world)
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Run; trouble with the store is reported, and tried again."""
@@ -249,12 +262,29 @@ class NodeLoop:
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
                 self._succession.on_probed(message)
+            case LinkSaid(worker, ProgressPage() as page):
+                if self._hangs is not None:
+                    self._hangs.on_page(worker, page)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
+                if self._hangs is not None:
+                    self._hangs.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
+            case RanksAreQuiet():
+                if self._hangs is not None:
+                    self._hangs.on_quiet(message)
+            case StacksTaken():
+                if self._hangs is not None:
+                    self._hangs.on_stacks_taken(message)
+            case WorkerHung(pid, reason):
+                if self._workers is not None:
+                    self._workers.is_hung(pid, reason)
+            case WorldHung(generation, reason):
+                if self._workers is not None:
+                    self._workers.world_is_hung(generation, reason)
             case WorkersStart():
                 if self._workers is not None:
                     self._workers.forget()
@@ -266,11 +296,11 @@ class NodeLoop:
             case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._close_by_s = self._at.clock.monotonic() + EXIT_GRACE_S
+                self._close_by_s = self._at.clock.monotonic() + LEAVING_WORLD_S
 
     def _duties(self) -> None:
         now = self._at.clock.monotonic()
-        self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
+        self._next_wake_s = now + (NODE_IDLE_S if self._close_by_s is None else NODE_RETRY_S / 5)
         if self._isolation.is_lost:
             return
         self._isolation.require()
@@ -278,6 +308,8 @@ class NodeLoop:
             self._register()
         if self._workers is not None and self._lease is not None and not self._lease.lost:
             self._workers.report(self._lease)
+        if self._hangs is not None and self._lease is not None and not self._lease.lost:
+            self._hangs.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
@@ -298,6 +330,8 @@ class NodeLoop:
             )
             if self._workers is not None:
                 self._workers.register_again()
+            if self._hangs is not None:
+                self._hangs.register_again()
             self._knows_world = False
             # With a new lease the store may be a new one, too.
             self._at.secret.restore(self._at.store, self._at.keys)
@@ -332,6 +366,12 @@ class NodeLoop:
                 self._learn_world(entry)
             case Put(entry) if entry.key == self._at.keys.done:
                 self._set_done(decode(Done, entry.key, entry.value))
+            case Put(entry) if entry.key == self._at.keys.hang_verdict:
+                if self._hangs is not None:
+                    self._hangs.on_verdict(entry)
+            case Put(entry) if entry.key.startswith(self._at.keys.hang_stacks):
+                if self._hangs is not None:
+                    self._hangs.on_stacks(entry)
             case Deleted(key, revision) if key == self._at.keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == self._at.keys.world:
@@ -360,6 +400,9 @@ class NodeLoop:
         else:
             self._succession.learn_absent()
         done, world = entries.get(self._at.keys.done), entries.get(self._at.keys.world)
+        verdict = entries.get(self._at.keys.hang_verdict)
+        if verdict is not None and self._hangs is not None:
+            self._hangs.on_verdict(verdict)
         if done is not None:
             self._set_done(decode(Done, done.key, done.value))
         if world is not None:
@@ -396,7 +439,7 @@ class NodeLoop:
             self._at.status.fail(error)  # a joining node cannot do anything sensible with it
             return
         self._report_problem(error, "training goes on")
-        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
 
     def _on_store_problem(self, error: CoordinationError) -> None:
         if isinstance(error, LeaseGone):
@@ -405,7 +448,7 @@ class NodeLoop:
             self._at.status.fail(error)
             return
         self._report_problem(error, "training goes on; trying again")
-        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
 
     def _report_problem(self, error: ElasticError, consequence: str) -> None:
         if error.message != self._at.status.store_problem:

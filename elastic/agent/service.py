@@ -6,7 +6,7 @@ happens on the thread of :mod:`elastic.agent.loop`; the two meet on the board.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from elastic.agent.leaving import Leaving
@@ -17,6 +17,7 @@ from elastic.agent.workers import IN_PROCESS
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
+from elastic.hangs.watch import Supervised
 from elastic.health.endpoints import Routes, routes_of
 from elastic.membership.decision import Policy, refusal
 from elastic.membership.records import (
@@ -34,13 +35,12 @@ from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_intervals import (
+    ASK_MEMBERS_S,
+    FINISH_WITHOUT_STORE_S,
+    MAIN_THREAD_SLICE_S,
+)
 from elastic.tuning.agent_options import AgentOptions
-
-# Main-thread waits are sliced so that signal handlers run.
-SLICE_S = 0.2
-ASK_MEMBERS_S = 0.5
-# After this long without the store a node whose workers ended well no longer waits for others.
-FINISH_WITHOUT_STORE_S = 30.0
 
 
 class NodeService:
@@ -99,6 +99,15 @@ class NodeService:
     def running(self) -> World | None:
         """The world that this node's workers run."""
         return self._status.node.running
+
+    def peer_addresses(self, world: World | None) -> tuple[str, ...]:
+        """Where the other nodes of a world are reached, that of rank 0 first.
+
+        None: of the world that runs without this node.
+        """
+        world = world if world is not None else self._status.world.world
+        members = world.members if world is not None else ()
+        return tuple(m.liveness_host for m in members if m.node_id != self.node_id)
 
     def start(self) -> None:
         """Listen and begin to learn; the node registers with its first arrival."""
@@ -196,7 +205,7 @@ class NodeService:
                 ask_at_s = now + ASK_MEMBERS_S
             with status.changed:
                 if status.world.world is world:
-                    status.changed.wait(min(SLICE_S, max(0.0, deadline - now)))
+                    status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
 
     def _is_for_us(self, world: World) -> bool:
         # (A world whose members keep their workers is never entered by starting some: if it has
@@ -318,6 +327,10 @@ class NodeService:
         """Workers are about to start: the key of the link is where they look for it."""
         self._loop.keep_link_key()
 
+    def supervise(self, workers: Iterable[Supervised]) -> None:
+        """The processes that torchrun supervises, for the detection of hangs."""
+        self._loop.supervise(workers)
+
     def tell_guard(self, permit: Callable[[float], object]) -> None:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""
         self._loop.permission.tell_guard = permit
@@ -405,7 +418,7 @@ class NodeService:
                 trouble_since_s = (trouble_since_s or now) if status.store_problem else None
                 if trouble_since_s is not None and now - trouble_since_s > patience_s:
                     return None
-                status.changed.wait(SLICE_S)
+                status.changed.wait(MAIN_THREAD_SLICE_S)
             return status.done
 
     def beat(self) -> None:

@@ -36,6 +36,7 @@ from elastic.node.run_secret import STORE
 from elastic.store.keyvalue import Lease
 
 IN_PROCESS = "in-process"
+HUNG_EXIT_CODE = 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Workers:
         self._trouble_written = False
         self._has_parted = False  # told to leave: their ends are no deaths
         self._permit: Permit | None = None  # the last one
+        self._hung: dict[int, str] = {}  # pids that this agent ends, and why
 
     @property
     def path(self) -> str:
@@ -88,6 +90,11 @@ class Workers:
 
     def close(self) -> None:
         self._server.close()
+
+    @property
+    def world(self) -> World | None:
+        """The newest world that they were told."""
+        return self._pushed or self._node.running
 
     # ── what workers say ─────────────────────────────────────────────────────────────────
 
@@ -188,6 +195,19 @@ class Workers:
         )
         self._trouble_written = False
 
+    def is_hung(self, pid: int, reason: str) -> None:
+        """A worker is about to be ended."""
+        self._hung[pid] = reason
+
+    def world_is_hung(self, generation: int, reason: str) -> None:
+        """The workers wait for each other, and all live: the same ranks form another world."""
+        if self.world is None or self.world.generation > generation:
+            return
+        self._failure_report = FailureReport(
+            node_id=self._node.node_id, generation=generation, error=reason[:500]
+        )
+        self._trouble_written = False
+
     def _note_left(self) -> None:
         present = {w.pid for w in self._server.workers()}
         if self._left and present <= self._left:
@@ -200,6 +220,7 @@ class Workers:
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
         """A process is gone: tell the others now, torchrun notices later."""
         was_ready = worker.pid in self._ready
+        hung = self._hung.pop(worker.pid, None)
         for known in (self._ready, self._left):
             known.discard(worker.pid)
         self._entered.pop(worker.pid, None)
@@ -214,7 +235,7 @@ class Workers:
         if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
             return
         _kill_group(worker.pid)
-        text = bye.error if bye is not None and bye.error else _how(worker, death)
+        text = hung or (bye.error if bye is not None and bye.error else _how(worker, death))
         self._at.journal.emit(WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=text))
         if not was_ready or self._node.state not in (NodeState.READY, NodeState.STARTING):
             return  # torchrun restarts it; the others have not trained with it without a restart
@@ -231,7 +252,8 @@ class Workers:
                 running=None,
                 arrived_for=generation,
                 failure=text,
-                failure_exit_code=_exit_code(death),
+                # What this agent has ended was not killed from outside: it is held against it.
+                failure_exit_code=_exit_code(death) if hung is None else HUNG_EXIT_CODE,
             )
         )
 

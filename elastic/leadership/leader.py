@@ -24,7 +24,8 @@ from elastic.events import (
     WorldFormed,
 )
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
-from elastic.leadership.roster import RECHECK_S, Roster
+from elastic.leadership.hang_judge import HangJudge
+from elastic.leadership.roster import Roster
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import (
@@ -54,14 +55,17 @@ from elastic.node.identity import proved_gone
 from elastic.node.run_secret import LIVENESS
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    RECHECK_S,
+    STEP_RATE_AGAIN_S,
+    STEP_RATE_JOINING_S,
+    STEP_RATE_LEAVING_S,
+)
 
-# Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
-# registered again by then, so the highest running world is known.
-ADOPTION_WAIT_S = 1.5
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
 # that leaves has little time, a joining node has all of it.
-STEP_RATE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
-STEP_RATE_AGAIN_S = 0.05
+STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class NodesEvent:
-    """Something changed under ``nodes/`` or ``failure_reports/``."""
+    """Something changed under ``nodes/``, ``failure_reports/`` or ``hangs/``."""
 
     event: WatchEvent
 
@@ -98,8 +102,9 @@ class Leadership:
         self._planned_since_s: float | None = None  # a plan waits for a pace
         self._waiting_reason = ""
         self._probes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="elastic-probe")
+        self._hangs = HangJudge(context)
         self._watch: Watch = context.store.watch(
-            [context.keys.nodes, context.keys.failure_reports],
+            [context.keys.nodes, context.keys.failure_reports, context.keys.hangs],
             lambda event: context.post(NodesEvent(event)),
             name="elastic-watch-nodes",
         )
@@ -112,16 +117,23 @@ class Leadership:
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
     def on_nodes(self, event: WatchEvent, world: World | None) -> None:
-        """An event of the watch on ``nodes/`` and ``failure_reports/``."""
+        """An event of the watch on ``nodes/``, ``failure_reports/`` and ``hangs/``."""
         now = self._at.clock.monotonic()
         match event:
             case Reset(snapshot, reason):
                 if reason == "wiped":
                     self._since_s = now
                 self._listed = True
-                for error in self.roster.reset(snapshot.entries, now):
+                hangs = [e for e in snapshot.entries if e.key.startswith(self._at.keys.hangs)]
+                nodes = [e for e in snapshot.entries if e not in hangs]
+                for error in self.roster.reset(nodes, now) + self._hangs.reset(hangs):
                     self._report_record(error)
                 self._doubt_all(world, now)
+            case Put(entry) if entry.key.startswith(self._at.keys.hangs):
+                if (error_or_none := self._hangs.put(entry)) is not None:
+                    self._report_record(error_or_none)
+            case Deleted(key) if key.startswith(self._at.keys.hangs):
+                self._hangs.delete(key)
             case Put(entry):
                 error_or_none = self.roster.put(entry, now)
                 if error_or_none is not None:
@@ -217,6 +229,7 @@ class Leadership:
         if entry_or_wait is not entry:
             return entry_or_wait, now
         world = entry.world
+        self._hangs.judge(world)
         self.roster.doubt_members_without_key(world, now)
         self.roster.forget_strangers(world)
         self._ask(world, now)

@@ -25,8 +25,6 @@ from elastic.membership.records import (
 )
 from elastic.store.keyvalue import Entry
 
-RECHECK_S = 0.5  # a silent node is asked again this often
-
 
 @dataclass(frozen=True)
 class Known:

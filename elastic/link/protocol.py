@@ -15,7 +15,7 @@ from elastic.errors import LinkError
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
@@ -83,6 +83,15 @@ class SigtermAsk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgressPage:
+    """Worker: descriptors of its own, which the agent opens (elastic/hangs/page.py, stacks.py)."""
+
+    fd: int
+    stacks_fd: int
+    stacks_signal: int  # 0: it writes no stacks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Welcome:
     """Agent: the answer to a hello."""
 
@@ -140,12 +149,23 @@ Message = (
     | Left
     | Bye
     | SigtermAsk
+    | ProgressPage
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
 )
-FROM_WORKER = (Hello, Heartbeat, Ready, Entered, CollectiveFailure, Left, Bye, SigtermAsk)
+FROM_WORKER = (
+    Hello,
+    Heartbeat,
+    Ready,
+    Entered,
+    CollectiveFailure,
+    Left,
+    Bye,
+    SigtermAsk,
+    ProgressPage,
+)
 FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {

@@ -6,5 +6,5 @@ Start with ``decision``; its arguments and answers are in ``view``, what is in t
 ``member_status``, ``step_rate``, ``failure_budget`` and ``escalation`` are facts and counters that
 decisions depend on.
 
-Imports nothing of ``elastic`` but its errors.
+Imports nothing of ``elastic`` but its errors, and the facts and verdicts of :mod:`elastic.hangs`.
 """

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
+
 # What a worker says when a *peer* failed: a consequence, never the reason to end a job.
 # Seen with torch 2.13: gloo "Connection closed by peer [127.0.0.1]:1234", "Connection reset by
 # peer", "Read error"; c10d "Broken pipe", "DistNetworkError", "DistStoreError: Timed out"; NCCL
@@ -56,8 +58,8 @@ class BudgetPolicy:
     """``budget`` breakages in ``failure_window_s`` are tolerated, one more is not."""
 
     budget: int = 10
-    failure_window_s: float = 600.0
-    healthy_s: float = 60.0
+    failure_window_s: float = FAILURE_WINDOW_S
+    healthy_s: float = HEALTHY_S
     # Steps made in-process are never lost: a job that makes twenty between failures gets on.
     healthy_steps: int = 20
     same_error: int = 3  # worlds in a row that the same error of the script may break
@@ -160,8 +162,8 @@ class FlapPolicy:
 
     losses: int = 3
     accusations: int = 3
-    flap_window_s: float = 120.0
-    quarantine_s: float = 60.0
+    flap_window_s: float = FLAP_WINDOW_S
+    quarantine_s: float = QUARANTINE_S
 
 
 class FlapTracker:

@@ -58,6 +58,24 @@ class Keys:
         return f"{self.root}failure_reports/{node_id}"
 
     @property
+    def hangs(self) -> str:
+        return f"{self.root}hangs/"
+
+    def hang(self, node_id: str) -> str:
+        return f"{self.root}hangs/{node_id}"
+
+    @property
+    def hang_verdict(self) -> str:
+        return f"{self.root}hang_verdict"
+
+    @property
+    def hang_stacks(self) -> str:
+        return f"{self.root}hang_stacks/"
+
+    def hang_stack(self, node_id: str) -> str:
+        return f"{self.root}hang_stacks/{node_id}"
+
+    @property
     def done(self) -> str:
         return f"{self.root}done"
 

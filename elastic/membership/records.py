@@ -18,6 +18,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from elastic.errors import RecordError
+from elastic.hangs.facts import RankFacts
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 
 RECORD_VERSION = 1
@@ -218,6 +220,53 @@ class FailureReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HangFacts:
+    """Key ``hangs/{node_id}``, on the node's lease: the node's ranks that show no progress. It is
+    there only while there are some."""
+
+    node_id: str
+    generation: int  # the newest that the node knows: the quiet time counts from then at most
+    ranks: tuple[RankFacts, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangVerdict:
+    """Key ``hang_verdict``: the leader's last verdict on a world that does not go on."""
+
+    generation: int
+    action: HangAction
+    kind: HangKind
+    confidence: HangConfidence
+    reason: str
+    culprits: tuple[int, ...]  # ranks
+    culprit: RankFacts | None  # the first of them
+    node_id: str  # who acts: the node of the first culprit, or of rank 0
+    ranks: tuple[RankFacts, ...]  # what it was judged from
+    size: int  # of the world
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStacks:
+    """Stacks of one rank's threads, the main thread's last, cut to a few pages."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangStacks:
+    """Key ``hang_stacks/{node_id}``, on the node's lease: of its ranks at the last verdict, for the
+    report of the node that acts."""
+
+    node_id: str
+    generation: int
+    ranks: tuple[RankStacks, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
 class Done:
     """Key ``done``: set once, never changed."""
 
@@ -238,8 +287,12 @@ class Secret:
     version: int = RECORD_VERSION
 
 
-Record = World | Node | Leader | FailureReport | Done | Secret
-R = TypeVar("R", World, Node, Leader, FailureReport, Done, Secret)
+Record = (
+    World | Node | Leader | FailureReport | HangFacts | HangVerdict | HangStacks | Done | Secret
+)
+R = TypeVar(
+    "R", World, Node, Leader, FailureReport, HangFacts, HangVerdict, HangStacks, Done, Secret
+)
 
 
 def encode(record: Record) -> bytes:

@@ -25,42 +25,43 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.process_group.wait_phase import begin_wait, describe_group, end_wait, queued
+from elastic.tuning.worker_intervals import (
+    DRAIN_SLICE_S,
+    GLOO_SLICE_MS,
+    STREAM_SLICE_S,
+    WORKER_SLICE_S,
+)
 from elastic.world.faults import GroupAborted
 
-_WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
-_DRAIN_SLICE_S = 0.0005
+_WAIT_SLICE_S = WORKER_SLICE_S
+_DRAIN_SLICE_S = DRAIN_SLICE_S
 # A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
 # abort is heard of at the end of one, where gloo does not say it at once.
-_GLOO_SLICE = datetime.timedelta(milliseconds=20)
-_wait_in_torch = dist.Work.wait  # before elastic/process_group/waiting.py replaces it
+_GLOO_SLICE = datetime.timedelta(milliseconds=GLOO_SLICE_MS)
+_wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
 _TAKEN_DOWN = "the group was taken down"
 # Between two looks at a collective that is queued on a device.
-_STREAM_SLICE_S = 20e-6
+_STREAM_SLICE_S = STREAM_SLICE_S
 _QUEUED_UNTIL_PRUNED = 64
 
 Done = Callable[[BaseException | None], object]
 
 
-class Pending:
-    """The collectives of the present group. Thread-safe."""
+class PendingWorks:
+    """The collectives of one group. Thread-safe.
 
-    def __init__(self) -> None:
+    ``is_on_stream``: what the group does may be queued on a device.
+    """
+
+    def __init__(self, *, is_on_stream: bool = False) -> None:
         self._lock = threading.Lock()
         self._works: dict[int, tuple[dist.Work, Done | None]] = {}
         self._next = 0
         self._begun: list[dist.Work] = []  # of the thread that trains
         self._queued: list[dist.Work] = []  # on a stream, by the thread that trains
         self._is_aborted = False
-        self._is_on_stream = False
-
-    def open(self, *, is_on_stream: bool = False) -> None:
-        """A new group: nothing is under way. ``is_on_stream``: what it does may be queued."""
-        with self._lock:
-            self._works.clear()
-            self._begun.clear()
-            self._queued.clear()
-            self._is_aborted = False
-            self._is_on_stream = is_on_stream
+        self._is_on_stream = is_on_stream
 
     def begin(self, work: dist.Work) -> None:
         """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
@@ -71,14 +72,25 @@ class Pending:
 
     def finish(self) -> None:
         """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
-        for work in self._begun:
-            self._wait_in_slices(work)
+        if not self._begun:
+            return
+        last = self._begun[-1]
+        before = begin_wait(last)
+        try:
+            for work in self._begun:
+                self._wait_in_slices(work)
+        finally:
+            end_wait(last, before)
         self._begun.clear()
 
     def finish_one(self, work: dist.Work) -> None:
         """As :meth:`finish`, of this one only, which was not begun here."""
         self._begun.append(work)  # until it comes back
-        self._wait_in_slices(work)
+        before = begin_wait(work)
+        try:
+            self._wait_in_slices(work)
+        finally:
+            end_wait(work, before)
         self._begun.remove(work)
 
     def _wait_in_slices(self, work: dist.Work) -> None:
@@ -103,6 +115,7 @@ class Pending:
         if not self._is_on_stream:
             return  # it has ended
         self.raise_if_aborted()
+        queued()
         if len(self._queued) >= _QUEUED_UNTIL_PRUNED:
             self._queued = [queued for queued in self._queued if not queued.is_completed()]
         self._queued.append(work)
@@ -118,9 +131,13 @@ class Pending:
         """
         if work is None:  # this rank is not in the group
             return
-        while not work.is_completed():
-            self.raise_if_aborted()
-            SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        before = begin_wait(work)
+        try:
+            while not work.is_completed():
+                self.raise_if_aborted()
+                SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+        finally:
+            end_wait(work, before)
         _wait_in_torch(work)
         self.raise_if_aborted()
 
@@ -178,8 +195,12 @@ class Pending:
             ended.set()
 
         self.start(work, done)
-        while not ended.wait(_WAIT_SLICE_S):
-            pass
+        before = begin_wait(work)
+        try:
+            while not ended.wait(_WAIT_SLICE_S):
+                pass
+        finally:
+            end_wait(work, before)
         if errors:
             raise errors[0]
 
@@ -205,8 +226,27 @@ class Pending:
         return True
 
 
-pending = Pending()
-"""Of the one group that this process has at a time."""
+# torch has one default group at a time, and a Work does not say to which group it belongs. So what
+# is called without a group at hand (the patched Work.wait, DDP's reducer, collectives of this
+# package) needs one place where the works of torch's default group are. ProcessGroup owns them
+# and puts them here; until then they are those of a group that the script has made itself.
+_of_default_group = PendingWorks()
+
+
+def pending_works() -> PendingWorks:
+    """The works of torch's default group."""
+    return _of_default_group
+
+
+def open_works(*, is_on_stream: bool = False) -> PendingWorks:
+    """The works of a group that becomes torch's default group: none yet.
+
+    Those of the last one stay as they were, aborted or not, for threads that still wait.
+    """
+    global _of_default_group
+    _of_default_group = works = PendingWorks(is_on_stream=is_on_stream)
+    describe_group(is_on_stream=is_on_stream)
+    return works
 
 
 def _error_of(future: Any) -> BaseException | None:

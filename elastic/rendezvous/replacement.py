@@ -23,11 +23,10 @@ from elastic.events import WorkerReplaced
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 # What MASTER_PORT says to a script that builds a group without having a world yet.
 CALL_JOIN = "call elastic.join()"
-# The node's thread hears of a death within milliseconds, and may be busy with etcd.
-DECIDED_WITHIN_S = 5.0
 
 
 class ReplacingNode(Protocol):
@@ -77,7 +76,7 @@ class Replacement:
         if self._has_given_up:
             return False
         decision = self._node.is_to_be_replaced(pid)
-        if decision is None and waited_s < DECIDED_WITHIN_S:
+        if decision is None and waited_s < REPLACEMENT_DECIDED_S:
             return None
         if not decision:
             self._has_given_up = True

@@ -14,11 +14,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic.errors import ConfigError
-from elastic.tuning import timeouts
+from elastic.tuning import profiles, timeouts
+from elastic.tuning.agent_intervals import (
+    FAILURE_WINDOW_S,
+    FIRST_CONTACT_S,
+    HEALTHY_S,
+    QUARANTINE_S,
+    STOCK_LAST_CALL_S,
+    TORCHRUN_TIMEOUT_S,
+)
 from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
+HANG_DETECTION = ("on", "report", "off")
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
@@ -48,11 +57,6 @@ _STOCK_WITHOUT_MEANING = frozenset(
         "use_libuv",
     }
 )
-# torch/distributed/launcher/api.py puts this into every configuration.
-_TORCHRUN_DEFAULT_TIMEOUT = 900
-# How long torch's own backends wait for more nodes once there are enough (rendezvous/
-# dynamic_rendezvous.py, RendezvousTimeout): what programs that launch are written for.
-STOCK_LAST_CALL_S = 30.0
 _QUOTES = "\"'"
 
 # ELASTIC_* variables that are no options of the rendezvous.
@@ -72,6 +76,7 @@ OTHER_VARIABLES = frozenset(
         "NODE_NAME",
         "NONCE",
         "STOCK_ETCD",
+        "TUNED",
     }
 )
 
@@ -86,11 +91,11 @@ class AgentOptions:
     join_timeout_s: float = _TIMES.join_timeout_s
     takeover_s: float = _TIMES.takeover_s
     probe_s: float = _TIMES.probe_s
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = FIRST_CONTACT_S
     failure_budget: int = 10
-    failure_window_s: float = 600.0
-    healthy_s: float = 60.0
-    quarantine_s: float = 60.0
+    failure_window_s: float = FAILURE_WINDOW_S
+    healthy_s: float = HEALTHY_S
+    quarantine_s: float = QUARANTINE_S
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -103,9 +108,20 @@ class AgentOptions:
     prefix: str = "/elastic"
     # Of this node's memory: own parts of checkpoints, and as much for copies of another node's.
     node_memory_share: float = 0.25  # 0: no memory tier
+    # What becomes of a worker that hangs (elastic/hangs): "on" ends it, "report" only writes a
+    # report, "off" does not look.
+    hang_detection: str = "on"
+    hang_timeout_s: float = _TIMES.hang_timeout_s
+    hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
+    hang_report_folder: str | None = None  # by default the journal's, or a folder in the temporary
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
+    # Of the network: the variables that workers get (elastic/tuning/profiles.py).
+    profile: str | None = None  # None: chosen by what the machine has
+    interface: str | None = None  # for NCCL and gloo; None: by the route to the leader
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
+
+    preflight: bool = False  # check this node before it may join (elastic/doctor/preflight.py)
 
     # What a pod is told by its manifest (deploy/base).
     termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
@@ -127,6 +143,8 @@ class AgentOptions:
             last_call_s=self.last_call_s,
             join_window_s=self.join_window_s,
             join_timeout_s=self.join_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
+            hang_script_timeout_s=self.hang_script_timeout_s,
             hung_after_s=self.hung_after_s,
         )
         if self.termination_grace_s is not None:
@@ -147,6 +165,13 @@ class AgentOptions:
             raise ConfigError(
                 f"mode={self.mode} is not one of {', '.join(MODES)}",
                 hint=timeouts.where_to_set("mode"),
+            )
+        if self.profile is not None:
+            profiles.check_name(self.profile)
+        if self.hang_detection not in HANG_DETECTION:
+            raise ConfigError(
+                f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
+                hint=timeouts.where_to_set("hang_detection"),
             )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):
@@ -233,7 +258,7 @@ def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | N
     if given in known:
         return given
     if given == "timeout":
-        is_default = str(value) == str(_TORCHRUN_DEFAULT_TIMEOUT)
+        is_default = str(value) == str(TORCHRUN_TIMEOUT_S)
         return None if is_default else "join_timeout_s"
     if given in _STOCK_NAMES:
         return _STOCK_NAMES[given]

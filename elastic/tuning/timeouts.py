@@ -43,6 +43,12 @@ ABORT_S = 10.0
 GIVEN_UP_BUILD_S = 10.0
 # To destroy communicators in order, peers must do so, too.
 DESTROY_S = 30.0
+# An agent looks at its workers so often, which costs it 0.1 % of a core.
+HANG_TICK_S = 0.2
+# A worker in state T is stopped for good after so long, or half of hang_timeout_s if that is less.
+STOP_GRACE_S = 1.0
+# Shorter, and a rank that waits for a core on a busy machine is taken for one that hangs.
+LEAST_HANG_TIMEOUT_S = 0.5
 _LEASES_TO_TAKEOVER = 4.0
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
 # their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
@@ -58,25 +64,40 @@ class Timeouts:
         ConfigError: two of them do not; the message names both, the hint what to change.
     """
 
-    # Noticing: a probe, then the lease, then nobody is asked any more.
+    # How long a suspected node may take to answer a probe; below lease_s.
     probe_s: float = 0.3
+    # A silent node counts as alive for this long; etcd grants no less than about 2 s.
     lease_s: float = 4.0
+    # After this long a world may form without proof that the last one is dead; above four leases.
     takeover_s: float = 300.0
 
-    # Forming a world.
+    # How long to wait for more nodes once the minimum has arrived.
     last_call_s: float = 3.0
+    # Nodes that join a running job within this window are admitted together.
     join_window_s: float = 1.0
+    # How long to wait for the minimum of nodes before the job ends.
     join_timeout_s: float = 600.0
 
-    # Leaving (see the module).
-    step_time_s: float = 1.0  # the slowest step to reckon with
+    # The slowest step to reckon with when a node leaves.
+    step_time_s: float = 1.0
+    # For the last checkpoint: what shutdown_timeout_s leaves after the boundary of a step.
     checkpoint_budget_s: float = 16.0
+    # A leaving node has gone by then: termination_grace_s less the agent's own end.
     leave_grace_s: float = 20.0
+    # torchrun's --shutdown-timeout: as long as leave_grace_s.
     shutdown_timeout_s: float = 20.0
+    # From SIGTERM to SIGKILL of a pod; Kubernetes' default is 30 s.
     termination_grace_s: float = 30.0
 
-    # An agent's thread that has not turned for so long is hung, not busy.
-    hung_after_s: float = 90.0
+    # A rank that shows no sign of progress for so long inside a step, or ten times as long as
+    # lately, hangs if others wait for it (elastic/hangs/budgets.py);
+    hang_timeout_s: float = 3.5
+    # outside of a step, where evaluations and checkpoints are, this.
+    hang_script_timeout_s: float = 900.0
+
+    # An agent's thread that has not turned for this long is hung: longer than torch may keep its
+    # main thread busy with ending workers.
+    hung_after_s: float = 1.5 * TORCH_STOPS_WORKERS_S
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -86,6 +107,18 @@ class Timeouts:
             "lease_s", self.lease_s, "takeover_s", self.takeover_s, factor=_LEASES_TO_TAKEOVER
         )
         _require_order_of_leaving(self)
+        if self.hang_timeout_s < LEAST_HANG_TIMEOUT_S:
+            raise ConfigError(
+                f"hang_timeout_s={self.hang_timeout_s:g} is below {LEAST_HANG_TIMEOUT_S:g}: a rank "
+                "that only waits for a core would be taken for one that hangs",
+                hint=where_to_set("hang_timeout_s"),
+            )
+        require_below(
+            "hang_timeout_s",
+            self.hang_timeout_s,
+            "hang_script_timeout_s",
+            self.hang_script_timeout_s,
+        )
 
     @property
     def boundary_s(self) -> float:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.link.client import LinkClient
 from elastic.link.protocol import (
     Bye,
@@ -27,10 +29,11 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
+from elastic.worker.hang_page import offer_page
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world import World, node_name
 
-SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
 AGENT_DIED_EXIT_CODE = 1
 
 
@@ -69,6 +72,8 @@ class Worlds:
             on_agent_death=_die,
             beat=self._position,
         )
+        if (page := offer_page()) is not None:
+            self._client.send(page)
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
@@ -146,12 +151,13 @@ class Worlds:
         )
         while not self.is_permitted() and not (self._entering and self.is_superseded()):
             with self._changed:
-                self._changed.wait(SLICE_S)
+                self._changed.wait(WORKER_SLICE_S)
         if self.is_permitted():
             get_logger().warning("training goes on: the agent is back")
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
+        phases.enter(Phase.NO_WORLD)
         with self._changed:
             if not self._said_ready:
                 self._said_ready = True
@@ -162,9 +168,10 @@ class Worlds:
                     self._entering = newest.generation
                     self._forming_at = newest.switch_at_step
                     self.is_waiting = False
+                    phases.enter_generation(newest.generation)
                     return newest
                 self.is_waiting = True
-                self._changed.wait(SLICE_S)
+                self._changed.wait(WORKER_SLICE_S)
 
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Until there is a world newer than the present one; ``meanwhile`` is called now and
@@ -174,13 +181,14 @@ class Worlds:
             meanwhile()
             with self._changed:
                 if not self.has_newer:
-                    self._changed.wait(SLICE_S)
+                    self._changed.wait(WORKER_SLICE_S)
         self.is_waiting = False
 
     def formed(self, generation: int) -> None:
         """The world of the environment was entered: any other one is entered by a restart."""
         with self._changed:
             self._entering = generation
+        phases.enter_generation(generation)
 
     # -- the main thread tells ----------------------------------------------------------------
 
@@ -214,7 +222,7 @@ class Worlds:
         self._leaving_answer = None
         self.send(SigtermAsk())
         while self._leaving_answer is None and self._clock.monotonic() < deadline_s:
-            self._clock.sleep(0.005)
+            self._clock.sleep(WORLD_LOOK_S)
         return self._leaving_answer is True
 
     # -- the link's thread --------------------------------------------------------------------

@@ -17,9 +17,8 @@ from typing import Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import JoinTimeout
+from elastic.tuning.worker_intervals import DISCOVERY_LOOK_S
 from elastic.world.world import fresh_nonce
-
-_LOOK_EVERY_S = 0.02
 
 
 class Store(Protocol):
@@ -69,4 +68,4 @@ def _look_again(deadline_s: float, clock: Clock, lacking: str) -> None:
             f"the workers of this start did not find each other: {lacking}",
             hint="find the error of the missing rank",
         )
-    clock.sleep(_LOOK_EVERY_S)
+    clock.sleep(DISCOVERY_LOOK_S)

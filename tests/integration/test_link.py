@@ -129,7 +129,7 @@ def test_a_stopped_worker_holds_up_nobody(agent: Agent, processes: Processes) ->
 
 
 def test_nobody_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.link.client.CONNECT_WITHIN_S", 0.1)
+    monkeypatch.setattr("elastic.link.client.LINK_CONNECT_S", 0.1)
     agent = Agent()
     agent.server.close()
     with pytest.raises(LinkError, match="does not answer"):

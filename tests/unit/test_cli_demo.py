@@ -15,8 +15,6 @@ from elastic.cli.demo.journal import Entry, JournalReader
 from elastic.cli.demo.plan import (
     ADDED,
     NODES,
-    PATIENCE_S,
-    STEP_DELAY_S,
     STEPS,
     STEPS_AFTER_JOIN,
     VICTIM,
@@ -28,6 +26,7 @@ from elastic.cli.demo.plan import (
 from elastic.cli.demo.summary import Summary, summarize
 from elastic.cli.demo.view import LineView, NodeRow, TableView, print_summary, rows_of, sentence
 from elastic.testing.ledger import End, Ledger, Start, Step
+from elastic.tuning.agent_intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
 LENGTH = SAMPLES // BATCH
@@ -141,28 +140,28 @@ def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None
     before = world(1, 0, 60, began_s=0.0)
     without = joined(before, world(2, 58, 80, began_s=65.0))
     plan = Plan().after(Act.KILL, _position(before))
-    assert plan.step_delay_s(_position(without), 0.0) == STEP_DELAY_S  # nobody was started
+    assert plan.step_delay_s(_position(without), 0.0) == DEMO_STEP_S  # nobody was started
     plan = plan.after(Act.JOIN, _position(without))
     assert plan.waits_for_node(_position(without))
     waited_s, step = 0.0, _position(without).step
-    while waited_s < PATIENCE_S - 1:
+    while waited_s < DEMO_PATIENCE_S - 1:
         at = replace(_position(without), step=step)
         waited_s, step = waited_s + plan.step_delay_s(at, waited_s), step + 1
     assert step < STEPS - STEPS_AFTER_JOIN + 1, (
         "the joining node would find no step to take part in"
     )
     late = replace(_position(without), step=step)
-    assert plan.step_delay_s(late, PATIENCE_S) == STEP_DELAY_S  # no more waiting
+    assert plan.step_delay_s(late, DEMO_PATIENCE_S) == DEMO_STEP_S  # no more waiting
     whole = _position(joined(without, world(3, 80, 81, began_s=90.0)))
     assert not plan.waits_for_node(whole)
-    assert plan.step_delay_s(whole, 3.0) == STEP_DELAY_S
+    assert plan.step_delay_s(whole, 3.0) == DEMO_STEP_S
 
 
 def test_a_first_world_without_all_nodes_waits_for_the_others() -> None:
     two = _position(world(2, 0, 30, began_s=0.0))
     assert Plan().waits_for_node(None) and Plan().waits_for_node(two)
-    assert Plan().step_delay_s(two, 0.0) > 10 * STEP_DELAY_S
-    assert Plan().step_delay_s(None, 0.0) == STEP_DELAY_S
+    assert Plan().step_delay_s(two, 0.0) > 10 * DEMO_STEP_S
+    assert Plan().step_delay_s(None, 0.0) == DEMO_STEP_S
     assert not Plan().waits_for_node(_position(world(1, 0, 30, began_s=0.0)))
 
 

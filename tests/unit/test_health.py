@@ -16,9 +16,10 @@ from membership_nodes import node, world
 from elastic.clock import ManualClock
 from elastic.errors import ConfigError
 from elastic.health.endpoints import Verdict, liveness, readiness
-from elastic.health.server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
+from elastic.health.server import MAX_CONNECTIONS, MAX_REQUEST, HealthServer
 from elastic.membership.records import Done, Node, NodeState, Outcome, World, WorldState
 from elastic.node.watchdog import Watchdog
+from elastic.tuning.agent_intervals import HEALTH_CONNECTION_S
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 WITHOUT_N1 = world("n2", "n3", generation=8, mode="in-process")
@@ -181,7 +182,7 @@ def test_an_idle_client_is_let_go() -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(b"GET /livez")
             assert ask(server.port, "/livez")[0] == 200  # by now it is known, too
-            clock.advance(CONNECTION_S + 1)
+            clock.advance(HEALTH_CONNECTION_S + 1)
             assert client.recv(1) == b""  # times out if it is kept
     finally:
         server.close()

@@ -48,6 +48,10 @@ def test_a_circle_is_found() -> None:
     assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+def test_no_file_imports_one_that_imports_it(script: ModuleType) -> None:
+    assert circle_in(script.file_imports()) == []
+
+
 def test_no_package_imports_one_that_imports_it(script: ModuleType) -> None:
     assert circle_in(script.package_imports(script.file_imports())) == []
 

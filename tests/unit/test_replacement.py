@@ -16,8 +16,9 @@ import pytest
 from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.rendezvous import torch_private
-from elastic.rendezvous.replacement import CALL_JOIN, DECIDED_WITHIN_S, Replacement
+from elastic.rendezvous.replacement import CALL_JOIN, Replacement
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
+from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -136,7 +137,7 @@ def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
     clock = ManualClock()
     Replacement(Node(), Events(), nullcontext, clock).look(agent.supervision)
     assert agent.look() is None
-    clock.advance(DECIDED_WITHIN_S)
+    clock.advance(REPLACEMENT_DECIDED_S)
     assert agent.look() == 1
 
 

@@ -34,6 +34,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.ledger import LedgerReader
+from elastic.tuning.agent_intervals import CLI_POLL_S
 from elastic.tuning.agent_options import MODES
 
 # A link to examples/digits.py, so that an installed wheel has the script, too. In a folder of
@@ -42,7 +43,6 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "digits.py"
 TRAIN_SAMPLES = 1437  # of 1,797: examples/digits.py keeps 360 for the test
 EPOCHS = 20
 STEPS_BETWEEN_CHECKPOINTS = 10
-POLL_S = 0.1
 TAIL_LINES = 15
 _RESULT = re.compile(r'\{"accuracy": ([0-9.]+)')
 
@@ -142,7 +142,7 @@ class Demo:
                 self._start(nodes, name, etcd.endpoint)
             late = False
             while nodes.running and stop.signum is None and not late:
-                self._follow(nodes, POLL_S)
+                self._follow(nodes, CLI_POLL_S)
                 self._look(nodes, etcd.endpoint)
                 late = self._clock.monotonic() - began > self._timeout_s
             if late:

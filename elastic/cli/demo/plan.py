@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic.testing.ledger import Ledger
+from elastic.tuning.agent_intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 NODES = ("node-0", "node-1", "node-2")
 VICTIM = "node-1"
@@ -20,8 +21,6 @@ STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is
 STEPS_BEFORE_JOIN = 10  # of the world without the victim
 
 STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
-STEP_DELAY_S = 0.06
-PATIENCE_S = 180.0  # for a node to start and take part
 STEPS_AFTER_JOIN = 60  # kept for the world with the joining node
 STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, joining node
 
@@ -75,12 +74,12 @@ class Plan:
 
         While waiting, the steps that can be spared last as long as the patience.
         """
-        left_s = PATIENCE_S - waited_s
+        left_s = DEMO_PATIENCE_S - waited_s
         if position is None or left_s <= 0 or not self.waits_for_node(position):
-            return STEP_DELAY_S
+            return DEMO_STEP_S
         kept = STEPS_AFTER_START if self.killed_at is None else STEPS_AFTER_JOIN
         spare = max(1, STEPS - 1 - position.step - kept)
-        return max(STEP_DELAY_S, left_s / spare)
+        return max(DEMO_STEP_S, left_s / spare)
 
     def after(self, act: Act, position: Position) -> Plan:
         """The plan once ``act`` was done at ``position``."""

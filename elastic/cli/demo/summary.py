@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.cli.demo.journal import Entry
-from elastic.cli.demo.plan import ADDED, MAX_NODES, PATIENCE_S, VICTIM, Plan, Position
+from elastic.cli.demo.plan import ADDED, MAX_NODES, VICTIM, Plan, Position
 from elastic.testing.ledger import Ledger, LedgerError
+from elastic.tuning.agent_intervals import DEMO_PATIENCE_S
 
 ACCURACY_NEEDED = 0.97
 
@@ -162,7 +163,8 @@ def _failed_plan(generations: Sequence[Generation], plan: Plan) -> Iterable[str]
     if not any(VICTIM not in g.nodes and ADDED not in g.nodes for g in smaller):
         yield f"no generation trained without {VICTIM} and before {ADDED}"
     if not any(ADDED in g.nodes and len(g.nodes) == MAX_NODES for g in smaller):
-        yield f"no generation trained with {ADDED}: it did not join within {PATIENCE_S:.0f} s"
+        waited = f"{DEMO_PATIENCE_S:.0f} s"
+        yield f"no generation trained with {ADDED}: it did not join within {waited}"
 
 
 def _failed_samples(ledger: Ledger, train_samples: int, epochs: int) -> Iterable[str]:

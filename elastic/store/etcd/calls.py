@@ -13,9 +13,8 @@ from elastic.clock import Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
 from elastic.store.etcd.connection import Connection, Connections
 from elastic.store.etcd.failures import Failure, Remedy
+from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_FIRST_ATTEMPT_S
 
-BACKOFF_CAP_S = 1.0  # PROTOCOL section 3 builds on it
-_FIRST_ATTEMPT_S = 1.5  # then twice as long each time, within the deadline of the call
 _AGAIN = frozenset({Remedy.RETRY, Remedy.DOUBT, Remedy.MOVE, Remedy.LOGIN})
 
 
@@ -58,7 +57,7 @@ class Calls:
             left_s = max(ends_s - self._clock.monotonic(), 0.05)
             in_doubt = sent > 0
             sent += 1
-            patience_s = min(left_s, _FIRST_ATTEMPT_S * 2 ** (sent - 1))
+            patience_s = min(left_s, STORE_FIRST_ATTEMPT_S * 2 ** (sent - 1))
             message = self._connections.invoke(connection, method(connection), request, patience_s)
             return Reply(message, in_doubt)
 
@@ -70,7 +69,7 @@ class Calls:
             raise self._error(what, failure) from None
 
     def _retrying(self, limit_s: float) -> tenacity.Retrying:
-        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=BACKOFF_CAP_S)
+        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=STORE_BACKOFF_CAP_S)
 
         def wait(state: tenacity.RetryCallState) -> float:
             return max(0.0, min(backoff(state), limit_s - (state.seconds_since_start or 0.0)))

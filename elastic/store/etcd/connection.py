@@ -18,9 +18,8 @@ from elastic.errors import StoreRefused, StoreTooOld, StoreUnreachable
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, read_pem
 from elastic.store.etcd.failures import Failure, Remedy, classify, explain
+from elastic.tuning.agent_intervals import STORE_PROBE_S, STORE_SLOWEST_PROBE_S
 
-PROBE_S = 1.0  # a member that does not answer Status in this time is not used
-_SLOWEST_PROBE_S = 4.0  # on an overloaded machine the probe gets more patient
 _OLDEST = (3, 4)
 
 # Keepalive: etcd refuses pings more often than every 5 s. The store's pulse is quicker; this
@@ -123,7 +122,7 @@ class Connections:
             self.verify(connection)
         elif failure.remedy is Remedy.LOGIN and connection.token is not None:
             try:
-                self._log_in(connection, PROBE_S)
+                self._log_in(connection, STORE_PROBE_S)
             except Failure as refused:
                 self.drop(connection, refused)
 
@@ -131,7 +130,7 @@ class Connections:
         """Ask the member whether it is there and has a leader; drop it if not."""
         alone = len(self.config.endpoints) == 1  # there is nowhere to go: be patient
         try:
-            self._status(connection, 2 * PROBE_S if alone else PROBE_S)
+            self._status(connection, 2 * STORE_PROBE_S if alone else STORE_PROBE_S)
         except Failure as failure:
             self.drop(connection, failure)
             return False
@@ -202,7 +201,7 @@ class Connections:
 
     def _try_all(self, ends_s: float | None) -> Connection:
         endpoints = self.config.endpoints
-        patience_s = min(PROBE_S * 2 ** min(self._failed_in_a_row, 10), _SLOWEST_PROBE_S)
+        patience_s = min(STORE_PROBE_S * 2 ** min(self._failed_in_a_row, 10), STORE_SLOWEST_PROBE_S)
         for step in range(len(endpoints)):
             endpoint = endpoints[(self._next + step) % len(endpoints)]
             timeout_s = patience_s

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from elastic.store.etcd.endpoints import Endpoint
+from elastic.tuning.agent_intervals import STORE_DIAGNOSIS_S
 
 
 class Remedy(Enum):
@@ -78,7 +79,6 @@ _BY_CODE = {
 
 _UNRESOLVED = ("DNS", "name resolution", "lookup", "not known", "Domain name")
 _SILENT = ("imed out", "timeout", "SETTINGS")  # TCP may have connected; nobody spoke
-_HANDSHAKE_S = 0.5
 
 
 def classify(error: Any) -> Failure:
@@ -123,8 +123,8 @@ def _explain_handshake(failure: Failure, endpoint: Endpoint, *, tls: bool) -> Fa
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection(endpoint[:2], timeout=_HANDSHAKE_S) as plain:
-            plain.settimeout(_HANDSHAKE_S)
+        with socket.create_connection(endpoint[:2], timeout=STORE_DIAGNOSIS_S) as plain:
+            plain.settimeout(STORE_DIAGNOSIS_S)
             with context.wrap_socket(plain, server_hostname=endpoint.host):
                 speaks_tls = True
     except ssl.SSLError as error:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from elastic.clock import Clock
-from elastic.store.etcd.calls import BACKOFF_CAP_S
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.connection import Connection, Connections
 from elastic.store.etcd.failures import Failure, Remedy, classify, classify_text
@@ -44,9 +43,7 @@ from elastic.store.keyvalue import (
     Snapshot,
     WatchEvent,
 )
-
-_READ_TIMEOUT_S = 2.0
-_SETTLING_S = 1.0
+from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_READ_S, STORE_SETTLING_S
 
 
 class EtcdWatch:
@@ -94,7 +91,7 @@ class EtcdWatch:
                 if self._connected and self._cluster_id is not None:
                     self._connected = False
                     self._emit(Disconnected(str(failure)))
-                longest_s = min(BACKOFF_CAP_S, 0.05 * 2 ** min(self._failures, 10))
+                longest_s = min(STORE_BACKOFF_CAP_S, 0.05 * 2 ** min(self._failures, 10))
                 self._failures += 1
                 self._clock.wait(self._closed, random.uniform(longest_s / 2, longest_s))
 
@@ -196,13 +193,13 @@ class EtcdWatch:
             )
             reads.append(rpc.RequestOp(request_range=read))
         request = rpc.TxnRequest(success=reads)
-        reply = self._connections.invoke(connection, connection.kv.Txn, request, _READ_TIMEOUT_S)
+        reply = self._connections.invoke(connection, connection.kv.Txn, request, STORE_READ_S)
         return reply.header, [entries_of(r.response_range.kvs) for r in reply.responses]
 
     def _range(self, connection: Connection, prefix: str, *, revision: int) -> Any:
         key, end = range_of(prefix)
         request = self._rpc.RangeRequest(key=key, range_end=end, revision=revision)
-        return self._connections.invoke(connection, connection.kv.Range, request, _READ_TIMEOUT_S)
+        return self._connections.invoke(connection, connection.kv.Range, request, STORE_READ_S)
 
     # -- following -------------------------------------------------------------------------
 
@@ -242,7 +239,7 @@ class EtcdWatch:
 
     def _established(self) -> None:
         self._failures = 0
-        self._settled_at_s = self._clock.monotonic() + _SETTLING_S
+        self._settled_at_s = self._clock.monotonic() + STORE_SETTLING_S
         if not self._connected:
             self._connected = True
             self._emit(Reconnected())

@@ -18,6 +18,8 @@ import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.due import Due
 from elastic.training.checkpointing.folder import CheckpointFolder, Source
@@ -27,11 +29,8 @@ from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.checkpointing.outcomes import OutcomeLog
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import BUSY_WAIT_S
 from elastic.world.world import World
-
-# A disk that is slower than the policy slows training down to its speed. One that hangs does not:
-# after one wait of this length saves are skipped until it responds.
-BUSY_WAIT_S = 5.0
 
 
 @dataclass(eq=False)
@@ -202,6 +201,7 @@ class Saver:
         """
         if self.due is None or self.engine is None:
             return
+        phases.enter(Phase.CHECKPOINT)
         self.engine.poll()
         in_flight = int(self.engine.is_busy)
         is_stuck = received is not None and received.stuck
@@ -366,6 +366,7 @@ class Saver:
         is_known_elsewhere = self.rank > 0 and self.nonce in outcome.name
         self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)
         if outcome.status is SaveStatus.COMMITTED:
+            phases.saved(outcome.step)
             if self.due is not None:
                 self.due.measured(outcome.stall_s)
             self._memory_limit.saw_share(outcome.bytes_written, self.world_size)

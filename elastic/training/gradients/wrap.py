@@ -16,12 +16,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from elastic import torch_private
+from elastic.compiling import not_compiled, not_compiled_itself
 from elastic.errors import ConfigError, TrainingError
-from elastic.process_group import torch_private
-from elastic.process_group.collectives import broadcast_tensors
-from elastic.process_group.compiling import not_compiled, not_compiled_itself
-from elastic.process_group.releasable import ReleasableGroup
-from elastic.process_group.semantics import semantics_of
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
+from elastic.process_group import (
+    ReleasableGroup,
+    broadcast_tensors,
+    remove_reducer_hooks,
+    semantics_of,
+)
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
 # Module.__init__ starts these afresh; they belong to the user.
@@ -94,13 +99,13 @@ class ElasticDDP(DDP):
         if self.device_type == "cpu" and not is_on_stream:
             reduction.enter(group, is_divided=True)
             self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
-            torch_private.give_group(self.reducer, self._releasable)
+            self._releasable.replace(self.reducer)
         else:  # nobody waits on the host, and an abort releases the stream
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
             if is_on_stream:
                 self._releasable = ReleasableGroup(group, reduction.queue, is_on_stream=True)
-                torch_private.give_group(self.reducer, self._releasable)
+                self._releasable.replace(self.reducer)
 
     def leave_world(self) -> None:
         """Back to a plain module, with nothing left of the group.
@@ -111,7 +116,7 @@ class ElasticDDP(DDP):
         the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
         """
         if "reducer" in self.__dict__:
-            torch_private.remove_hooks(self.reducer)
+            remove_reducer_hooks(self.reducer)
         for name in ("reducer", "logger", "process_group"):
             self.__dict__.pop(name, None)
         self.reduction.leave()
@@ -144,7 +149,9 @@ class ElasticDDP(DDP):
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; with DDP's work around it only while training in a world."""
-        if not self.is_plain and self._is_reduced():
+        is_plain = self.is_plain
+        self._note_phase(is_plain=is_plain)
+        if not is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
             self.reduction.has_forward = True
@@ -155,6 +162,14 @@ class ElasticDDP(DDP):
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved[0], moved_kwargs[0]
         return self.module(*inputs, **kwargs)
+
+    @not_compiled
+    def _note_phase(self, *, is_plain: bool) -> None:
+        """A forward pass is a sign of life, and says whether the script trains or evaluates."""
+        if not is_plain:
+            phases.enter(Phase.COMPUTE)
+        elif not (self.training and torch.is_grad_enabled()):
+            phases.enter(Phase.EVALUATION)
 
     @not_compiled
     def _is_reduced(self) -> bool:

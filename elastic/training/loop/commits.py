@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic.errors import TrainingError
-from elastic.process_group.pending import pending
+from elastic.hangs.phases import phases
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
@@ -67,6 +67,7 @@ class Commits:
             waiting = []
         self._current.drop()
         self._job.progress.step += 1
+        phases.committed(self._job.progress.step)
         self._checkpoints.step_ended()
         if loader is not None:
             loader.advance()
@@ -125,7 +126,7 @@ class Commits:
         """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
         for callback in self._callbacks.last(left):
             callback(step)
-            pending.settle()  # it may have used what an abort has left of a collective
+            self._lifecycle.settle()  # it may have used what an abort has left of a collective
             left -= 1
             if self._strategies.active.can_roll_back:
                 self._progress.called_back(left)

@@ -8,6 +8,8 @@ from contextlib import closing
 from typing import Any
 
 from elastic.errors import TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.training.data.following import Pass
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.plan import Position
@@ -45,12 +47,16 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     loop.begin_pass(loader)
     world = loop.lifecycle.world
     batches = loader.batches(world.rank, world.size, keeps_workers=True)
+    phases.enter(Phase.DATA)
     try:
         for first in batches:
             yield loop.begin(loader, first, batches)
             loop.commit()
+            phases.enter(Phase.DATA)
+        phases.enter(Phase.SCRIPT)
         loop.script_goes_on()
     except GeneratorExit:
+        phases.enter(Phase.SCRIPT)
         loop.leave(world, loader)
         raise
 

@@ -10,13 +10,11 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import WorldMessage
-from elastic.process_group.collectives import all_sum
-from elastic.process_group.group import GroupSpec, ProcessGroup
-from elastic.process_group.pending import pending
+from elastic.process_group import GroupSpec, ProcessGroup, all_sum
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import TlsFiles
 from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.manager import LEAVING_S, SHARE_S, CheckpointManager, Peers
+from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.current_step import CurrentStep
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.lifecycle import Lifecycle
@@ -25,12 +23,11 @@ from elastic.training.recovery.reconfiguration import Reconfiguration
 from elastic.training.recovery.step_timer import StepTimer
 from elastic.training.state.job_state import JobState
 from elastic.training.step import Step
+from elastic.tuning.worker_intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
 from elastic.worker.worlds import Worlds, world_of, write_environment
 from elastic.world.faults import causes, is_world_fault, may_come_of_garbage
 
-BUILD_TIMEOUT_S = 30.0  # a group is built in milliseconds once every rank is there
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s")
-_LEAVE_SLICE_S = 0.2
 
 
 class InProcess:
@@ -97,7 +94,7 @@ class InProcess:
         if is_world_fault(error) or _is_switch(error):
             return True
         # Whatever the script makes of results that an abort has left is not its mistake.
-        return pending.may_be_garbage and may_come_of_garbage(error)
+        return self._group.may_be_garbage and may_come_of_garbage(error)
 
     def recover(self, error: BaseException) -> None:
         """Leave the world that is over, enter the next one, and restore the state of a commit."""
@@ -199,13 +196,13 @@ class InProcess:
         """The job continues without this node, or ends here: wait for the agent to end it."""
         if self._lifecycle.is_restored and self._checkpoints.is_open:
             if message.nodes == 0:
-                self._checkpoints.flush(self._job, LEAVING_S)
+                self._checkpoints.flush(self._job, leaving_s())
                 self._checkpoints.release()
             else:
-                self._checkpoints.finish_writing(LEAVING_S)
+                self._checkpoints.finish_writing(leaving_s())
         self._worlds.left(self._job.progress.step)
         while True:
-            SYSTEM_CLOCK.sleep(_LEAVE_SLICE_S)
+            SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
 
     def end_attempt(self) -> None:
         """No rank is done before all are: one that fails in the last step still finds peers that

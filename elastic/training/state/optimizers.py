@@ -17,6 +17,8 @@ from torch.optim.optimizer import (
 )
 
 from elastic.errors import TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
@@ -123,6 +125,7 @@ class OptimizerGuard:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
+        phases.enter(Phase.OPTIMIZER)
         known, step = self._of(optimizer), self._present_step()
         self._forget_abandoned(optimizer)
         name, closure = known.name, _closure(args, kwargs)
@@ -166,6 +169,7 @@ class OptimizerGuard:
                 self.rollback.copy_weights(SEVERAL)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        phases.enter(Phase.SCRIPT)
         update = self._updates.pop() if self._updates else None
         if update is None or update.name is None or update.is_masked:
             return

@@ -12,6 +12,7 @@ Imports torch alone.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 from elastic import torch_versions
 
@@ -37,6 +38,8 @@ NAMES = (
     "torch.distributed.distributed_c10d._world.pg_names",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+    "torch.distributed.Work._get_op_type",
     # DDP's reducer, and the methods of DDP's that ElasticDDP puts its own in the place of.
     "torch.distributed.Reducer._remove_autograd_hooks",
     "torch.distributed.Reducer._update_process_group",
@@ -53,6 +56,7 @@ NAMES = (
     # Data workers.
     "torch.UntypedStorage._new_shared",
     "torch.utils.data.DataLoader._get_iterator",
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
     # The gradient scaler.
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
 )
@@ -104,6 +108,27 @@ def default_group() -> dist.ProcessGroup:
 def forget_group_count() -> None:
     """Have the next default group be named like the first: all ranks must name it alike."""
     distributed_c10d._world.group_count = 0
+
+
+def collectives_begun() -> int:
+    """How many collectives of the default group this rank has begun; 0 without a group."""
+    if not dist.is_initialized():
+        return 0
+    group: Any = distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())
+
+
+def operation_of(work: Any) -> int:
+    """Which operation it is: c10d's OpType; -1 where the work does not say."""
+    try:
+        return int(work._get_op_type())
+    except (AttributeError, TypeError, RuntimeError):  # a work that is made in Python
+        return -1
+
+
+def has_subgroups() -> bool:
+    """Whether there are other groups than the default one."""
+    return len(distributed_c10d._world.pg_names) > 1
 
 
 def abort_groups() -> None:
@@ -166,6 +191,23 @@ def iterates_as_torch_does(kind: type[DataLoader[Any]]) -> bool:
 def unread_tasks(loader: DataLoader[Any]) -> tuple[Any, ...]:
     """The queues of batches that the loader's present workers are to read, if it has any."""
     return tuple(getattr(loader._iterator, "_index_queues", ()))
+
+
+def watch_batches(enter: Callable[[], Any], leave: Callable[[Any], object]) -> None:
+    """Call ``enter`` before any DataLoader of this process is asked for a batch, and ``leave``
+    with what it returned afterwards."""
+    kind: Any = dataloader._BaseDataLoaderIter
+    of_torch = kind.__next__
+
+    @functools.wraps(of_torch)
+    def watched(iterator: Any) -> Any:
+        before = enter()
+        try:
+            return of_torch(iterator)
+        finally:
+            leave(before)
+
+    kind.__next__ = watched
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:

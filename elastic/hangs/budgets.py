@@ -1,0 +1,114 @@
+"""How long a rank may show no sign of progress before it counts as hung. Pure.
+
+A budget is a floor, or a multiple of what the same phase took lately on this rank, whichever is
+longer. A fixed limit is wrong both ways: half a minute is nothing for a step of a large model, and
+for ever for one of 20 ms. The floors differ by phase: what a script does outside of forward and
+backward pass (evaluation on rank 0, an upload) may take minutes without any sign, what is between
+two batches has been measured hundreds of times.
+
+Waiting ranks have thresholds, too. They are never the culprits while another rank is not in the
+collective; their thresholds say when to publish what is known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from elastic.hangs.facts import Flag, Phase, RankFacts
+from elastic.tuning.agent_intervals import HANG_FIRST_STEPS_S, HANG_SUSPICION_S
+from elastic.tuning.timeouts import Timeouts
+
+# A phase may take so many times longer than it takes, and than the longest of the last ones. (The
+# longest decays by half in about 35 steps: elastic/hangs/phases.py.)
+_TIMES_TYPICAL = 20.0
+_TIMES_LONGEST = 4.0
+_TIMES_COLLECTIVE = 10.0
+# The first steps of a world allocate, tune and compile; what they take says nothing of later ones.
+FIRST_STEPS = 3
+# A loader's first batches, and those of each epoch, fill buffers and start workers.
+_DATA_FLOORS = 10.0
+# A collective that all ranks are in can be a large one on a slow network.
+_LOST_MESSAGE_FLOORS = 4.0
+# Of a budget: after this part of it what is known is published, for the leader to have it in time.
+_SUSPICION = 0.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPolicy:
+    """The floors, in seconds. ``hang_timeout_s`` is for what happens in every step."""
+
+    hang_timeout_s: float = Timeouts.hang_timeout_s
+    outside_step_s: float = (
+        Timeouts.hang_script_timeout_s
+    )  # the script's own code, evaluation, checkpoints, compilation
+    first_steps_s: float = HANG_FIRST_STEPS_S
+
+
+def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
+    """How long this rank may stay as it is while others wait for it."""
+    floor_s = policy.hang_timeout_s
+    if facts.flags & (Flag.GARBAGE | Flag.COMPILING):
+        return max(policy.outside_step_s, floor_s)
+    match facts.phase:
+        case Phase.COMPUTE | Phase.OPTIMIZER:
+            measured_s = max(floor_s, _own_s(facts), _step_s(facts))
+        case Phase.DATA:
+            measured_s = max(_DATA_FLOORS * floor_s, _own_s(facts))
+        case Phase.NO_WORLD:
+            return math.inf  # nobody waits for it
+        case Phase.COLLECTIVE:
+            return lost_message_s(facts, policy)
+        case _:
+            return max(policy.outside_step_s, floor_s)
+    if facts.steps_in_world < FIRST_STEPS:
+        return max(policy.first_steps_s, measured_s)
+    return measured_s
+
+
+def mismatch_s(facts: RankFacts, policy: BudgetPolicy) -> float:
+    """How long all ranks may wait, each in another collective."""
+    return max(
+        policy.hang_timeout_s, _TIMES_COLLECTIVE * facts.collective_s, _wait_s(facts, policy)
+    )
+
+
+def lost_message_s(facts: RankFacts, policy: BudgetPolicy) -> float:
+    """How long all ranks may wait in one collective."""
+    first_s = policy.first_steps_s if facts.steps_in_world < FIRST_STEPS else 0.0
+    floor_s = _LOST_MESSAGE_FLOORS * policy.hang_timeout_s
+    measured_s = _TIMES_COLLECTIVE * facts.collective_s
+    return max(first_s / 10, floor_s, measured_s, _wait_s(facts, policy))
+
+
+def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
+    """How long this rank may stay as it is before its node publishes what it knows.
+
+    For a rank that waits it is measured by how long its own steps take: the others' are as long.
+    """
+    if facts.flags & Flag.DEBUGGER:
+        return HANG_SUSPICION_S  # whoever waits is told at once
+    if facts.phase in (Phase.COLLECTIVE, Phase.FORMING):
+        return _wait_s(facts, policy)
+    return max(HANG_SUSPICION_S, _SUSPICION * budget_s(facts, policy))
+
+
+def _wait_s(facts: RankFacts, policy: BudgetPolicy) -> float:
+    """How long a rank waits for the others' steps without anything being wrong."""
+    return max(HANG_SUSPICION_S, _SUSPICION * max(policy.hang_timeout_s, _step_s(facts)))
+
+
+def _own_s(facts: RankFacts) -> float:
+    return max(_TIMES_TYPICAL * facts.typical_s, _TIMES_LONGEST * facts.longest_s)
+
+
+def _step_s(facts: RankFacts) -> float:
+    return max(_TIMES_TYPICAL * facts.typical_step_s, _TIMES_LONGEST * facts.longest_step_s)
+
+
+def thresholds_s(facts: RankFacts, policy: BudgetPolicy) -> tuple[float, ...]:
+    """When to publish, in ascending order: at each of them a verdict may change."""
+    at = {suspicion_s(facts, policy), budget_s(facts, policy)}
+    if facts.phase is Phase.COLLECTIVE:
+        at.add(mismatch_s(facts, policy))
+    return tuple(sorted(at))

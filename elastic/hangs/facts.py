@@ -1,0 +1,110 @@
+"""What is known of each rank when the job does not go on: the input of a verdict.
+
+A rank's facts come from its page, which the worker keeps (:mod:`elastic.hangs.page`), and from the
+kernel (:mod:`elastic.hangs.kernel`). They are published as JSON, so every field is a plain value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+
+class Phase(IntEnum):
+    """What the main thread of a worker is doing."""
+
+    STARTING = 0  # it is in no world yet: imports, data sets, the model
+    FORMING = 1  # it builds the group of a world, and agrees on the state
+    DATA = 2  # waits for a batch
+    COMPUTE = 3  # forward and backward pass
+    COLLECTIVE = 4  # waits for the other ranks
+    OPTIMIZER = 5
+    SCRIPT = 6  # the script's own code, outside of forward and backward pass
+    EVALUATION = 7
+    CHECKPOINT = 8
+    NO_WORLD = 9  # it has left one, or none has come yet: its agent will say which is next
+
+    @property
+    def label(self) -> str:
+        """For sentences: "hangs in …"."""
+        return _LABELS[self]
+
+
+_LABELS = {
+    Phase.STARTING: "its start",
+    Phase.FORMING: "the change of the world",
+    Phase.DATA: "waiting for a batch",
+    Phase.COMPUTE: "the forward and backward pass",
+    Phase.COLLECTIVE: "a collective",
+    Phase.OPTIMIZER: "the optimizer's update",
+    Phase.SCRIPT: "the script's own code",
+    Phase.EVALUATION: "evaluation",
+    Phase.CHECKPOINT: "a checkpoint",
+    Phase.NO_WORLD: "waiting for its next world",
+}
+
+
+class Flag(IntFlag):
+    """What else a worker says about itself."""
+
+    NONE = 0
+    DEBUGGER = 1  # a person is at a debugger's prompt
+    GARBAGE = 2  # a full garbage collection is under way
+    COMPILING = 4  # torch.compile is
+    ON_STREAM = 8  # collectives are queued on a device, and the host runs ahead of them
+    SUBGROUPS = 16  # the script has process groups of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFacts:
+    """What the kernel says about a worker's main thread."""
+
+    state: str = "S"  # R running, S asleep, D uninterruptible, T stopped, t traced, Z zombie
+    tracer_pid: int = 0
+    wait_channel: str = ""  # the kernel function it sleeps in
+    cpu_share: float = 0.0  # of one core, used by the whole process since the last look
+    data_workers: str = ""  # their states, one letter each
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """One rank, as its agent has seen it."""
+
+    rank: int
+    node: str  # its name
+    local_rank: int
+    pid: int
+    generation: int
+    step: int
+    phase: Phase
+    outer: Phase  # for a collective: where it was called
+    flags: Flag
+    progress: int  # changes with every sign of life of the main thread
+    # Since the last sign of life. Time in which the machine stood still is not counted.
+    quiet_s: float
+    collective: int  # sequence number of the last collective that it has begun
+    operation: str  # its name
+    steps_in_world: int  # committed in this world by this process
+    longest_s: float  # the longest that this phase took lately
+    typical_s: float  # how long it takes, smoothed
+    longest_step_s: float  # the same of forward and backward pass
+    typical_step_s: float
+    collective_s: float  # how long collectives take, smoothed
+    checkpoint_step: int  # the last one that this rank knows to be saved; -1: none
+    kernel: KernelFacts
+
+    @property
+    def is_traced(self) -> bool:
+        """A debugger holds it, or a person sits at its prompt."""
+        by_kernel = self.kernel.tracer_pid != 0 or self.kernel.state == "t"
+        return by_kernel or bool(self.flags & Flag.DEBUGGER)
+
+    @property
+    def call(self) -> tuple[int, int, int, str]:
+        """Which collective it waits in: equal for ranks that wait for each other."""
+        return self.step, int(self.outer), self.collective, self.operation
+
+    @property
+    def name(self) -> str:
+        """For sentences."""
+        return f"rank {self.rank} on {self.node}"

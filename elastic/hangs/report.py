@@ -1,0 +1,177 @@
+"""The hang report: what is known at the moment of a verdict, as text for people and as JSON.
+
+The text of a rank's last hang replaces the one before, so that its path can be part of an error
+that is compared with the next one; the JSON file of each is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.errors import ConfigError
+from elastic.hangs import stacks
+from elastic.hangs.facts import Phase, RankFacts
+from elastic.hangs.verdict import Judgment
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport:
+    """Everything about one verdict. Processes are those of the node that acts; so are stacks, until
+    other nodes have sent theirs."""
+
+    verdict: Judgment
+    generation: int
+    size: int  # of the world
+    time: str  # UTC
+    ranks: tuple[RankFacts, ...]  # those that show no progress
+    stacks: Mapping[int, str]  # by rank
+    data_workers: Mapping[int, Mapping[int, str]]  # stacks by pid, by the rank they belong to
+    native_stacks: Mapping[int, str]
+    processes: Mapping[int, Mapping[str, str]]
+    node: Mapping[str, str]
+    done: str
+
+
+class ReportFolder:
+    """Where reports go: the folder that was asked for, else a fresh one of this user's."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+
+    @property
+    def folder(self) -> str:
+        """Made when it is needed first."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="elastic-hangs-")
+        return self._folder
+
+    def path(self, node: str, rank: int | None) -> Path:
+        """Of the text."""
+        what = "world" if rank is None else f"rank{rank}"
+        return Path(self.folder) / f"hang-{_UNSAFE.sub('_', node)}-{what}.txt"
+
+    def write(self, path: Path, report: HangReport) -> str:
+        """Both files; why they could not be written, or ""."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(render(report), encoding="utf-8", errors="replace")
+            name = f"{path.stem}-generation{report.generation}.json"
+            path.with_name(name).write_text(as_json(report), encoding="utf-8")
+        except OSError as error:
+            return f"{path} cannot be written: {error}"
+        return ""
+
+
+def check_folder(folder: str | None) -> None:
+    """Raise ConfigError unless reports can be written there."""
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"hang_report_folder={folder} cannot be written to: {error}",
+            hint="set it with --rdzv-conf=hang_report_folder=... or ELASTIC_HANG_REPORT_FOLDER to "
+            "a folder that this user may write to, or leave it out",
+        ) from None
+
+
+def as_json(report: HangReport) -> str:
+    """For programs."""
+    return json.dumps(dataclasses.asdict(report), indent=1, default=str)
+
+
+def render(report: HangReport) -> str:
+    """For people."""
+    verdict = report.verdict
+    parts = [
+        f"Hang: {verdict.reason}",
+        "",
+        f"kind         {verdict.kind.value} (confidence: {verdict.confidence.value})",
+        f"at           {report.time}, in generation {report.generation} of {report.size} ranks",
+        f"action       {verdict.action.value}: {report.done}",
+        *_culprits(report),
+        "",
+        *_table(report),
+        *_stacks(report),
+    ]
+    for rank, said in report.processes.items():
+        parts += [f"Process of rank {rank}", *_pairs(said), ""]
+    parts += ["Node", *_pairs(report.node), ""]
+    return "\n".join(parts)
+
+
+def _culprits(report: HangReport) -> list[str]:
+    by_rank = {r.rank: r for r in report.ranks}
+    said = []
+    for rank in report.verdict.culprits:
+        if (r := by_rank.get(rank)) is None:
+            continue
+        said.append(
+            f"culprit      {r.name} (local rank {r.local_rank}, pid {r.pid}): {r.phase.label}, "
+            f"step {r.step}, {r.quiet_s:.1f} s without a sign of progress"
+        )
+        if r.checkpoint_step >= 0:
+            said.append(f"checkpoint   of step {r.checkpoint_step}, the last that it knows of")
+    return said
+
+
+def _table(report: HangReport) -> list[str]:
+    head = ("rank", "node", "pid", "gen", "step", "phase", "quiet s", "collective", "kernel")
+    rows = [head, *(_row(r) for r in sorted(report.ranks, key=lambda r: r.rank))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    known = {r.rank for r in report.ranks}
+    missing = [str(rank) for rank in range(report.size) if rank not in known]
+    if missing:
+        lines.append(f"going on, or not known: rank {', '.join(missing)}")
+    return ["Ranks that show no progress", *(line.rstrip() for line in lines), ""]
+
+
+def _row(r: RankFacts) -> tuple[str, ...]:
+    kernel = r.kernel
+    facts = (kernel.state, kernel.wait_channel, f"{100 * kernel.cpu_share:.0f}% CPU")
+    workers = f"data workers {kernel.data_workers}" if kernel.data_workers else ""
+    where = f" (called in {r.outer.label})" if r.phase is Phase.COLLECTIVE else ""
+    return (
+        str(r.rank),
+        r.node,
+        str(r.pid),
+        str(r.generation),
+        str(r.step),
+        r.phase.label + where,
+        f"{r.quiet_s:.1f}",
+        f"{r.operation} {r.collective}",
+        " ".join(part for part in (*facts, workers) if part),
+    )
+
+
+def _stacks(report: HangReport) -> list[str]:
+    said = []
+    for title, taken in (("Stacks", report.stacks), ("Native stacks", report.native_stacks)):
+        if not any(taken.values()):
+            continue
+        said += [f"{title}, outliers first", ""]
+        for ranks, text in stacks.group(list(taken.items())):
+            shown = stacks.main_first(text) or "none: it is stopped, or blocked in the kernel"
+            said += [f"rank {', '.join(map(str, ranks))}:", shown, ""]
+    for rank, children in report.data_workers.items():
+        for pid, text in children.items():
+            said += [f"data worker {pid} of rank {rank}:", stacks.main_first(text), ""]
+    return said
+
+
+def _pairs(said: Mapping[str, str]) -> Sequence[str]:
+    width = max(map(len, said), default=0)
+    return [f"  {name.ljust(width)}  {value}" for name, value in said.items()]

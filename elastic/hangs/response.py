@@ -1,0 +1,198 @@
+"""What an agent does about a verdict on one of its workers: take stacks, end it, report.
+
+Runs on the thread of :class:`elastic.hangs.watch.HangWatch`: neither a slow disk nor a worker that
+writes no stacks holds up the node's own thread.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.events import HangFound, HangOver
+from elastic.hangs import kernel, stacks
+from elastic.hangs.facts import RankFacts
+from elastic.hangs.report import HangReport, ReportFolder
+from elastic.hangs.verdict import HangAction, Judgment, judge_stopped
+from elastic.hangs.watch import HangWatch, WatchedWorker
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
+
+_MOST = 4  # data workers whose stacks are taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A verdict, and what it was judged from."""
+
+    verdict: Judgment
+    generation: int
+    size: int
+    ranks: tuple[RankFacts, ...]
+
+
+class HangResponse:
+    """One per agent. ``before_kill`` is told which process ends and why, before it does;
+    ``abort`` has the world formed anew."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        acts: bool,
+        stop_grace_s: float,
+        folder: ReportFolder,
+        journal: EventSink,
+        before_kill: Callable[[int, str], object],
+        abort: Callable[[int, str], object],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._node = node
+        self._acts = acts
+        self._stop_grace_s = stop_grace_s
+        self._folder = folder
+        self._journal = journal
+        self._before_kill = before_kill
+        self._abort = abort
+        self._clock = clock
+        self._answered: set[tuple[object, ...]] = set()
+        self._last: tuple[Path, HangReport] | None = None
+
+    def on_stopped(
+        self, watch: HangWatch, worker: WatchedWorker, facts: RankFacts, stopped_s: float
+    ) -> None:
+        """A worker is in state T or t: nobody else has to be asked."""
+        verdict = judge_stopped(facts, stopped_s, self._stop_grace_s)
+        if verdict.action is HangAction.WAIT:
+            return
+        judged = Judged(verdict=verdict, generation=facts.generation, size=0, ranks=(facts,))
+        self.carry_out(watch, judged)
+
+    def carry_out(self, watch: HangWatch, judged: Judged) -> None:
+        """Once per verdict, however often it is heard of."""
+        verdict = judged.verdict
+        culprit = verdict.culprit
+        key: tuple[object, ...] = (judged.generation, verdict.kind, culprit and culprit.pid)
+        if verdict.action is not HangAction.LEAVE_ALONE:  # that is said once
+            key += (culprit and culprit.progress,)
+        if key in self._answered:
+            return
+        self._answered.add(key)
+        worker = watch.worker(culprit.pid) if culprit is not None else None
+        if verdict.action is HangAction.KILL:
+            if worker is None or culprit is None:
+                return  # it has ended meanwhile
+            self._end(watch, judged, worker, culprit)
+        elif verdict.action is HangAction.ABORT_AND_REFORM:
+            self._reform(watch, judged)
+        elif worker is not None:
+            self._emit(judged, "")
+
+    def _reform(self, watch: HangWatch, judged: Judged) -> None:
+        path = self._folder.path(self._node, None)
+        report = self._observe(watch, judged)
+        if self._acts:
+            self._abort(judged.generation, f"{judged.verdict.reason}; report: {path}")
+            report = replace(report, done="the same ranks form another world")
+        self._write(path, judged, report)
+
+    def _end(
+        self, watch: HangWatch, judged: Judged, worker: WatchedWorker, culprit: RankFacts
+    ) -> None:
+        path = self._folder.path(self._node, culprit.rank)
+        report = self._observe(watch, judged)
+        if not worker.is_as_judged(culprit):  # also while its stacks were taken
+            reason = "it showed a sign of progress before it was ended"
+            self._journal.emit(HangOver(rank=culprit.rank, reason=reason))
+            return
+        if self._acts:
+            reason = f"{judged.verdict.reason}; report: {path}"
+            self._before_kill(worker.pid, reason)
+            _write_error_file(worker.error_file, reason, self._clock.wall())
+            worker.kill()
+            done = f"pid {worker.pid} was ended with SIGKILL; the others recover as from a death"
+            report = replace(report, done=done)
+        self._write(path, judged, report)
+
+    def _observe(self, watch: HangWatch, judged: Judged) -> HangReport:
+        """What is gone once the verdict is carried out. The rest is for later: the job waits."""
+        workers = {watch.facts(w).rank: w for w in watch.workers}
+        return HangReport(
+            verdict=judged.verdict,
+            generation=judged.generation,
+            size=judged.size,
+            time=_utc(self._clock.wall()),
+            ranks=judged.ranks,
+            stacks={rank: stacks.take(w.pid, w.stacks) for rank, w in workers.items()},
+            data_workers=_data_workers(watch, judged),
+            native_stacks={rank: stacks.take_native(w.pid) for rank, w in workers.items()},
+            processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
+            node={},
+            done="nothing, as hang_detection=report says",
+        )
+
+    def _write(self, path: Path, judged: Judged, report: HangReport) -> None:
+        node = kernel.describe_node([os.getcwd(), self._folder.folder])
+        report = replace(report, node=node)
+        self._last = path, report
+        failure = self._folder.write(path, report)
+        if failure:
+            get_logger().warning("no hang report: %s", failure)
+        self._emit(judged, "" if failure else str(path))
+
+    def add_stacks(self, generation: int, taken: Mapping[int, str]) -> None:
+        """Those of another node's ranks have come: the last report is written again with them."""
+        if self._last is None or self._last[1].generation != generation:
+            return
+        path, report = self._last
+        report = replace(report, stacks={**taken, **report.stacks})
+        self._last = path, report
+        self._folder.write(path, report)
+
+    def _emit(self, judged: Judged, path: str) -> None:
+        verdict = judged.verdict
+        self._journal.emit(
+            HangFound(
+                generation=judged.generation,
+                action=verdict.action.value if self._acts else "report",
+                kind=verdict.kind.value,
+                ranks=verdict.culprits,
+                confidence=verdict.confidence.value,
+                reason=verdict.reason,
+                report=path,
+            ),
+            level=logging.WARNING,
+        )
+
+
+def _utc(wall_s: float) -> str:
+    return datetime.datetime.fromtimestamp(wall_s, datetime.timezone.utc).isoformat("T", "seconds")
+
+
+def _data_workers(watch: HangWatch, judged: Judged) -> dict[int, dict[int, str]]:
+    """Stacks of the culprit's children that were forked: they have its handler, and its file."""
+    culprit = judged.verdict.culprit
+    worker = watch.worker(culprit.pid) if culprit is not None else None
+    if worker is None or culprit is None:
+        return {}
+    taken = {pid: stacks.take(pid, worker.stacks) for pid in kernel.children(worker.pid)[:_MOST]}
+    return {culprit.rank: {pid: text for pid, text in taken.items() if text}}
+
+
+def _write_error_file(path: str, reason: str, wall_s: float) -> None:
+    """Where torchrun looks for what its workers failed of (torch 2.13,
+    elastic/multiprocessing/errors/error_handler.py): else it knows only the signal."""
+    if not path:
+        return
+    said = {"message": reason, "extraInfo": {"py_callstack": "", "timestamp": str(int(wall_s))}}
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump({"message": said}, file)
+    except OSError as error:
+        get_logger().warning("%s cannot be written: %s", path, error)

@@ -1,0 +1,144 @@
+"""Stacks of a worker, taken while its interpreter lock is held elsewhere, and without ptrace.
+
+faulthandler writes them from a signal handler: it takes no lock, and walks the threads as they
+are. The handler writes into a memfd of the worker's, which the agent opens through
+``/proc/PID/fd``. A process that is stopped, or blocked in the kernel (state D), runs no handler:
+there is no stack then.
+
+``py-spy`` shows native frames, too. It is used where it is installed and may trace the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
+
+NAME = "elastic-stacks"
+NO_SIGNAL = 0
+# Real-time signals have no meaning of their own. glibc takes the first two, Java and profilers
+# begin at the low end.
+_SIGNALS = tuple(range(signal.SIGRTMAX - 5, signal.SIGRTMAX - 13, -1))
+_MOST_BYTES = 256 << 10
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+@dataclass(frozen=True)
+class StackSource:
+    """Where an agent asks a worker for its stacks."""
+
+    fd: int  # in the worker
+    signum: int  # NO_SIGNAL: all candidates are the script's own
+
+
+def offer() -> StackSource:
+    """In the worker's main thread: be ready to write the stacks of all threads on a signal.
+
+    Raises OSError where the kernel gives no memory.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    free = (s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_DFL)
+    signum = next(free, NO_SIGNAL) if is_main else NO_SIGNAL
+    if signum == NO_SIGNAL:
+        return StackSource(-1, NO_SIGNAL)
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    faulthandler.register(signum, file=fd, all_threads=True, chain=False)
+    return StackSource(fd, signum)
+
+
+def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
+    """The stacks of all threads of process ``pid``, the main thread's last; "" if it gives none."""
+    if source.signum == NO_SIGNAL or not _catches(pid, source.signum):
+        return ""  # the signal would end it: another program runs in this process by now
+    path = f"/proc/{pid}/fd/{source.fd}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            return ""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        before = os.fstat(fd).st_size
+        os.kill(pid, source.signum)
+        return _read_when_written(fd, before, clock)
+    except ProcessLookupError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def _read_when_written(fd: int, before: int, clock: Clock) -> str:
+    """What was added, once nothing is added any more."""
+    deadline_s = clock.monotonic() + STACKS_DUMPED_S
+    size = before
+    while clock.monotonic() < deadline_s:
+        clock.sleep(STACKS_POLL_S)
+        now = os.fstat(fd).st_size
+        if now > before and now == size:
+            break
+        size = now
+    return os.pread(fd, _MOST_BYTES, before).decode(errors="replace")
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for this signal (proc(5), SigCgt)."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
+    except OSError:
+        return False
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def take_native(pid: int) -> str:
+    """By ``py-spy dump --native``, if it is installed and may trace the process; else ""."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    command = [program, "dump", "--native", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=STACKS_PY_SPY_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def main_thread(stacks: str) -> tuple[str, ...]:
+    """The frames of the main thread, innermost first, as ``file:line name``.
+
+    >>> main_thread('Thread 0x7f (most recent call first):\\n  File "a.py", line 3 in wait\\n\\n'
+    ...     'Current thread 0x8f (most recent call first):\\n  File "t.py", line 9 in <module>')
+    ('t.py:9 <module>',)
+    """
+    threads = re.split(r"\n(?=(?:Current thread|Thread) )", stacks.strip())
+    frames = [_FRAME.search(line) for line in threads[-1].splitlines()]
+    return tuple(f"{f['file']}:{f['line']} {f['name']}" for f in frames if f is not None)
+
+
+def main_first(stacks: str) -> str:
+    """The same, with the main thread first: it is what a reader looks for."""
+    threads = re.split(r"\n+(?=(?:Current thread|Thread) )", stacks.strip())
+    return "\n\n".join(reversed(threads))
+
+
+def group(by_rank: Sequence[tuple[int, str]]) -> list[tuple[tuple[int, ...], str]]:
+    """Ranks whose main threads are at the same place, the fewest first: outliers stand out.
+
+    Returns for each group its ranks and the stacks of the first of them.
+    """
+    groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    for rank, stacks in by_rank:
+        groups.setdefault(main_thread(stacks), []).append((rank, stacks))
+    ordered = sorted(groups.values(), key=lambda members: (len(members), members[0][0]))
+    return [(tuple(rank for rank, _ in members), members[0][1]) for members in ordered]

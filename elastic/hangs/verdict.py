@@ -1,0 +1,245 @@
+"""Who keeps the job from going on, and what is to be done: a pure function over facts.
+
+``judge(ranks, size, policy)`` looks at what is known of every rank of a world. The rule behind it:
+ranks that wait in a collective are victims; the rank that is not in it is the culprit, whatever it
+does. Nobody is ended on suspicion: a rank that shows signs of life, or has not used up its budget,
+is waited for, and so is one of which nothing is known (its node publishes nothing as long as its
+ranks go on).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s, suspicion_s
+from elastic.hangs.facts import Flag, Phase, RankFacts
+
+_IDLE = 0.05  # of a core: less is no work
+
+
+class HangAction(str, Enum):
+    """What is to be done."""
+
+    WAIT = "wait"
+    KILL = "kill"  # the culprit; the others recover as from a death
+    ABORT_AND_REFORM = "abort-and-reform"  # nobody is ended: the same ranks form another world
+    LEAVE_ALONE = "leave-alone"  # a person debugs
+
+
+class HangKind(str, Enum):
+    """What kind of hang it is."""
+
+    NONE = "none"
+    STOPPED = "stopped"
+    DEBUGGED = "debugged"
+    ABSENT = "absent"  # not in the collective that the others wait in
+    MISMATCH = "mismatch"  # ranks wait in different collectives
+    LOST_MESSAGE = "lost-message"  # all wait in the same one
+
+
+class HangConfidence(str, Enum):
+    """How sure that is."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgment:
+    """``reason`` is a sentence for people, the same for the same hang: it holds no duration."""
+
+    action: HangAction
+    kind: HangKind
+    culprits: tuple[int, ...]  # ranks
+    culprit: RankFacts | None = None  # the first of them: what is done, is done to it
+    confidence: HangConfidence
+    reason: str
+
+
+def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgment:
+    """The verdict on a world of ``size`` ranks, of which these are known not to go on."""
+    if debugged := [r for r in ranks if r.is_traced]:
+        return _leave_alone(debugged)
+    unknown = size - len({r.rank for r in ranks})
+    waiting = [r for r in ranks if _is_waiting(r, ranks)]
+    working = [r for r in ranks if not _is_waiting(r, ranks)]
+    if not any(r.quiet_s >= suspicion_s(r, policy) for r in waiting):
+        return _wait("no rank has waited for long")
+    if over := [r for r in working if r.quiet_s >= budget_s(r, policy)]:
+        return _kill(over, waiting)
+    if unknown:
+        return _wait(f"{unknown} of {size} ranks may be going on")
+    if working:
+        slow = working[0]
+        return _wait(f"{slow.name} is in {slow.phase.label}, within its budget")
+    return _all_wait(waiting, policy)
+
+
+def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgment:
+    """The verdict of its own agent on a worker in state T (SIGSTOP, SIGTSTP)."""
+    if facts.is_traced:
+        return _leave_alone([facts])
+    if facts.kernel.state != "T" or stopped_s < grace_s:
+        return _wait(f"{facts.name} is not stopped for long")
+    return Judgment(
+        action=HangAction.KILL,
+        kind=HangKind.STOPPED,
+        culprits=(facts.rank,),
+        culprit=facts,
+        confidence=HangConfidence.HIGH,
+        reason=f"{facts.name} is stopped: its process is in state T (SIGSTOP)",
+    )
+
+
+def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
+    """Whether it is held up by others. A collective of an earlier generation than the newest is
+    over: whoever is still in it is not released, and keeps the others."""
+    if facts.phase is Phase.FORMING:
+        return True
+    if facts.generation != max(r.generation for r in ranks):
+        return False
+    return facts.phase is Phase.COLLECTIVE or _may_wait_for_device(facts, ranks)
+
+
+def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
+    """Where collectives are queued on a device, a script waits for them anywhere: ``loss.item()``.
+    It waits for others if it has queued as many as any of them."""
+    if not facts.flags & Flag.ON_STREAM or facts.phase is Phase.DATA:
+        return False
+    in_collective = [r.collective for r in ranks if r.phase is Phase.COLLECTIVE]
+    return bool(in_collective) and facts.collective >= max(in_collective)
+
+
+def _wait(reason: str) -> Judgment:
+    return Judgment(
+        action=HangAction.WAIT,
+        kind=HangKind.NONE,
+        culprits=(),
+        confidence=HangConfidence.HIGH,
+        reason=reason,
+    )
+
+
+def _leave_alone(debugged: Sequence[RankFacts]) -> Judgment:
+    first = min(debugged, key=lambda r: r.rank)
+    by = (
+        f"process {first.kernel.tracer_pid} traces it"
+        if first.kernel.tracer_pid
+        else "it is at a debugger's prompt"
+    )
+    return Judgment(
+        action=HangAction.LEAVE_ALONE,
+        kind=HangKind.DEBUGGED,
+        culprits=tuple(sorted(r.rank for r in debugged)),
+        culprit=first,
+        confidence=HangConfidence.HIGH,
+        reason=f"{first.name} is being debugged ({by}): the job waits for it",
+    )
+
+
+def _kill(over: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Judgment:
+    # One at a time, the furthest behind first: another may only be waiting for it, unseen.
+    culprit = min(over, key=lambda r: (r.generation, r.step, r.collective, -r.quiet_s, r.rank))
+    where = f" of step {culprit.step}" if _is_in_step(culprit.phase) else ""
+    victims = _where_they_wait(waiting)
+    return Judgment(
+        action=HangAction.KILL,
+        kind=HangKind.ABSENT,
+        culprits=(culprit.rank,),
+        culprit=culprit,
+        confidence=HangConfidence.HIGH if len(over) == 1 else HangConfidence.MEDIUM,
+        reason=f"{culprit.name} hangs in {culprit.phase.label}{where}, {_why(culprit)}, "
+        f"while {victims}",
+    )
+
+
+def _is_in_step(phase: Phase) -> bool:
+    return phase in (Phase.DATA, Phase.COMPUTE, Phase.COLLECTIVE, Phase.OPTIMIZER)
+
+
+def _where_they_wait(waiting: Sequence[RankFacts]) -> str:
+    shown = max(waiting, key=lambda r: (r.generation, r.quiet_s))
+    count = len(waiting)
+    who = f"rank {shown.rank} waits" if count == 1 else f"{count} ranks wait"
+    if shown.phase is Phase.FORMING:
+        return f"{who} for it in the next world"
+    # Without its number, which differs when the same step is done again.
+    return f"{who} in {shown.operation or 'a collective'}"
+
+
+def _call(facts: RankFacts) -> str:
+    return f"{facts.operation or 'a collective'} number {facts.collective}"
+
+
+def _why(facts: RankFacts) -> str:
+    """What it does instead, as far as the kernel shows it."""
+    kernel = facts.kernel
+    if kernel.state == "D":
+        at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
+        return f"blocked in the kernel{at} (a file system or device that does not answer)"
+    if facts.phase is Phase.COLLECTIVE:
+        return f"in {_call(facts)} of generation {facts.generation}, which is over"
+    if kernel.cpu_share > _IDLE:
+        return "using CPU: an endless loop, or a computation that takes very long"
+    if facts.phase is Phase.DATA:
+        workers = f" (data workers in state {kernel.data_workers})" if kernel.data_workers else ""
+        return f"asleep: its data loader gives no batch{workers}"
+    at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
+    return f"asleep{at}: a deadlock, or it waits for something outside of the job"
+
+
+def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
+    if any(r.phase is Phase.FORMING for r in waiting):
+        return _wait("the world is being changed")  # the building of a group has its own timeout
+    # Whoever came last says how long all have been waiting.
+    quiet_s = min(r.quiet_s for r in waiting)
+    calls = Counter(r.call for r in waiting)
+    # Ranks of different subgroups are in different collectives, and so are those of which only
+    # some wait visibly for a device.
+    is_told_apart = all(
+        r.phase is Phase.COLLECTIVE and not r.flags & Flag.SUBGROUPS for r in waiting
+    )
+    if len(calls) == 1 or not is_told_apart:
+        if quiet_s < max(lost_message_s(r, policy) for r in waiting):
+            return _wait("all ranks wait in the same collective, and it may be a long one")
+        return Judgment(
+            action=HangAction.ABORT_AND_REFORM,
+            kind=HangKind.LOST_MESSAGE,
+            culprits=(),
+            confidence=HangConfidence.MEDIUM,
+            reason=f"all {len(waiting)} ranks wait in {_call(waiting[0])} of step "
+            f"{waiting[0].step}: a message was lost, or a connection is broken in one direction",
+        )
+    if quiet_s < max(mismatch_s(r, policy) for r in waiting):
+        return _wait("ranks wait in different collectives, and it may be passing")
+    return _mismatch(waiting, calls)
+
+
+def _mismatch(waiting: Sequence[RankFacts], calls: Counter[tuple[int, int, int, str]]) -> Judgment:
+    (most, votes), *others = calls.most_common()
+    has_majority = votes > max(count for _, count in others)
+    if has_majority:
+        out_of_order = [r for r in waiting if r.call != most]
+    else:  # nobody knows who is right; whoever is ahead has left something out
+        ahead = max(r.call for r in waiting)
+        out_of_order = [r for r in waiting if r.call == ahead]
+    culprit = min(out_of_order, key=lambda r: r.rank)
+    other = next(r for r in waiting if r.call != culprit.call)
+    if has_majority:
+        other = next(r for r in waiting if r.call == most)
+    return Judgment(
+        action=HangAction.ABORT_AND_REFORM,
+        kind=HangKind.MISMATCH,
+        culprits=tuple(sorted(r.rank for r in out_of_order)),
+        confidence=HangConfidence.HIGH if has_majority else HangConfidence.LOW,
+        reason=f"{culprit.name} waits in {_place(culprit)} and rank {other.rank} in "
+        f"{_place(other)}: a collective was skipped, or called in another order",
+    )
+
+
+def _place(facts: RankFacts) -> str:
+    return f"{_call(facts)} of step {facts.step} (called in {facts.outer.label})"

@@ -1,0 +1,330 @@
+"""The agent's thread that looks at its workers a few times a second: pages, and /proc.
+
+It only observes. Time in which the machine, the agent or the worker itself could not run is not
+held against anybody: a paused VM, a suspended laptop and a machine at 100 % load have no hung
+workers. So quiet time is counted in ticks of this thread, none of them for more than twice its
+length, and without what the worker has spent waiting for a core or for pages from disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs import kernel
+from elastic.hangs.budgets import BudgetPolicy, thresholds_s
+from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.page import PageReader, Reading
+from elastic.hangs.phases import operation_name
+from elastic.hangs.stacks import StackSource
+
+_SMOOTHING = 0.3  # of the use of CPU, over about a second
+_MOST_TICKS = 2  # that one may count for
+# Of a tick. A worker that has waited for a core for less of it has had its share of one.
+_STARVED = 0.75
+_UNKNOWN_S = (0.0,) * len(Phase)
+_NO_STACKS = StackSource(-1, 0)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A worker's process, as torchrun knows it."""
+
+    pid: int
+    local_rank: int
+    error_file: str
+
+
+@dataclass(eq=False)
+class WatchedWorker:
+    """What is known of one process."""
+
+    pid: int
+    local_rank: int
+    pidfd: int
+    page: PageReader | None = None  # a script that does not call elastic.join() has none
+    stacks: StackSource = _NO_STACKS
+    error_file: str = ""  # where torchrun looks for what it failed of
+    reading: Reading | None = None
+    quiet_s: float = 0.0
+    stopped_s: float = 0.0
+    level: int = 0  # thresholds that its quiet time has passed
+    cpu_share: float = 0.0
+    state: str = "S"
+    cpu_s: float = 0.0
+    major_faults: int = 0
+    starved_s: float = 0.0
+    tracer_pid: int = 0
+
+    def kill(self) -> None:
+        """SIGKILL this very process, whoever has its number by now."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def is_as_judged(self, facts: RankFacts) -> bool:
+        """Whether it has shown no sign of life since these facts."""
+        if self.page is None:
+            return True
+        reading = self.page.read()
+        return reading is not None and (reading.generation, reading.count) == (
+            facts.generation,
+            facts.progress,
+        )
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.pidfd)
+        if self.page is not None:
+            self.page.close()
+
+
+class HangWatch:
+    """Owned by whoever calls ``close``. Callbacks run on the thread ``elastic-hangs``.
+
+    ``on_facts`` gets the newest generation and the facts of all ranks of this node that show no
+    progress, whenever a verdict over them may change; none once they all go on. ``on_stopped`` gets
+    a worker that is stopped, also by a debugger, with every tick.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: BudgetPolicy,
+        node: str,
+        tick_s: float,
+        on_facts: Callable[[int, tuple[RankFacts, ...]], object],
+        on_stopped: Callable[[WatchedWorker, RankFacts, float], object],
+        on_error: Callable[[BaseException], object],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._policy = policy
+        self._node = node
+        self._tick_s = tick_s
+        self._on_facts = on_facts
+        self._on_stopped = on_stopped
+        self._on_error = on_error
+        self._clock = clock
+        self._workers: dict[int, WatchedWorker] = {}  # of this thread
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._published: tuple[object, ...] = ()
+        self._generation = 0  # of the newest world
+        self._first_rank: int | None = None
+        self._supervised: tuple[Supervised, ...] = ()
+        self._last_tick_s = clock.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic-hangs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop and join. Idempotent."""
+        self._closing.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def post(self, task: Callable[[], object]) -> None:
+        """Run it on the thread, with the next tick at the latest. From any thread."""
+        self._tasks.put(task)
+
+    # -- who is watched: from any thread --------------------------------------------------------
+
+    def add(self, pid: int, local_rank: int, page_fd: int, stacks: StackSource) -> None:
+        """A worker keeps a page."""
+        self.post(lambda: self._add(pid, local_rank, page_fd, stacks))
+
+    def supervise(self, workers: tuple[Supervised, ...]) -> None:
+        """All workers of this node, also those without a page."""
+        if workers != self._supervised:  # torchrun polls ten times a second
+            self._supervised = workers
+            self.post(lambda: self._supervise(workers))
+
+    def remove(self, pid: int) -> None:
+        """A worker has ended."""
+        self.post(lambda: self._remove(pid))
+
+    def enter_world(self, generation: int, first_rank: int | None) -> None:
+        """There is a newer world; the rank of local rank 0 in it, if this node is a member."""
+        self.post(lambda: self._enter_world(generation, first_rank))
+
+    def worker(self, pid: int) -> WatchedWorker | None:
+        """On the thread only."""
+        return self._workers.get(pid)
+
+    @property
+    def workers(self) -> tuple[WatchedWorker, ...]:
+        """On the thread only."""
+        return tuple(self._workers.values())
+
+    def _enter_world(self, generation: int, first_rank: int | None) -> None:
+        """What was quiet in the last world waits for this one now: its time begins anew."""
+        self._generation, self._first_rank = generation, first_rank
+        for worker in self._workers.values():
+            worker.quiet_s, worker.level = 0.0, 0
+
+    def _add(self, pid: int, local_rank: int, page_fd: int, stacks: StackSource) -> None:
+        worker = self._open(pid, local_rank)
+        if worker is None or worker.page is not None:
+            return
+        try:
+            worker.page = PageReader(pid, page_fd)
+        except OSError:
+            return  # it has ended, or /proc is closed to us: the kernel's state still shows
+        worker.stacks = stacks
+
+    def _supervise(self, workers: tuple[Supervised, ...]) -> None:
+        for supervised in workers:
+            worker = self._open(supervised.pid, supervised.local_rank)
+            if worker is not None:
+                worker.error_file = supervised.error_file
+        pids = {supervised.pid for supervised in workers}
+        for pid in [pid for pid, worker in self._workers.items() if worker.page is None]:
+            if pid not in pids:
+                self._remove(pid)
+
+    def _open(self, pid: int, local_rank: int) -> WatchedWorker | None:
+        if pid not in self._workers:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                return None  # it has ended
+            self._workers[pid] = WatchedWorker(pid, local_rank, pidfd)
+        return self._workers[pid]
+
+    def _remove(self, pid: int) -> None:
+        worker = self._workers.pop(pid, None)
+        if worker is not None:
+            worker.close()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._do_tasks()
+                self.tick()
+        except BaseException as error:
+            self._on_error(error)
+            raise
+        finally:
+            for pid in list(self._workers):
+                self._remove(pid)
+
+    def _do_tasks(self) -> None:
+        """Those that are there, or until the next tick is due."""
+        until_s = self._last_tick_s + self._tick_s
+        while not self._closing.is_set():
+            try:
+                self._tasks.get(timeout=max(0.0, until_s - self._clock.monotonic()))()
+            except queue.Empty:
+                return
+
+    def tick(self) -> None:
+        """Look at all workers once."""
+        now_s = self._clock.monotonic()
+        passed_s = min(now_s - self._last_tick_s, _MOST_TICKS * self._tick_s)
+        self._last_tick_s = now_s
+        for worker in list(self._workers.values()):
+            self._look(worker, passed_s)
+        stuck = [worker for worker in self._workers.values() if worker.level]
+        state = tuple((w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid) for w in stuck)
+        if state != self._published:
+            self._published = state
+            self._on_facts(self._generation, tuple(self.facts(worker) for worker in stuck))
+
+    def _look(self, worker: WatchedWorker, passed_s: float) -> None:
+        times = kernel.process_times(worker.pid)
+        if times is None or times.state in "ZX":
+            worker.level = 0
+            return
+        share = (times.cpu_s - worker.cpu_s) / self._tick_s
+        worker.cpu_share += _SMOOTHING * (min(share, 64.0) - worker.cpu_share)
+        has_faulted = times.major_faults != worker.major_faults
+        worker.state, worker.cpu_s = times.state, times.cpu_s
+        worker.major_faults = times.major_faults
+        if times.state in "Tt":
+            worker.stopped_s += passed_s
+            worker.tracer_pid = kernel.tracer_pid(worker.pid)
+            self._on_stopped(worker, self.facts(worker), worker.stopped_s)
+        else:
+            worker.stopped_s = 0.0
+        if worker.page is None or (reading := worker.page.read()) is None:
+            return
+        if worker.reading is None or reading.count != worker.reading.count:
+            worker.quiet_s, worker.tracer_pid = 0.0, 0
+            worker.starved_s = kernel.starved_s(worker.pid)
+        elif not has_faulted:
+            starved_s = self._starved_s(worker)
+            worker.quiet_s += passed_s
+            if starved_s > _STARVED * passed_s:
+                worker.quiet_s -= min(starved_s, passed_s)
+        worker.reading = reading
+        facts = self._facts(worker, reading, KernelFacts())
+        limits_s = thresholds_s(facts, self._policy)
+        worker.level = sum(worker.quiet_s >= limit_s for limit_s in limits_s)
+        if worker.level:
+            worker.tracer_pid = kernel.tracer_pid(worker.pid)
+
+    def _starved_s(self, worker: WatchedWorker) -> float:
+        """How long it has waited for a core since the last look."""
+        before_s = worker.starved_s
+        worker.starved_s = kernel.starved_s(worker.pid)
+        return worker.starved_s - before_s
+
+    def facts(self, worker: WatchedWorker) -> RankFacts:
+        """What is known of a worker, as of the last tick. On the thread only."""
+        reading = worker.reading
+        if worker.page is not None and reading is None:
+            reading = worker.page.read()
+        return self._facts(
+            worker,
+            reading,
+            KernelFacts(
+                state=worker.state,
+                tracer_pid=worker.tracer_pid,
+                wait_channel=kernel.wait_channel(worker.pid),
+                cpu_share=round(worker.cpu_share, 2),
+                data_workers=kernel.data_workers(worker.pid),
+            ),
+        )
+
+    def _facts(
+        self, worker: WatchedWorker, reading: Reading | None, of_kernel: KernelFacts
+    ) -> RankFacts:
+        first_rank = self._first_rank
+        rank = -1 if reading is None else reading.rank
+        if first_rank is not None:
+            rank = first_rank + worker.local_rank
+        phase = Phase.STARTING if reading is None else reading.phase
+        longest_s = _UNKNOWN_S if reading is None else reading.longest_s
+        typical_s = _UNKNOWN_S if reading is None else reading.typical_s
+        return RankFacts(
+            rank=rank,
+            node=self._node,
+            local_rank=worker.local_rank,
+            pid=worker.pid,
+            generation=0 if reading is None else reading.generation,
+            step=0 if reading is None else reading.step,
+            phase=phase,
+            outer=Phase.STARTING if reading is None else reading.outer,
+            flags=Flag.NONE if reading is None else reading.flags,
+            progress=0 if reading is None else reading.count,
+            quiet_s=worker.quiet_s,
+            collective=0 if reading is None else reading.collective,
+            operation="" if reading is None else operation_name(reading.operation),
+            steps_in_world=0 if reading is None else reading.steps_in_world,
+            longest_s=longest_s[phase],
+            typical_s=typical_s[phase],
+            longest_step_s=longest_s[Phase.COMPUTE],
+            typical_step_s=typical_s[Phase.COMPUTE],
+            collective_s=0.0 if reading is None else reading.collective_s,
+            checkpoint_step=-1 if reading is None else reading.checkpoint_step,
+            kernel=of_kernel,
+        )

@@ -1,0 +1,108 @@
+"""The leader's look at worlds that do not go on: facts of all nodes in, a verdict out.
+
+The verdict itself is a pure function (:mod:`elastic.hangs.verdict`). Every agent hears of it from
+the store, and the one that it concerns looks at its worker once more before it acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.errors import RecordError
+from elastic.hangs.budgets import BudgetPolicy
+from elastic.hangs.facts import RankFacts
+from elastic.hangs.verdict import HangAction, judge
+from elastic.membership.records import HangFacts, HangVerdict, World, decode, encode
+from elastic.node.context import NodeContext
+from elastic.store.keyvalue import Entry
+
+
+class HangJudge:
+    """One per term of leadership, on the node's thread."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._at = context
+        options = context.options
+        self._policy = BudgetPolicy(
+            hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
+        )
+        self._facts: dict[str, HangFacts] = {}
+        self._told: HangVerdict | None = None
+
+    def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
+        """Replace all that is known. Returns the unreadable records."""
+        self._facts.clear()
+        return [e for entry in entries if (e := self.put(entry)) is not None]
+
+    def put(self, entry: Entry) -> RecordError | None:
+        """A node has published what it knows. By its key: a node speaks for itself only."""
+        node_id = entry.key.removeprefix(self._at.keys.hangs)
+        try:
+            self._facts[node_id] = decode(HangFacts, entry.key, entry.value)
+        except RecordError as error:
+            self._facts.pop(node_id, None)
+            return error
+        return None
+
+    def delete(self, key: str) -> None:
+        """All ranks of a node go on, or it is gone."""
+        self._facts.pop(key.removeprefix(self._at.keys.hangs), None)
+
+    def judge(self, world: World | None) -> None:
+        """Write a verdict if there is one that has not been written yet."""
+        if world is None or not self._facts:
+            return
+        # What was known of the last world was answered by this one.
+        fresh = {n: f.ranks for n, f in self._facts.items() if f.generation >= world.generation}
+        world = self._running(world)
+        known = {node_id: fresh[node_id] for node_id in world.node_ids if node_id in fresh}
+        ranks = tuple(r for of_node in known.values() for r in of_node)
+        if not ranks:
+            return
+        verdict = judge(ranks, world.size, self._policy)
+        if verdict.action is HangAction.WAIT:
+            return
+        record = HangVerdict(
+            generation=max(r.generation for r in ranks),
+            action=verdict.action,
+            kind=verdict.kind,
+            confidence=verdict.confidence,
+            reason=verdict.reason,
+            culprits=verdict.culprits,
+            culprit=verdict.culprit,
+            node_id=_who_acts(verdict.culprit, known, world),
+            ranks=ranks,
+            size=world.size,
+        )
+        if self._is_told(record):
+            return
+        self._at.store.put(self._at.keys.hang_verdict, encode(record))
+        self._told = record
+
+    def _running(self, world: World) -> World:
+        """A planned world is none yet, before anybody has switched to it."""
+        running = self._at.status.node.running
+        if world.switch_at_step is None or running is None:
+            return world
+        generations = (r.generation for facts in self._facts.values() for r in facts.ranks)
+        return world if max(generations, default=0) >= world.generation else running
+
+    def _is_told(self, record: HangVerdict) -> bool:
+        told = self._told
+        return told is not None and _identity(told) == _identity(record)
+
+
+def _identity(record: HangVerdict) -> tuple[object, ...]:
+    culprit = record.culprit
+    at = (culprit.pid, culprit.generation, culprit.progress) if culprit is not None else ()
+    return record.generation, record.kind, record.node_id, record.culprits, at
+
+
+def _who_acts(
+    culprit: RankFacts | None, known: dict[str, tuple[RankFacts, ...]], world: World
+) -> str:
+    """The node of the culprit, or of rank 0."""
+    for node_id, ranks in known.items():
+        if culprit is not None and culprit in ranks:
+            return node_id
+    return world.node_ids[0]

@@ -1,0 +1,35 @@
+"""Says on the worker's page that the main thread waits for other ranks, and in which collective."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from elastic import torch_private
+from elastic.hangs.facts import Flag, Phase
+from elastic.hangs.phases import phases
+
+
+def begin_wait(work: dist.Work | None) -> Phase:
+    """The main thread waits for ``work``; returns what :func:`end_wait` is to be given."""
+    if work is None or not phases.is_on:
+        return Phase.COLLECTIVE
+    if torch_private.has_subgroups():
+        phases.set_flag(Flag.SUBGROUPS, True)
+    return phases.begin_wait(torch_private.collectives_begun(), torch_private.operation_of(work))
+
+
+def end_wait(work: dist.Work | None, before: Phase) -> None:
+    """The wait for ``work`` is over, well or not."""
+    if work is not None:
+        phases.end_wait(before)
+
+
+def queued() -> None:
+    """A collective is queued on a device, and the host goes on."""
+    if phases.is_on:
+        phases.queued(torch_private.collectives_begun())
+
+
+def describe_group(*, is_on_stream: bool) -> None:
+    """A world's group is built."""
+    phases.set_flag(Flag.ON_STREAM, is_on_stream)

@@ -1,0 +1,389 @@
+"""The agent's look at real processes: pages, states of the kernel, debuggers, and what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.clock import ManualClock
+from elastic.errors import ConfigError
+from elastic.events import Event, HangFound, HangOver
+from elastic.hangs import kernel
+from elastic.hangs.budgets import BudgetPolicy
+from elastic.hangs.facts import Phase, RankFacts
+from elastic.hangs.report import ReportFolder, check_folder
+from elastic.hangs.response import HangResponse, Judged
+from elastic.hangs.stacks import StackSource
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.testing.waiting import eventually
+
+TICK_S = 0.02
+POLICY = BudgetPolicy(hang_timeout_s=0.5)
+LONG_S = 100.0
+MOST_PER_TICK_S = 1e-3  # 0.5 % of a core at five ticks a second
+PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17
+
+WORKER = """
+import sys, time
+from elastic.hangs import stacks
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
+fd, source = phases.start(), stacks.offer()
+phases.enter_generation(3)
+phases.begin_world(0)
+for step in range(10):
+    phases.begin_step(step)
+    phases.committed(step + 1)
+print(fd, source.fd, source.signum, flush=True)
+for line in sys.stdin:
+    phase = Phase[line.strip()]
+    phases.begin_step(10) if phase is Phase.COMPUTE else phases.enter(phase)
+    print("done", flush=True)
+"""
+
+
+class Worker:
+    """A process with a page."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+        fd, stacks_fd, signum = map(int, self._line().split())
+        self.fd, self.source = fd, StackSource(stacks_fd, signum)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def enter(self, phase: Phase) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{phase.name}\n")
+        self.process.stdin.flush()
+        assert self._line() == "done\n"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.said: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        self.said.append(event)
+
+
+class Agent:
+    """A watch with a response, as an agent has them; ticked by its thread or by the test."""
+
+    def __init__(self, folder: Path, *, acts: bool = True, clock: Any = None) -> None:
+        self.facts: queue.Queue[tuple[RankFacts, ...]] = queue.Queue()
+        self.killed: list[tuple[int, str]] = []
+        self.aborted: list[tuple[int, str]] = []
+        self.errors: list[BaseException] = []
+        self.journal = Journal()
+        more = {} if clock is None else {"clock": clock}
+        self.response = HangResponse(
+            node="node0",
+            acts=acts,
+            stop_grace_s=0.3,
+            folder=ReportFolder(str(folder)),
+            journal=self.journal,
+            before_kill=lambda pid, reason: self.killed.append((pid, reason)),
+            abort=lambda generation, reason: self.aborted.append((generation, reason)),
+        )
+        self.watch = HangWatch(
+            policy=POLICY,
+            node="node0",
+            tick_s=TICK_S,
+            on_facts=lambda generation, ranks: self.facts.put(ranks),
+            on_stopped=self._stopped,
+            on_error=self.errors.append,
+            **more,
+        )
+        self.watch.enter_world(3, 0)
+
+    def _stopped(self, worker: WatchedWorker, facts: RankFacts, stopped_s: float) -> None:
+        self.response.on_stopped(self.watch, worker, facts, stopped_s)
+
+    def add(self, worker: Worker) -> None:
+        self.watch.add(worker.pid, 0, worker.fd, worker.source)
+
+    def judged(self, facts: RankFacts, action: HangAction = HangAction.KILL) -> None:
+        verdict = Judgment(
+            action=action,
+            kind=HangKind.ABSENT,
+            culprits=(facts.rank,),
+            culprit=facts,
+            confidence=HangConfidence.HIGH,
+            reason="rank 0 on node0 hangs",
+        )
+        judged = Judged(verdict=verdict, generation=3, size=2, ranks=(facts,))
+        self.watch.post(lambda: self.response.carry_out(self.watch, judged))
+
+    def events(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.journal.said if isinstance(event, kind)]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with contextlib.closing(Worker()) as worker:
+        yield worker
+
+
+@pytest.fixture
+def make_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    agents: list[Agent] = []
+
+    def make(**settings: Any) -> Agent:
+        agent = Agent(tmp_path, **settings)
+        agent.watch.start()
+        agents.append(agent)
+        return agent
+
+    yield make
+    for agent in agents:
+        agent.watch.close()
+        assert agent.errors == []
+
+
+def quiet(agent: Agent) -> RankFacts:
+    """The facts once they say that the worker is over its budget."""
+    while True:
+        ranks = agent.facts.get(timeout=60)
+        if ranks and ranks[0].quiet_s >= POLICY.hang_timeout_s:
+            return ranks[0]
+
+
+def test_a_worker_that_goes_quiet_is_published_and_withdrawn_when_it_goes_on(
+    worker: Worker, make_agent: Callable[..., Agent]
+) -> None:
+    worker.enter(Phase.COMPUTE)
+    agent = make_agent()
+    agent.add(worker)
+    facts = quiet(agent)
+    assert (facts.rank, facts.generation, facts.step, facts.phase) == (0, 3, 10, Phase.COMPUTE)
+    assert facts.kernel.wait_channel
+    worker.enter(Phase.SCRIPT)
+    assert agent.facts.get(timeout=60) == ()
+    assert worker.process.poll() is None
+
+
+def test_the_culprit_is_ended_and_reported(
+    worker: Worker, make_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    worker.enter(Phase.COMPUTE)
+    agent, error_file = make_agent(), tmp_path / "error.json"
+    agent.add(worker)
+    agent.watch.supervise((Supervised(worker.pid, 0, str(error_file)),))
+    agent.judged(quiet(agent))
+    assert worker.process.wait(60) == -signal.SIGKILL
+    event = eventually(lambda: agent.events(HangFound), "the event")[0]
+    assert agent.killed == [(worker.pid, f"rank 0 on node0 hangs; report: {event.report}")]
+    text = Path(event.report).read_text()
+    assert "the forward and backward pass" in text
+    assert "<string>" in text, "its stack"
+    found = json.loads(next(tmp_path.glob("*generation3.json")).read_text())
+    assert found["ranks"][0]["pid"] == worker.pid
+    told = json.loads(error_file.read_text())
+    assert told["message"]["message"] == agent.killed[0][1], "torchrun's own account of it"
+
+
+def test_whoever_goes_on_before_it_is_ended_is_left_alone(
+    worker: Worker, make_agent: Callable[..., Agent]
+) -> None:
+    worker.enter(Phase.COMPUTE)
+    agent = make_agent()
+    agent.add(worker)
+    facts = quiet(agent)
+    worker.enter(Phase.SCRIPT)
+    agent.judged(facts)
+    eventually(lambda: agent.events(HangOver), "the event")
+    assert agent.killed == [] and worker.process.poll() is None
+
+
+def test_report_only(worker: Worker, make_agent: Callable[..., Agent]) -> None:
+    worker.enter(Phase.COMPUTE)
+    agent = make_agent(acts=False)
+    agent.add(worker)
+    agent.judged(quiet(agent))
+    event = eventually(lambda: agent.events(HangFound), "the event")[0]
+    assert event.action == "report"
+    assert "nothing, as hang_detection=report says" in Path(event.report).read_text()
+    assert agent.killed == [] and worker.process.poll() is None
+
+
+def test_a_stopped_worker_is_ended_with_and_without_a_page(
+    worker: Worker, make_agent: Callable[..., Agent]
+) -> None:
+    agent, plain = make_agent(), subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
+    agent.add(worker)
+    agent.watch.supervise((Supervised(worker.pid, 0, ""), Supervised(plain.pid, 1, "")))
+    for pid in (worker.pid, plain.pid):
+        os.kill(pid, signal.SIGSTOP)
+    assert worker.process.wait(60) == plain.wait(60) == -signal.SIGKILL
+    events = eventually(lambda: e if len(e := agent.events(HangFound)) == 2 else None, "both")
+    assert {e.kind for e in events} == {"stopped"}
+    assert {e.ranks for e in events} == {(0,), (1,)}
+    assert plain.stdin is not None
+    plain.stdin.close()
+
+
+def test_a_short_stop_is_forgiven(worker: Worker, make_agent: Callable[..., Agent]) -> None:
+    agent = make_agent()
+    agent.add(worker)
+    for _ in range(5):
+        os.kill(worker.pid, signal.SIGSTOP)
+        time.sleep(0.05)
+        os.kill(worker.pid, signal.SIGCONT)
+        worker.enter(Phase.SCRIPT)
+    assert agent.killed == [] and worker.process.poll() is None
+
+
+def test_who_is_traced_is_never_ended(worker: Worker, make_agent: Callable[..., Agent]) -> None:
+    """By the kernel's word: gdb, strace and py-spy trace, whatever the process says."""
+    worker.enter(Phase.COMPUTE)
+    agent, libc = make_agent(), ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    assert libc.ptrace(PTRACE_SEIZE, worker.pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    agent.add(worker)
+    facts = quiet(agent)
+    assert facts.kernel.tracer_pid == os.getpid()
+    assert facts.is_traced
+    os.kill(worker.pid, signal.SIGSTOP)
+    event = eventually(lambda: agent.events(HangFound), "the event")[0]
+    assert (event.kind, event.action) == ("debugged", "leave-alone")
+    assert f"process {os.getpid()} traces it" in event.reason
+    assert agent.killed == []
+    # Not poll(): to its tracer, waitpid tells of the stop.
+    times = kernel.process_times(worker.pid)
+    assert times is not None
+    assert times.state == "t"
+
+
+@pytest.mark.parametrize("gap_s", [1.0, 10.0, 3600.0])
+def test_a_machine_that_stood_still_has_no_hung_workers(
+    worker: Worker, tmp_path: Path, gap_s: float
+) -> None:
+    """A paused VM, a suspended laptop, a frozen container: nobody could run."""
+    clock = ManualClock()
+    agent = Agent(tmp_path, clock=clock)
+    agent.add(worker)
+    agent.watch._do_tasks()
+    worker.enter(Phase.COMPUTE)
+    for _ in range(10):
+        clock.advance(TICK_S)
+        agent.watch.tick()
+    clock.advance(gap_s)
+    agent.watch.tick()
+    (watched,) = agent.watch.workers
+    assert watched.quiet_s <= 13 * TICK_S
+    agent.watch.close()
+
+
+def test_a_newer_world_begins_all_clocks_anew(worker: Worker, tmp_path: Path) -> None:
+    clock = ManualClock()
+    agent = Agent(tmp_path, clock=clock)
+    agent.add(worker)
+    worker.enter(Phase.COMPUTE)
+    agent.watch._do_tasks()
+    while (watched := agent.watch.worker(worker.pid)) is None or watched.quiet_s < LONG_S * TICK_S:
+        clock.advance(TICK_S)
+        agent.watch.tick()
+    agent.watch.enter_world(4, 1)
+    clock.advance(TICK_S)
+    agent.watch._do_tasks()
+    assert watched.quiet_s == 0.0
+    assert agent.watch.facts(watched).rank == 1
+    agent.watch.close()
+
+
+def test_a_tick_costs_little(worker: Worker, tmp_path: Path) -> None:
+    """Of eight workers, all of them well."""
+    agent = Agent(tmp_path)
+    others = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) for _ in range(7)]
+    agent.add(worker)
+    agent.watch.supervise(
+        tuple(
+            Supervised(pid, n, "") for n, pid in enumerate([worker.pid, *(o.pid for o in others)])
+        )
+    )
+    agent.watch._do_tasks()
+
+    def timed() -> float:
+        began_s = time.thread_time()
+        agent.watch.tick()
+        return time.thread_time() - began_s
+
+    best_s = min(timed() for _ in range(50))
+    for other in others:
+        other.kill()
+        other.wait()
+        assert other.stdin is not None
+        other.stdin.close()
+    agent.watch.close()
+    assert len(agent.watch.workers) == 8
+    assert best_s < MOST_PER_TICK_S
+
+
+def test_all_wait_and_the_world_is_formed_anew(
+    worker: Worker, make_agent: Callable[..., Agent]
+) -> None:
+    worker.enter(Phase.COMPUTE)
+    agent = make_agent()
+    agent.add(worker)
+    agent.judged(replace(quiet(agent)), HangAction.ABORT_AND_REFORM)
+    event = eventually(lambda: agent.events(HangFound), "the event")[0]
+    assert agent.aborted == [(3, f"rank 0 on node0 hangs; report: {event.report}")]
+    assert worker.process.poll() is None
+
+
+def test_a_report_folder_that_cannot_be_written_to(
+    worker: Worker, make_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    """Is refused at the start; if it happens later, the worker is ended all the same."""
+    (tmp_path / "file").write_text("")
+    check_folder(None)
+    check_folder(str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match=r"hang_report_folder=.*cannot be written to") as refused:
+        check_folder(str(tmp_path / "file" / "below"))
+    assert "ELASTIC_HANG_REPORT_FOLDER" in refused.value.hint
+    worker.enter(Phase.COMPUTE)
+    agent = make_agent()
+    agent.response._folder = ReportFolder(str(tmp_path / "file" / "below"))
+    agent.add(worker)
+    agent.judged(quiet(agent))
+    assert worker.process.wait(60) == -signal.SIGKILL
+    event = eventually(lambda: agent.events(HangFound), "the event")[0]
+    assert event.report == ""
+
+
+def test_the_thread_is_joined(make_agent: Callable[..., Agent]) -> None:
+    agent = make_agent()
+    assert any(t.name == "elastic-hangs" for t in threading.enumerate())
+    agent.watch.close()
+    assert not any(t.name == "elastic-hangs" for t in threading.enumerate())

@@ -1,0 +1,170 @@
+"""A job that hangs where it is told, in every way that a script can.
+
+A file ``hang-KIND`` in the folder, with the name of a node in it, is the order; the node's worker
+(or its data worker) takes it by deleting it. ``done-KIND`` says that it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import pdb
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elastic
+from elastic.testing.pacing import pause_after_step
+
+FOR_EVER_S = 1e6
+EVALUATION_S = float(os.environ.get("HANGS_EVALUATION_S", "12"))
+CHECKPOINT_S = float(os.environ.get("HANGS_CHECKPOINT_S", "8"))
+GARBAGE_S = float(os.environ.get("HANGS_GARBAGE_S", "8"))
+
+
+class Orders:
+    """What this process has been told to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.node = os.environ.get("ELASTIC_NODE_NAME", "")
+        self.has_waited = False
+
+    def take(self, kind: str) -> bool:
+        """Whether it is told to do that now; once."""
+        order = self.folder / f"hang-{kind}"
+        try:
+            if order.read_text() not in (self.node, "any"):
+                return False
+            order.unlink()
+        except OSError:
+            return False  # there is none, or another worker has taken it
+        (self.folder / f"done-{kind}").write_text(f"{os.getpid()} {time.time()}")
+        return True
+
+
+class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Synthetic regression, with data workers that may be told to hang."""
+
+    def __init__(self, n: int, orders: Orders) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
+        self.y = (self.x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
+        self.orders = orders
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.orders.take("loader"):
+            time.sleep(FOR_EVER_S)
+        return self.x[index], self.y[index]
+
+
+class Slow:
+    """Garbage that takes long to collect."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(GARBAGE_S)
+
+
+def wait_for_nobody(orders: Orders, step: int) -> None:
+    """All ranks wait in the same step for a message that nobody sends, each process once."""
+    path = orders.folder / "lost-in-step"
+    if orders.has_waited or not path.exists() or int(path.read_text()) != step:
+        return
+    orders.has_waited = True
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.recv(torch.zeros(1), src=(rank + 1) % size)
+
+
+def hang(orders: Orders) -> None:
+    """In the forward pass."""
+    if orders.take("loop"):
+        while True:
+            pass
+    if orders.take("sleep"):
+        time.sleep(FOR_EVER_S)
+    if orders.take("locked"):  # in C, with the interpreter lock
+        while True:
+            ctypes.PyDLL(None).sleep(600)
+    if orders.take("garbage"):
+        gc.disable()
+        Slow()
+        gc.enable()
+        gc.collect()
+    if orders.take("breakpoint"):
+        with (orders.folder / "answers").open() as answers:
+            pdb.Pdb(stdin=answers, stdout=sys.stdout, nosigint=True).set_trace()
+            orders.take("nothing")  # the prompt opens here
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    options = parser.parse_args()
+    orders = Orders(options.folder)
+
+    torch.manual_seed(0)
+    run = elastic.join(
+        checkpoints=elastic.Checkpoints(
+            folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
+        )
+    )
+    hurry = options.folder / "hurry"
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    model = run.wrap(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.track(optimizer=optimizer)
+    data = Waves(options.samples, orders)
+    loader = run.loader(
+        DataLoader(data, batch_size=options.batch, shuffle=True, num_workers=1),
+        global_batch=options.batch,
+    )
+
+    def train() -> None:
+        for epoch in run.epochs(options.epochs):
+            for step in run.steps(loader):
+                (x, y), *_ = step
+                optimizer.zero_grad()
+                hang(orders)
+                wait_for_nobody(orders, step.number)
+                loss = F.mse_loss(model(x), y)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                if orders.take("evaluation"):
+                    time.sleep(EVALUATION_S)
+                if orders.take("checkpoint"):
+                    time.sleep(CHECKPOINT_S)
+                if orders.take("order"):
+                    torch.distributed.barrier()
+                    run.mean(1.0, loss=loss.item())
+                else:
+                    run.mean(1.0, loss=loss.item())
+                    if not orders.take("skip"):
+                        torch.distributed.barrier()
+                pause_after_step(hurry, options.step_s, epoch / options.epochs)
+
+    run.retry(train)
+    if run.is_main:
+        save_file(dict(module.state_dict()), options.folder / "final.safetensors")
+
+
+if __name__ == "__main__":
+    main()

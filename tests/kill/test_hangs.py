@@ -1,0 +1,255 @@
+"""Workers that live and do not go on: found, named, ended, recovered from; and false alarms."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import PLAIN, SCRIPTS, TrainingJob, Workload
+
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
+from elastic.testing.slowness import measure_slowness
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "hangs.py"
+WORKLOAD = Workload(samples=480, epochs=400, step_s=0.02, save_every=20)
+LEASE_S = 4.0
+FREEZE_S = 5.0
+SOAK_S = 1800.0
+STOPPED_S = 2.0  # promised for a stopped worker
+HUNG_S = 5.0  # promised for an endless loop, and a skipped collective, in steps of 20 ms
+
+
+@pytest.fixture(scope="module")
+def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path_factory.mktemp("hangs"),
+        script=SCRIPT,
+        workload=WORKLOAD,
+        min_nodes=2,
+        max_nodes=3,
+        env={"HANGS_EVALUATION_S": "30", "HANGS_CHECKPOINT_S": "20", "HANGS_GARBAGE_S": "10"},
+    ) as job:
+        yield job
+
+
+def found(job: TrainingJob, since_s: float) -> list[dict[str, Any]]:
+    """Verdicts since a moment on the monotonic clock."""
+    events = read_journal(job.folder / "journal")
+    return [e for e in events if e["event"] == "hang-found" and e["monotonic"] >= since_s]
+
+
+def pids(nodes: list[LocalNode]) -> dict[str, int]:
+    return {node.name: node.workers()[0].pid for node in nodes}
+
+
+def order(job: TrainingJob, kind: str, node: str) -> None:
+    path = job.folder / f"hang-{kind}"
+    staged = path.with_suffix(".new")
+    staged.write_text(node)
+    staged.rename(path)
+
+
+def obeyed(job: TrainingJob, kind: str) -> tuple[int, float]:
+    """Which process has obeyed, and when."""
+    path = job.folder / f"done-{kind}"
+
+    def said() -> tuple[int, float] | None:
+        words = path.read_text().split() if path.exists() else []
+        return (int(words[0]), float(words[1])) if len(words) == 2 else None
+
+    return job.wait_for(said, 60, f"a worker that obeys {kind}")
+
+
+def paused_s(job: TrainingJob, generation: int) -> float:
+    """Between the last step before ``generation`` and the first one in it."""
+    steps = job.ledger().steps
+    before = max(s.time_s for s in steps if s.generation < generation)
+    return min(s.time_s for s in steps if s.generation >= generation) - before
+
+
+def hurt(job: TrainingJob, kind: str, index: int = 1) -> tuple[dict[str, Any], float, int]:
+    """Let a worker hang; the verdict, the pause, and the pid of the worker."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    victim, generation, since_s = nodes[index], job.generation(), time.monotonic()
+    pid = victim.workers()[0].pid
+    if kind == "stop":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        order(job, kind, victim.name)
+    went_on = job.wait_for(
+        lambda: job.training_nodes()[0] > generation, 120, f"training after the hang ({kind})"
+    )
+    assert went_on
+    verdicts = found(job, since_s)
+    assert len(verdicts) == 1, verdicts
+    (verdict,) = verdicts
+    return verdict, paused_s(job, generation + 1), pid
+
+
+def test_a_stopped_worker_costs_two_seconds(job: TrainingJob) -> None:
+    verdict, pause_s, pid = hurt(job, "stop")
+    assert verdict["kind"] == "stopped"
+    assert "state T" in verdict["reason"]
+    assert pause_s < STOPPED_S * measure_slowness()
+    report = Path(verdict["report"]).read_text()
+    assert f"pid {pid}" in report
+
+
+@pytest.mark.parametrize("kind", ["loop", "sleep", "locked"])
+def test_who_is_not_in_the_collective_is_the_culprit(job: TrainingJob, kind: str) -> None:
+    verdict, pause_s, pid = hurt(job, kind)
+    assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
+    assert "the forward and backward pass" in verdict["reason"]
+    says = "endless loop" if kind == "loop" else "asleep"
+    assert says in verdict["reason"]
+    assert pause_s < HUNG_S * measure_slowness()
+    report = Path(verdict["report"]).read_text()
+    assert f"pid {pid}" in report
+    assert "in hang" in report, "the stack of the culprit"
+    job.wait_for(
+        lambda: "in finish" in Path(verdict["report"]).read_text(), 60, "the others' stacks"
+    )
+
+
+@pytest.mark.parametrize("kind", ["skip", "order"])
+def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kind: str) -> None:
+    verdict, pause_s, pid = hurt(job, kind)
+    assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
+    assert pause_s < HUNG_S * measure_slowness()
+    assert obeyed(job, kind)[0] == pid
+    assert any(pid == n.workers()[0].pid for n in job.running), "nobody was ended"
+
+
+def test_a_deadlocked_data_worker(job: TrainingJob) -> None:
+    verdict, _, pid = hurt(job, "loader")
+    assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
+    assert "its data loader gives no batch (data workers in state" in verdict["reason"]
+    assert "in __getitem__" in Path(verdict["report"]).read_text(), "the data worker's stack"
+    died = [e for e in read_journal(job.folder / "journal") if e["event"] == "worker-died"]
+    reasons = [e["reason"] for e in died if e["pid"] == pid]
+    assert reasons == [f"{verdict['reason']}; report: {verdict['report']}"]
+
+
+def test_a_message_that_nobody_sends(job: TrainingJob) -> None:
+    job.bring_to(3)
+    job.wait_progress(30)
+    generation, since_s = job.generation(), time.monotonic()
+    staged = job.folder / "lost.new"
+    staged.write_text(str(job.ledger().last_step + 30))
+    staged.rename(job.folder / "lost-in-step")
+    job.wait_for(lambda: job.training_nodes()[0] > generation, 120, "training after that")
+    verdicts = found(job, since_s)
+    assert [(v["kind"], v["action"]) for v in verdicts] == [("lost-message", "abort-and-reform")]
+    assert "all 3 ranks wait in recv" in verdicts[0]["reason"]
+
+
+def test_a_person_at_a_prompt_is_left_alone(job: TrainingJob) -> None:
+    """For longer than any budget of a step."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    victim, generation, since_s = nodes[1], job.generation(), time.monotonic()
+    os.mkfifo(job.folder / "answers")
+    order(job, "breakpoint", victim.name)
+    with (job.folder / "answers").open("w") as answers:
+        job.wait_for(lambda: found(job, since_s), 60, "what the person is told")
+        time.sleep(2 * HUNG_S)
+        assert {(v["kind"], v["action"]) for v in found(job, since_s)} == {
+            ("debugged", "leave-alone")
+        }
+        answers.write("c\n")
+    job.wait_progress(30)
+    assert job.generation() == generation, "nobody was ended"
+    assert "is being debugged" in victim.log_text()
+
+
+@pytest.fixture
+def load() -> Iterator[None]:
+    """A machine at 100 %."""
+    burning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    yield
+    for process in burning:
+        process.kill()
+        process.wait()
+
+
+def endure(job: TrainingJob, node: LocalNode) -> None:
+    """Everything that is long by nature, one after the other."""
+    for kind in ("evaluation", "garbage", "checkpoint"):
+        (job.folder / f"done-{kind}").unlink(missing_ok=True)
+        order(job, kind, node.name)
+        obeyed(job, kind)
+        job.wait_progress(10)
+    frozen = job.processes()
+    for process in frozen:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(FREEZE_S)
+    for process in frozen:
+        os.kill(process.pid, signal.SIGCONT)
+    job.wait_progress(50)
+
+
+def test_what_is_long_by_nature_is_waited_for(job: TrainingJob, load: None) -> None:
+    """Evaluation and a checkpoint on one rank, a garbage collection, a freeze of the whole job."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    since_s, workers = time.monotonic(), pids(nodes)
+    endure(job, nodes[0])
+    assert found(job, since_s) == []
+    assert pids(job.running) == workers
+
+
+@pytest.mark.soak
+def test_half_an_hour_without_a_false_alarm(job: TrainingJob, load: None) -> None:
+    nodes = job.bring_to(3)
+    since_s, workers = time.monotonic(), pids(nodes)
+    while time.monotonic() < since_s + SOAK_S:
+        endure(job, nodes[0])
+        assert found(job, since_s) == []
+    assert pids(job.running) == workers
+
+
+def test_a_stopped_node_costs_its_lease(job: TrainingJob) -> None:
+    """Its agent is stopped, too: nobody is left there to notice."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    generation, victim = job.generation(), nodes[1]
+    victim.pause()
+    job.wait_for(lambda: job.training_nodes()[0] > generation, 120, "training without the node")
+    pause_s = paused_s(job, generation + 1)
+    victim.kill()
+    assert pause_s < (LEASE_S + 1.5) * measure_slowness()
+
+
+def test_a_stopped_worker_of_a_script_that_knows_nothing_of_this_project(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """There is no page; what the kernel says is enough."""
+    with TrainingJob(
+        [etcd.endpoint], tmp_path, script=PLAIN, workload=Workload(), min_nodes=1, max_nodes=2
+    ) as plain:
+        plain.start_nodes(2)
+        generation = plain.wait_training(nodes=2)
+        stopped = plain.nodes[1].workers()[0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        plain.wait_training(nodes=2, after_generation=generation)
+        (verdict,) = found(plain, 0.0)
+        assert (verdict["kind"], verdict["node"]) == ("stopped", "node1")
+        assert "is stopped: its process is in state T" in plain.nodes[1].log_text()
+        arrived = [e for e in read_journal(tmp_path / "journal") if e["event"] == "node-arrived"]
+        assert any("state T" in (e["failure"] or "") for e in arrived), "torchrun's own account"

@@ -1,0 +1,313 @@
+"""The right culprit for every kind of hang, rank and phase; and never one who is innocent.
+
+Each seed draws a world, a place in its training, a kind of hang and a victim. The facts are made as
+the agents would see them second by second: whoever can still go on does so, until it waits for one
+that cannot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s
+from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.verdict import HangAction, HangKind, Judgment, judge, judge_stopped
+from elastic.membership import failure_budget
+
+POLICY = BudgetPolicy()
+SEEDS = range(240)
+IN_STEP = (Phase.DATA, Phase.COMPUTE, Phase.OPTIMIZER)
+OUTSIDE = (Phase.SCRIPT, Phase.EVALUATION, Phase.CHECKPOINT)
+
+
+def fact(rank: int, **changes: object) -> RankFacts:
+    """A rank of a healthy job with steps of 20 ms."""
+    facts = RankFacts(
+        rank=rank,
+        node=f"node{rank // 2}",
+        local_rank=rank % 2,
+        pid=1000 + rank,
+        generation=3,
+        step=57,
+        phase=Phase.COMPUTE,
+        outer=Phase.COMPUTE,
+        flags=Flag.NONE,
+        progress=4000,
+        quiet_s=0.0,
+        collective=114,
+        operation="all_reduce",
+        steps_in_world=50,
+        longest_s=0.02,
+        longest_step_s=0.02,
+        typical_s=0.01,
+        typical_step_s=0.01,
+        collective_s=0.002,
+        checkpoint_step=50,
+        kernel=KernelFacts(),
+    )
+    return replace(facts, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    """One injected hang: what is known after ``t`` seconds."""
+
+    size: int
+    culprits: tuple[int, ...]
+    action: HangAction
+    kind: HangKind
+    at: Callable[[float], list[RankFacts]]
+    limit_s: float  # by when the verdict is due
+
+
+def waiting(rank: int, t: float, base: RankFacts, **changes: object) -> RankFacts:
+    return replace(
+        base,
+        rank=rank,
+        node=f"node{rank // 2}",
+        phase=Phase.COLLECTIVE,
+        quiet_s=t,
+        kernel=KernelFacts(wait_channel="futex_wait_queue"),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def draw(seed: int) -> World:
+    rng = random.Random(seed)
+    size = rng.randint(2, 9)
+    victim = rng.randrange(size)
+    step_s = rng.choice([0.02, 0.02, 0.3, 2.0])
+    base = fact(
+        0,
+        step=rng.randint(10, 5000),
+        collective=rng.randint(10, 9000),
+        longest_s=step_s,
+        longest_step_s=step_s,
+        typical_s=step_s / 2,
+        typical_step_s=step_s / 2,
+        collective_s=step_s / 10,
+    )
+    kinds = [loop, sleep, file_system, data_workers, left_behind, skipped, lost_message]
+    return rng.choice(kinds)(rng, size, victim, base)
+
+
+def absent(
+    size: int, victim: int, base: RankFacts, kernel: KernelFacts, **changes: object
+) -> World:
+    culprit = replace(
+        base,
+        rank=victim,
+        node=f"node{victim // 2}",
+        kernel=kernel,
+        **changes,  # type: ignore[arg-type]
+    )
+
+    def at(t: float) -> list[RankFacts]:
+        others = [waiting(r, t, base) for r in range(size) if r != victim]
+        return [*others, replace(culprit, quiet_s=t)]
+
+    limit_s = budget_s(culprit, POLICY)
+    return World(size, (victim,), HangAction.KILL, HangKind.ABSENT, at, limit_s)
+
+
+def loop(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    phase = rng.choice([*IN_STEP, *OUTSIDE])
+    return absent(size, victim, base, KernelFacts(state="R", cpu_share=1.0), phase=phase)
+
+
+def sleep(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    phase = rng.choice([*IN_STEP, *OUTSIDE])
+    return absent(size, victim, base, KernelFacts(wait_channel="do_nanosleep"), phase=phase)
+
+
+def file_system(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    phase = rng.choice([*IN_STEP, *OUTSIDE])
+    kernel = KernelFacts(state="D", wait_channel="nfs_wait_bit_killable")
+    return absent(size, victim, base, kernel, phase=phase)
+
+
+def data_workers(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    return absent(size, victim, base, KernelFacts(data_workers="SS"), phase=Phase.DATA)
+
+
+def left_behind(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    """The others form the next world, and one does not notice."""
+    kernel = KernelFacts(state="R", cpu_share=1.0)
+    phase = rng.choice([*IN_STEP, Phase.COLLECTIVE])
+    world = absent(size, victim, base, kernel, phase=phase)
+
+    def at(t: float) -> list[RankFacts]:
+        return [
+            r if r.rank == victim else replace(r, phase=Phase.FORMING, generation=4)
+            for r in world.at(t)
+        ]
+
+    return replace_world(world, at)
+
+
+def replace_world(world: World, at: Callable[[float], list[RankFacts]]) -> World:
+    return World(world.size, world.culprits, world.action, world.kind, at, world.limit_s)
+
+
+def skipped(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    """One rank is in the next step's reduction, the others in a collective of the script's."""
+    size = max(size, 3)
+
+    def at(t: float) -> list[RankFacts]:
+        ahead = waiting(victim, t, base, step=base.step + 1)
+        others = [
+            waiting(r, t, base, outer=Phase.SCRIPT, operation="barrier")
+            for r in range(size)
+            if r != victim
+        ]
+        return [*others, ahead]
+
+    limit_s = mismatch_s(base, POLICY)
+    return World(size, (victim,), HangAction.ABORT_AND_REFORM, HangKind.MISMATCH, at, limit_s)
+
+
+def lost_message(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    def at(t: float) -> list[RankFacts]:
+        return [waiting(r, t, base) for r in range(size)]
+
+    limit_s = lost_message_s(base, POLICY)
+    return World(size, (), HangAction.ABORT_AND_REFORM, HangKind.LOST_MESSAGE, at, limit_s)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_right_culprit_in_time_and_nobody_before(seed: int) -> None:
+    world = draw(seed)
+    for part in (0.0, 0.1, 0.5, 0.9, 0.99):
+        early = judge(world.at(part * world.limit_s), world.size, POLICY)
+        assert early.action is HangAction.WAIT, early
+    verdict = judge(world.at(1.01 * world.limit_s), world.size, POLICY)
+    assert (verdict.action, verdict.kind, verdict.culprits) == (
+        world.action,
+        world.kind,
+        world.culprits,
+    )
+    assert any(what in verdict.reason for what in ("all_reduce", "barrier", "next world"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nobody_is_ended_while_the_others_may_be_going_on(seed: int) -> None:
+    """Ranks of which nothing is known are no reason to form another world, and no culprits."""
+    world = draw(seed)
+    known = [r for r in world.at(1000 * world.limit_s) if r.rank not in world.culprits]
+    rng = random.Random(seed)
+    if not world.culprits:
+        known.remove(rng.choice(known))
+    assert judge(known, world.size, POLICY).action is HangAction.WAIT
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "innocent",
+    [
+        {"phase": Phase.SCRIPT, "quiet_s": 600.0},
+        {"phase": Phase.EVALUATION, "quiet_s": 600.0},
+        {"phase": Phase.CHECKPOINT, "quiet_s": 600.0},
+        {"phase": Phase.COMPUTE, "quiet_s": 10.0, "flags": Flag.GARBAGE},
+        {"phase": Phase.COMPUTE, "quiet_s": 400.0, "flags": Flag.COMPILING},
+        {"phase": Phase.COMPUTE, "quiet_s": 60.0, "steps_in_world": 1},
+        {"phase": Phase.DATA, "quiet_s": 30.0},
+        {"phase": Phase.COMPUTE, "quiet_s": 15.0, "longest_s": 4.0},
+        {"phase": Phase.COMPUTE, "quiet_s": 15.0, "typical_s": 1.0},
+    ],
+    ids=str,
+)
+def test_what_is_long_by_nature_is_no_hang(seed: int, innocent: dict[str, object]) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 9)
+    slow = rng.randrange(size)
+    ranks = [waiting(r, 700.0, fact(0)) for r in range(size) if r != slow]
+    ranks.append(fact(slow, kernel=KernelFacts(state="R", cpu_share=1.0), **innocent))
+    assert judge(ranks, size, POLICY).action is HangAction.WAIT
+
+
+@pytest.mark.parametrize(
+    "debugged",
+    [
+        {"flags": Flag.DEBUGGER},
+        {"kernel": KernelFacts(state="t", tracer_pid=7)},
+        {"kernel": KernelFacts(state="S", tracer_pid=7)},
+        {"kernel": KernelFacts(state="T", tracer_pid=7)},
+    ],
+    ids=str,
+)
+def test_who_is_debugged_is_left_alone_and_so_are_those_who_wait(
+    debugged: dict[str, object],
+) -> None:
+    ranks = [waiting(0, 5000.0, fact(0)), fact(1, quiet_s=5000.0, **debugged)]
+    verdict = judge(ranks, 2, POLICY)
+    assert verdict.action is HangAction.LEAVE_ALONE
+    assert verdict.culprits == (1,)
+    assert "debug" in verdict.reason
+    stopped: Judgment = judge_stopped(ranks[1], 5000.0, 1.0)
+    assert stopped.action is HangAction.LEAVE_ALONE
+
+
+def test_a_stopped_worker_is_the_culprit_after_its_grace() -> None:
+    facts = fact(1, kernel=KernelFacts(state="T"))
+    assert judge_stopped(facts, 0.8, 1.0).action is HangAction.WAIT
+    verdict = judge_stopped(facts, 1.0, 1.0)
+    assert (verdict.action, verdict.kind, verdict.culprits) == (
+        HangAction.KILL,
+        HangKind.STOPPED,
+        (1,),
+    )
+    assert judge_stopped(fact(1), 5.0, 1.0).action is HangAction.WAIT
+
+
+def test_of_two_that_are_stuck_the_one_behind_is_ended_first() -> None:
+    ranks = [
+        waiting(0, 9.0, fact(0)),
+        fact(1, quiet_s=9.0, step=58),
+        fact(2, quiet_s=8.0, step=57),
+    ]
+    assert judge(ranks, 3, POLICY).culprits == (2,)
+
+
+def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:
+    ranks = [
+        waiting(0, 9.0, fact(0), outer=Phase.SCRIPT),
+        waiting(1, 9.0, fact(0), step=58),
+    ]
+    verdict = judge(ranks, 2, POLICY)
+    assert (verdict.kind, verdict.culprits) == (HangKind.MISMATCH, (1,))
+    assert "the script's own code" in verdict.reason
+    assert "the forward and backward pass" in verdict.reason
+    assert verdict.confidence.value == "low"
+
+
+def test_a_reason_is_the_same_whatever_it_took() -> None:
+    """The same hang three times in a row ends the job: its texts are compared."""
+    texts = {
+        judge([waiting(0, t, fact(0)), fact(1, quiet_s=t)], 2, POLICY).reason
+        for t in (4.0, 5.5, 60.0)
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_same_hang_three_times_in_a_row_ends_the_job_with_it(seed: int) -> None:
+    world = draw(seed)
+    reason = judge(world.at(1.01 * world.limit_s), world.size, POLICY).reason
+    history = [
+        failure_budget.Breakage(
+            generation=generation,
+            lived_s=5.0,
+            failures=(failure_budget.Failure("node1", reason, 1),),
+            lost=(),
+            at_s=10.0 * generation,
+            steps=0,
+        )
+        for generation in (1, 2, 3)
+    ]
+    stop = failure_budget.verdict(history, 40.0, failure_budget.BudgetPolicy())
+    assert stop is not None
+    assert reason in stop.reason

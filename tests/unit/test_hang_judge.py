@@ -1,0 +1,172 @@
+"""What a leader makes of the facts that nodes publish, and what the node it concerns is told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from membership_nodes import node, world
+
+from elastic.clock import ManualClock
+from elastic.events import Event
+from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.verdict import HangAction
+from elastic.leadership.hang_judge import HangJudge
+from elastic.membership.decision import Policy
+from elastic.membership.records import (
+    HangFacts,
+    HangVerdict,
+    Keys,
+    NodeState,
+    World,
+    decode,
+    encode,
+)
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus
+from elastic.secure_channel.keys import SecretKey
+from elastic.store.keyvalue import Entry
+from elastic.testing.memory_store import MemoryStore
+from elastic.tuning.agent_options import AgentOptions
+
+KEYS = Keys.of("/elastic", "job")
+WORLD = replace(world("n1", "n2", "n3"), generation=7)
+
+
+class Journal:
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        """Not looked at."""
+
+
+class Leader:
+    def __init__(self, running: World = WORLD) -> None:
+        self.store = MemoryStore()
+        record = node("n1", NodeState.READY, in_process=True, running=running)
+        self.judge = HangJudge(
+            NodeContext(
+                store=self.store,
+                keys=KEYS,
+                secret=RunSecret(SecretKey.generate(), KEYS.root),
+                options=AgentOptions(),
+                policy=Policy(min_nodes=1, max_nodes=3),
+                status=NodeStatus(record, KEYS, 0.0),
+                clock=ManualClock(),
+                journal=Journal(),
+                post=lambda message: None,
+            )
+        )
+
+    def hears(self, *ranks: RankFacts, generation: int = 7) -> None:
+        """Of nodes with one rank each."""
+        for facts in ranks:
+            node_id = f"id-{facts.node}"
+            record = HangFacts(node_id=node_id, generation=generation, ranks=(facts,))
+            assert self.judge.put(Entry(KEYS.hang(node_id), encode(record), 1, 1)) is None
+
+    def verdict(self, of: World = WORLD) -> HangVerdict | None:
+        self.judge.judge(of)
+        entry = self.store.get(KEYS.hang_verdict)
+        return decode(HangVerdict, entry.key, entry.value) if entry is not None else None
+
+    @property
+    def revision(self) -> int:
+        entry = self.store.get(KEYS.hang_verdict)
+        return entry.mod_revision if entry is not None else 0
+
+
+def rank(number: int, phase: Phase = Phase.COLLECTIVE, quiet_s: float = 4.0) -> RankFacts:
+    return RankFacts(
+        rank=number,
+        node=f"n{number + 1}",
+        local_rank=0,
+        pid=100 + number,
+        generation=7,
+        step=57,
+        phase=phase,
+        outer=Phase.COMPUTE,
+        flags=Flag.NONE,
+        progress=4000 + number,
+        quiet_s=quiet_s,
+        collective=114,
+        operation="all_reduce",
+        steps_in_world=50,
+        longest_s=0.02,
+        longest_step_s=0.02,
+        typical_s=0.01,
+        typical_step_s=0.01,
+        collective_s=0.002,
+        checkpoint_step=50,
+        kernel=KernelFacts(state="R", cpu_share=1.0),
+    )
+
+
+def test_the_culprits_node_is_told_and_once() -> None:
+    leader = Leader()
+    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    verdict = leader.verdict()
+    assert verdict is not None
+    assert (verdict.action, verdict.culprits, verdict.node_id) == (HangAction.KILL, (2,), "id-n3")
+    assert verdict.culprit == rank(2, Phase.COMPUTE)
+    revision = leader.revision
+    leader.hears(replace(rank(0), quiet_s=14.0))
+    leader.verdict()
+    assert leader.revision == revision
+
+
+def test_nobody_is_told_while_a_node_has_not_spoken() -> None:
+    """Its ranks go on: a node publishes only those that do not."""
+    leader = Leader()
+    leader.hears(rank(0, quiet_s=60.0), rank(1, quiet_s=60.0))
+    assert leader.verdict() is None
+    leader.hears(rank(2, quiet_s=60.0))
+    verdict = leader.verdict()
+    assert verdict is not None
+    assert (verdict.action, verdict.node_id) == (HangAction.ABORT_AND_REFORM, "id-n1")
+
+
+def test_what_was_known_of_an_earlier_world_is_answered_by_the_newest() -> None:
+    leader = Leader()
+    leader.hears(rank(0, quiet_s=60.0), rank(1, quiet_s=60.0), generation=6)
+    assert leader.verdict(replace(world("n1", "n2"), generation=7)) is None
+
+
+def test_a_node_that_went_on_is_forgotten() -> None:
+    leader = Leader()
+    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    leader.judge.delete(KEYS.hang("id-n3"))
+    assert leader.verdict() is None
+
+
+def test_nodes_outside_of_the_world_do_not_count() -> None:
+    leader = Leader()
+    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    assert leader.verdict(replace(world("n1", "n2"), generation=7)) is None
+
+
+def test_a_planned_world_is_none_before_somebody_is_in_it() -> None:
+    """Joining ranks are not missed, and those that train are judged."""
+    leader = Leader()
+    planned = replace(world("n1", "n2", "n3", "n4"), generation=8, switch_at_step=60)
+    leader.hears(*(rank(n, quiet_s=60.0) for n in range(3)), generation=8)
+    verdict = leader.verdict(planned)
+    assert verdict is not None
+    assert (verdict.action, verdict.size) == (HangAction.ABORT_AND_REFORM, 3)
+
+
+@pytest.mark.parametrize("value", [b"{}", b"\x00", b'{"version": 2}'])
+def test_a_record_that_cannot_be_read_leaves_the_rest_unharmed(value: bytes) -> None:
+    leader = Leader()
+    error = leader.judge.put(Entry(KEYS.hang("id-n2"), value, 1, 1))
+    assert error is not None
+    assert KEYS.hang("id-n2") in str(error)
+    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    assert leader.verdict() is not None
+
+
+def test_after_a_reset_the_store_is_believed() -> None:
+    leader = Leader()
+    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    assert leader.judge.reset(()) == []
+    assert leader.verdict() is None
