@@ -134,8 +134,8 @@ ENVIRONMENTS = (
     ),
     Environment(
         "dependencies-oldest",
-        "the oldest grpcio and protobuf",
-        ("torch==2.13.0", "grpcio==1.49.1", "protobuf==3.20.0"),
+        "the oldest grpcio, protobuf and msgspec",
+        ("torch==2.13.0", "grpcio==1.49.1", "protobuf==3.20.0", "msgspec==0.19.0"),
         (DEMO, ETCD),
     ),
     Environment(

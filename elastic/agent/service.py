@@ -26,7 +26,7 @@ from elastic.membership.records import (
     Member,
     Node,
     NodeState,
-    World,
+    WorldRecord,
     WorldState,
     decode,
 )
@@ -96,11 +96,11 @@ class NodeService:
         return self._status.node.as_member()
 
     @property
-    def running(self) -> World | None:
+    def running(self) -> WorldRecord | None:
         """The world that this node's workers run."""
         return self._status.node.running
 
-    def peer_addresses(self, world: World | None) -> tuple[str, ...]:
+    def peer_addresses(self, world: WorldRecord | None) -> tuple[str, ...]:
         """Where the other nodes of a world are reached, that of rank 0 first.
 
         None: of the world that runs without this node.
@@ -159,7 +159,7 @@ class NodeService:
     def _refuse_if_it_cannot_mix(self, node: Node) -> None:
         entry = self._store.get(self._keys.world)
         others = self._store.list(self._keys.nodes).entries
-        world = decode(World, entry.key, entry.value) if entry is not None else None
+        world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
         reference = _reference(world, others, but=node.node_id)
         said = refusal(node, reference) if reference is not None else None
         if said is not None:
@@ -170,7 +170,7 @@ class NodeService:
                 "or use another --rdzv-id",
             )
 
-    def wait_for_world(self) -> World | None:
+    def wait_for_world(self) -> WorldRecord | None:
         """Block until this node is in a world that it has not run yet.
 
         None: the job runs without this node and changes worlds without a restart: workers are
@@ -207,7 +207,7 @@ class NodeService:
                 if status.world.world is world:
                     status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
 
-    def _is_for_us(self, world: World) -> bool:
+    def _is_for_us(self, world: WorldRecord) -> bool:
         # (A world whose members keep their workers is never entered by starting some: if it has
         # this node, it was written before the leader knew that they have ended.)
         return (
@@ -217,13 +217,13 @@ class NodeService:
             and world.generation > self._status.node.arrived_for
         )
 
-    def _is_to_be_joined(self, world: World) -> bool:
+    def _is_to_be_joined(self, world: WorldRecord) -> bool:
         """Whether the members keep their workers: nobody waits for ours, so they get ready."""
         if self.node_id in world.node_ids or not self._loop.link_path:
             return False
         return world.mode == IN_PROCESS or self._members_keep_workers(world)
 
-    def _members_keep_workers(self, world: World) -> bool:
+    def _members_keep_workers(self, world: WorldRecord) -> bool:
         """Whether all members of a first world have said that their workers are ready."""
         try:
             entries = self._store.list(self._keys.nodes).entries
@@ -243,7 +243,7 @@ class NodeService:
         self._status.starts += 1
         self._status.stopping = False
 
-    def _is_spare(self, world: World | None) -> bool:
+    def _is_spare(self, world: WorldRecord | None) -> bool:
         """A healthy world without room for us: a spare waits for as long as it takes."""
         return (
             world is not None
@@ -252,7 +252,7 @@ class NodeService:
             and len(world.members) >= world.max_nodes
         )
 
-    def _join_timeout(self, world: World | None) -> JoinTimeout:
+    def _join_timeout(self, world: WorldRecord | None) -> JoinTimeout:
         node = self._status.node
         members = f"the last world: {world.reason}" if world else "no world was ever formed"
         report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
@@ -264,7 +264,7 @@ class NodeService:
             "or raise join_timeout_s",
         )
 
-    def enter(self, world: World, *, waited_s: float) -> None:
+    def enter(self, world: WorldRecord, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
         self._begin_start()
         self._journal.emit(
@@ -304,7 +304,7 @@ class NodeService:
         self._status.stopping = self._status.stopping or restarts
         return restarts
 
-    def _must_restart(self, world: World, node: Node) -> bool:
+    def _must_restart(self, world: WorldRecord, node: Node) -> bool:
         """Whether workers that could change worlds by themselves cannot enter this one."""
         is_member = node.node_id in world.node_ids
         if node.running is None:  # ready, and in no world yet
@@ -313,7 +313,7 @@ class NodeService:
             return False
         return not is_member or world.mode != IN_PROCESS
 
-    def _raise_if_paused_for_long(self, world: World, since_s: float) -> None:
+    def _raise_if_paused_for_long(self, world: WorldRecord, since_s: float) -> None:
         paused_s = self._clock.monotonic() - since_s
         if world.state is WorldState.PAUSED and paused_s > self._options.join_timeout_s:
             raise self._join_timeout(world)
@@ -450,7 +450,9 @@ class NodeService:
         self._loop.post(ChangeNode(lambda node: node))
 
 
-def _reference(world: World | None, entries: tuple[Entry, ...], *, but: str) -> World | Node | None:
+def _reference(
+    world: WorldRecord | None, entries: tuple[Entry, ...], *, but: str
+) -> WorldRecord | Node | None:
     """Whose min, max and version count: the world's while any of its members lives, else those
     of the node that came first. Broken records do not count."""
     nodes = []

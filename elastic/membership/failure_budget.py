@@ -66,7 +66,7 @@ class BudgetPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StopJob:
     """The job must end. ``exit_code``: 70 for a spent budget; for the script's own error
     its exit code if that is one of ours (2, 65), else 1."""
 
@@ -86,12 +86,12 @@ def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > 2)
 
 
-def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> Stop | None:
+def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
     """Whether the broken worlds (newest last) are reason to stop."""
     return _script_error(history, policy) or _budget_spent(history, now, policy)
 
 
-def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> Stop | None:
+def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob | None:
     latest = list(history)[-policy.same_error :]
     if len(latest) < policy.same_error or any(healthy(b, policy) for b in latest[1:]):
         return None
@@ -103,7 +103,7 @@ def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> Stop | N
     if said is None:
         return None
     reason = f"the script failed {len(latest)} times in a row in the same way: {said}"
-    return Stop(reason=reason, exit_code=exit_code_of(f.exit_code for f in latest[-1].failures))
+    return StopJob(reason=reason, exit_code=exit_code_of(f.exit_code for f in latest[-1].failures))
 
 
 def exit_code_of(codes: Iterable[int | None]) -> int:
@@ -130,7 +130,7 @@ def _comparable(text: str) -> str:
     return " ".join(_ADDRESS.sub("0x", _RANK.sub("", text)).split())
 
 
-def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> Stop | None:
+def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
     spent = 0
     for breakage in reversed(history):
         if breakage.at_s < now - policy.failure_window_s:
@@ -145,7 +145,7 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy)
         f"{spent} worlds broke within {policy.failure_window_s:g} s, none of them lived "
         f"{policy.healthy_s:g} s; the last was generation {last.generation} ({_what(last)})"
     )
-    return Stop(reason=reason, exit_code=70)
+    return StopJob(reason=reason, exit_code=70)
 
 
 def _what(breakage: Breakage) -> str:

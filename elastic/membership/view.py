@@ -16,7 +16,7 @@ from elastic.membership.records import (
     Member,
     Node,
     Outcome,
-    World,
+    WorldRecord,
     WorldState,
 )
 from elastic.tuning.agent_intervals import FAILURE_SETTLE_S, SUSPECT_S
@@ -49,14 +49,14 @@ class MissingMember:
     proved_dead: bool  # refused, or its host says so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
-    running: World | None = None  # the world that its workers ran when it was seen last
+    running: WorldRecord | None = None  # the world that its workers ran when it was seen last
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
     """Everything the leader knows, at one moment."""
 
-    world: World | None
+    world: WorldRecord | None
     world_since_s: float  # when the leader first saw this generation
     nodes: tuple[NodeView, ...]  # every node key, members and others, any order
     missing: tuple[MissingMember, ...]  # members of `world` without a node key

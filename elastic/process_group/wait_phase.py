@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from elastic import torch_private
+from elastic.compiling import not_compiled
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.phases import phases
 
 
+@not_compiled
 def begin_wait(work: dist.Work | None) -> Phase:
     """The main thread waits for ``work``; returns what :func:`end_wait` is to be given."""
     if work is None or not phases.is_on:
@@ -18,12 +20,14 @@ def begin_wait(work: dist.Work | None) -> Phase:
     return phases.begin_wait(torch_private.collectives_begun(), torch_private.operation_of(work))
 
 
+@not_compiled
 def end_wait(work: dist.Work | None, before: Phase) -> None:
     """The wait for ``work`` is over, well or not."""
     if work is not None:
         phases.end_wait(before)
 
 
+@not_compiled
 def queued() -> None:
     """A collective is queued on a device, and the host goes on."""
     if phases.is_on:

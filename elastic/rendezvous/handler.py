@@ -32,12 +32,13 @@ from elastic.doctor.findings import Status
 from elastic.errors import ConfigError, ElasticError
 from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
+from elastic.messages.environment import CALL_JOIN
+from elastic.messages.world import NO_WORLD
 from elastic.node.status import JobSucceeded
 from elastic.node.tls_options import node_tls
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.endings import ending
 from elastic.rendezvous.launch import Launch
-from elastic.rendezvous.replacement import CALL_JOIN
 from elastic.rendezvous.signals import ProgramSignals
 from elastic.rendezvous.torch_private import Launcher
 from elastic.secure_channel.tls import Tls
@@ -203,7 +204,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if world is None:
             return self._warm_up(launch)
         peers = launch.service.peer_addresses(world)
-        launch.set_world(world.generation, world.nonce, world.lineage, peers)
+        launch.set_world(world, peers)
         launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         launch.memory.look()
         launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
@@ -241,7 +242,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         Their real ranks come over the link. A script that builds a group from the environment
         nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
         """
-        launch.set_world(0, "", (), launch.service.peer_addresses(None))
+        launch.set_world(NO_WORLD, launch.service.peer_addresses(None))
         launch.service.warm_up()
         return RendezvousInfo(
             torch_private.private_store((launch.service.member,)),

@@ -33,6 +33,8 @@ from elastic.events import HealthServed
 from elastic.hangs.watch import Supervised
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
+from elastic.messages.environment import identity_variable
+from elastic.messages.world import WorldIdentity
 from elastic.node.address import own_address
 from elastic.node.checkpoint_memory import host_memory
 from elastic.node.identity import current_process
@@ -176,17 +178,13 @@ class Launch:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
 
-    def set_world(
-        self, generation: int, nonce: str, lineage: tuple[int, ...], peers: Sequence[str]
-    ) -> None:
+    def set_world(self, world: WorldIdentity, peers: Sequence[str]) -> None:
         """What the workers that are started next are told.
 
         ``peers``: the addresses of the other nodes, the leader's first.
         """
         self._tuned = self._tuning.variables(peers)
-        self._variables["ELASTIC_GENERATION"] = str(generation)
-        self._variables["ELASTIC_NONCE"] = nonce
-        self._variables["ELASTIC_LINEAGE"] = ",".join(map(str, lineage))
+        self._variables |= identity_variable(world)
 
     @contextlib.contextmanager
     def starting_workers(self) -> Iterator[Mapping[str, str | None]]:

@@ -64,19 +64,17 @@ OTHER_VARIABLES = frozenset(
     {
         "CHECKPOINTS",
         "ENDING",
-        "GENERATION",
         "JOURNAL",
         "LEDGER",
-        "LINEAGE",
         "LINK",
         "LOG_LEVEL",
         "MAX_NODES",
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
-        "NONCE",
         "STOCK_ETCD",
         "TUNED",
+        "WORLD",
     }
 )
 

@@ -18,7 +18,7 @@ import worker_api_script as script
 
 import checkpoints
 from elastic.testing.fork_server import shared_fork_server
-from elastic.testing.ledger import Ledger, read_ledger
+from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.node import LocalNode
 
 SCRIPT = Path(script.__file__)
@@ -44,7 +44,7 @@ class Outcome:
         return torch.tensor(self.result["weights"], dtype=torch.float64)
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         return read_ledger(self.folder / "ledger")
 
 
@@ -67,7 +67,7 @@ def launch(folder: Path, size: int, *args: object, restarts: int = 0) -> Outcome
         node.kill()
 
 
-def by_hand(ledger: Ledger) -> torch.Tensor:
+def by_hand(ledger: RunLedger) -> torch.Tensor:
     """Plain torch on the samples of each step: the mean over the whole global batch."""
     torch.manual_seed(0)
     model = script.network()

@@ -16,7 +16,7 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.membership.records import Cause, World
+from elastic.membership.records import Cause, WorldRecord
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
@@ -81,7 +81,7 @@ def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
 
 
-def is_planned(world: World | None) -> bool:
+def is_planned(world: WorldRecord | None) -> bool:
     return world is not None and world.switch_at_step is not None
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
+from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.process_group import group as process_group
 from elastic.process_group.deadline import CallDeadline
 from elastic.process_group.group import GroupSpec, ProcessGroup
@@ -20,6 +21,7 @@ from elastic.process_group.nccl_environment import leave_errors_to_us
 from elastic.process_group.pending import open_works
 from elastic.process_group.sockets import BuildWatch
 from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.log import get_logger
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
 from elastic.tuning import profiles, timeouts
@@ -120,24 +122,22 @@ def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
 
 def world_message(generation: int = 2, switch_at_step: int | None = None) -> WorldMessage:
     return WorldMessage(
-        generation=generation,
-        nonce="m",
-        store_key="",
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
+        world=WorldSpec(
+            generation=generation,
+            nonce="m",
+            lineage=(),
+            store_host="127.0.0.1",
+            store_port=1,
+            switch_at_step=switch_at_step,
+            state=WorldState.ACTIVE,
+            cause=Cause.LOST,
+            reason="",
+            committed_step=None,
+        ),
+        assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
         node_rank=0,
         nodes=1,
-        store_host="127.0.0.1",
-        store_port=1,
-        lineage=(),
-        switch_at_step=switch_at_step,
-        committed_step=None,
-        member=True,
-        state="active",
-        cause="lost",
-        reason="",
+        store_key="",
     )
 
 
@@ -161,7 +161,7 @@ def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
         current_step=lambda: None,
     )
     worlds._on_message(world_message(2, 7))
-    assert worlds.next().generation == 2
+    assert worlds.next().world.generation == 2
     if has_entered:
         worlds.entered(7)
     worlds._on_message(world_message(3, switch_at_step))
@@ -222,8 +222,12 @@ def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFi
     assert not caplog.text
 
 
-def test_torchruns_own_default_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+def test_torchruns_own_default_is_overridden(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It sets 1 for every worker."""
+    # The logger's first use in a process stops what it says from reaching pytest's.
+    monkeypatch.setattr(get_logger(), "propagate", True)
     caplog.set_level("INFO", logger="elastic")
     environ = {ASYNC: "1"}
     leave_errors_to_us(environ, is_in_process=True)

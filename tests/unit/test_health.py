@@ -15,9 +15,9 @@ from membership_nodes import node, world
 
 from elastic.clock import ManualClock
 from elastic.errors import ConfigError
-from elastic.health.endpoints import Verdict, liveness, readiness
+from elastic.health.endpoints import HealthStatus, liveness, readiness
 from elastic.health.server import MAX_CONNECTIONS, MAX_REQUEST, HealthServer
-from elastic.membership.records import Done, Node, NodeState, Outcome, World, WorldState
+from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.node.watchdog import Watchdog
 from elastic.tuning.agent_intervals import HEALTH_CONNECTION_S
 
@@ -51,7 +51,7 @@ def ended(outcome: Outcome, exit_code: int) -> Done:
     ],
 )
 def test_a_node_whose_workers_are_in_the_world_is_ready(
-    n: Node, newest: World | None, said: str
+    n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
     assert verdict.is_ok
@@ -72,7 +72,7 @@ def test_a_node_whose_workers_are_in_the_world_is_ready(
     ],
 )
 def test_a_node_whose_workers_are_not_in_the_world_says_why(
-    n: Node, newest: World | None, said: str
+    n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
     assert not verdict.is_ok
@@ -115,8 +115,8 @@ def test_a_thread_that_ended_in_order_is_not_missed() -> None:
 # Over sockets ---------------------------------------------------------------------------------
 
 ROUTES = {
-    "/livez": lambda: Verdict(True, "it lives"),
-    "/readyz": lambda: Verdict(False, "it waits", {"node": "n1"}),
+    "/livez": lambda: HealthStatus(True, "it lives"),
+    "/readyz": lambda: HealthStatus(False, "it waits", {"node": "n1"}),
 }
 
 

@@ -3,6 +3,7 @@ ended."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,8 +16,10 @@ import pytest
 
 from elastic.clock import ManualClock
 from elastic.events import Event
+from elastic.messages.environment import CALL_JOIN, identity_in
+from elastic.messages.world import NO_WORLD
 from elastic.rendezvous import torch_private
-from elastic.rendezvous.replacement import CALL_JOIN, Replacement
+from elastic.rendezvous.replacement import Replacement
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
 from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
@@ -164,4 +167,5 @@ def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
         assert agent.look() is None
     assert agent.handler.proc.wait() == 0
     told = (tmp_path / "out").read_text()
-    assert f'"MASTER_PORT": "{CALL_JOIN}"' in told and '"ELASTIC_GENERATION": "0"' in told
+    assert f'"MASTER_PORT": "{CALL_JOIN}"' in told
+    assert identity_in(json.loads(told)) == NO_WORLD

@@ -11,8 +11,8 @@ import tenacity
 
 from elastic.clock import Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
-from elastic.store.etcd.connection import Connection, Connections
-from elastic.store.etcd.failures import Failure, Remedy
+from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
+from elastic.store.etcd.failures import CallFailure, Remedy
 from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_FIRST_ATTEMPT_S
 
 _AGAIN = frozenset({Remedy.RETRY, Remedy.DOUBT, Remedy.MOVE, Remedy.LOGIN})
@@ -29,7 +29,7 @@ class Reply:
 class Calls:
     """Makes unary calls on whatever connection is current; thread-safe."""
 
-    def __init__(self, connections: Connections, clock: Clock, closed: threading.Event) -> None:
+    def __init__(self, connections: EtcdConnections, clock: Clock, closed: threading.Event) -> None:
         self._connections = connections
         self._clock = clock
         self._closed = closed  # ends the pauses between attempts
@@ -37,12 +37,12 @@ class Calls:
     def __call__(
         self,
         what: str,
-        method: Callable[[Connection], Callable[..., Any]],
+        method: Callable[[EtcdConnection], Callable[..., Any]],
         request: Any,
         *,
         timeout_s: float | None = None,
         tolerate: frozenset[Remedy] = frozenset(),
-    ) -> Reply | Failure:
+    ) -> Reply | CallFailure:
         """Call until there is an answer or the time is up.
 
         Returns a Failure only if its remedy is in ``tolerate``; raises CoordinationError.
@@ -63,7 +63,7 @@ class Calls:
 
         try:
             return self._retrying(limit_s)(attempt)
-        except Failure as failure:
+        except CallFailure as failure:
             if failure.remedy in tolerate:
                 return failure
             raise self._error(what, failure) from None
@@ -87,13 +87,13 @@ class Calls:
 
     def _worth_retrying(self, error: BaseException) -> bool:
         return (
-            isinstance(error, Failure)
+            isinstance(error, CallFailure)
             and error.remedy in _AGAIN
             and not self._closed.is_set()
             and not self._connections.hopeless
         )
 
-    def _error(self, what: str, failure: Failure) -> CoordinationError:
+    def _error(self, what: str, failure: CallFailure) -> CoordinationError:
         if failure.remedy is Remedy.LEASE_GONE:
             return LeaseGone(f"{what}: the lease is gone")
         if failure.remedy is Remedy.REFUSED:

@@ -19,8 +19,8 @@ from elastic.clock import Clock
 from elastic.errors import CoordinationError
 from elastic.store.etcd.calls import Calls, Reply
 from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.connection import Connections
-from elastic.store.etcd.failures import Failure, Remedy, classify
+from elastic.store.etcd.connection import EtcdConnections
+from elastic.store.etcd.failures import CallFailure, Remedy, classify
 from elastic.tuning.agent_intervals import (
     STORE_BACKOFF_CAP_S,
     STORE_LONGEST_RENEWAL_S,
@@ -39,7 +39,7 @@ class EtcdLease:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: EtcdConnections,
         calls: Calls,
         clock: Clock,
         ttl_s: float,
@@ -138,7 +138,7 @@ class EtcdLease:
             asked_s = self._clock.boottime()
             try:
                 alive = self._renew() or self._confirm()
-            except Failure:
+            except CallFailure:
                 failures += 1  # not a loss; the store's last_contact_s tells how long
                 continue
             failures = 0
@@ -167,7 +167,7 @@ class EtcdLease:
         finally:
             self._stream = None
         if reply is None:
-            raise Failure(Remedy.RETRY, "the renewal was not answered")
+            raise CallFailure(Remedy.RETRY, "the renewal was not answered")
         self._connections.touch()
         return bool(reply.TTL > 0)
 

@@ -16,7 +16,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
 from elastic.store.etcd.calls import Calls, Reply
 from elastic.store.etcd.compat import load_rpc
-from elastic.store.etcd.connection import Connection, Connections
+from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
 from elastic.store.etcd.keys import bytes_of, entry_of, range_of
 from elastic.store.etcd.lease import EtcdLease
@@ -49,7 +49,7 @@ class EtcdStore:
         self._clock = clock
         self._on_crash = on_crash
         self._closed = threading.Event()
-        self._connections = Connections(config, clock)
+        self._connections = EtcdConnections(config, clock)
         self._calls = Calls(self._connections, clock, self._closed)
         self._lock = threading.Lock()
         self._closing = False
@@ -195,7 +195,7 @@ class EtcdStore:
     def _call(
         self,
         what: str,
-        method: Callable[[Connection], Callable[..., Any]],
+        method: Callable[[EtcdConnection], Callable[..., Any]],
         request: Any,
         *,
         lease: Lease | None = None,

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 from elastic.process_group import pending_works, queued
 from elastic.torch_private import call_after_backward, current_backward
 from elastic.training.gradients.control_flags import ControlFlags, Room
@@ -148,6 +150,7 @@ class Reduction:
         except Exception as error:
             self.failure = error.with_traceback(None)  # its frames hold the group
             raise
+        phases.enter(Phase.SCRIPT)  # the backward pass is over, but for what takes no time
 
     def speak_again(self) -> None:
         """Say this rank's words with the next bucket, too: peers begin another step."""
