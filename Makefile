@@ -8,7 +8,7 @@ SLOWEST := --durations=25 --durations-min=1
 # Two files at a time.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST)
 
-.PHONY: demo test beside check docs unit cluster compat soak streams bench gpu gpu-tests gpu-bench format clean
+.PHONY: demo test beside check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -47,6 +47,10 @@ cluster: $(STAMP)
 # Environments of their own, in ~/.cache: 25 GB on first use, then about 5 minutes for each.
 compat: $(STAMP)
 	$(BIN)/python scripts/compat.py $(COMPAT_ARGS)
+
+# Python 3.10 to 3.13, as far as they are on this machine: environments of their own, as above.
+matrix: $(STAMP)
+	$(BIN)/python scripts/compat.py --pythons $(MATRIX_ARGS)
 
 soak: $(STAMP) streams
 	$(BIN)/pytest -m soak --timeout 7200

@@ -19,7 +19,7 @@ from measurement import Report, Row
 from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.process_group.pending import pending
+from elastic.testing.reaper import reap_descendants
 from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
 from elastic.training.gradients.wrap import ElasticDDP
 
@@ -27,6 +27,7 @@ WAYS = ("nothing", "words", "all-reduce")
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
@@ -58,7 +59,6 @@ def _train(rank: int, port: int, args: argparse.Namespace, found) -> None:  # ty
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    pending.open()
     samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for kib in args.kib:
         steps = {way: _Training(kib, way) for way in WAYS}

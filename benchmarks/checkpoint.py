@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoints
+from elastic.testing.reaper import reap_descendants
 
 TENSORS = 32
 SETTLE_S = 0.5  # after a save, in which the one before it is removed
@@ -52,6 +53,7 @@ SIZES = {"small": (64, 50), "full": (1024, 1000)}  # MiB, kills
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--size", choices=SIZES, default="full")

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.process_group.group import GroupSpec, ProcessGroup
+from elastic.process_group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.reaper import reap_descendants
 from elastic.training.gradients.wrap import ElasticDDP
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,6 +33,7 @@ TURNS, STEPS, GROUPS = 20, 50, 20
 
 
 def main() -> None:
+    reap_descendants()
     if not torch.cuda.is_available():
         sys.exit("torch.cuda.is_available() is false: this benchmark takes a GPU")
     device = torch.device("cuda", 0)

@@ -37,6 +37,7 @@ from elastic.secure_channel.limits import Limits
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout
+from elastic.testing.reaper import reap_descendants
 
 KEY = SecretKey.generate()
 LIMITS = Limits(frame_bytes=1024)
@@ -234,6 +235,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--rounds", type=int, default=300, help="connections of each kind")

@@ -6,8 +6,8 @@
 
 Three nodes on this machine, one worker each, gloo, min 2, max 3. The script is
 benchmarks/scripts/hanging.py: 1.05 million parameters, AdamW, steps of about 20 ms with a barrier
-in each. Once with all settings at their defaults but ``cool_down_s`` and ``failure_budget`` (a node
-here hangs more often than any node should), once with the shortest ``hang_timeout_s``.
+in each. Once with all settings at their defaults but ``quarantine_s`` and ``failure_budget`` (a
+node here hangs more often than any node should), once with the shortest ``hang_timeout_s``.
 
 How each number is measured:
 
@@ -36,6 +36,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from measurement import Report, Row
@@ -114,10 +115,10 @@ class HangingJob:
         return longest_s
 
 
-def measure(times: int, conf: dict[str, object], subject: str, seed: int) -> list[Row]:
+def measure(times: int, conf: Mapping[str, object], subject: str, seed: int) -> list[Row]:
     """All cases ``times`` times, in a random order."""
     rng = random.Random(seed)
-    settings = {"failure_budget": 1000, "cool_down_s": 0.5, **conf}
+    settings = {"failure_budget": 1000, "quarantine_s": 0.5, **conf}
     with EmbeddedEtcd() as etcd, tempfile.TemporaryDirectory() as folder:
         arguments = [f"--folder={folder}"]
         with LocalCluster(

@@ -29,12 +29,15 @@ from measurement import Report, Row
 from torch import multiprocessing
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from elastic.testing.reaper import reap_descendants
+
 RANKS = 3
 RELEASED_WITHIN_S = 10.0
 REBUILD, RECONFIGURE = "destroy and init_process_group", "_reconfigure"
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

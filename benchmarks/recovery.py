@@ -77,6 +77,7 @@ from restart import measure_c10d, say
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout
+from elastic.testing.reaper import reap_descendants
 
 EVENTS_A_JOB = 36  # what a job has written down is read again and again: no job grows old
 
@@ -155,7 +156,7 @@ def measure_floor(rounds: int) -> Row:
 def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
     import torch
 
-    from elastic.process_group.group import GroupSpec, ProcessGroup
+    from elastic.process_group import GroupSpec, ProcessGroup
     from elastic.training.gradients.wrap import ElasticDDP
 
     sys.path.insert(0, str(SCRIPT.parent))
@@ -284,6 +285,7 @@ def measure_torchft(options: argparse.Namespace, rng: random.Random) -> list[Row
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--kills", type=int, default=30, help="of each case")

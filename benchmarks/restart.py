@@ -59,8 +59,9 @@ from measurement import Report, Row
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
-from elastic.testing.ledger import Ledger, read_ledger
+from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.node import LocalNode
+from elastic.testing.reaper import reap_descendants
 
 SCRIPT = Path(__file__).parent.parent / "tests" / "kill" / "scripts" / "plain_ddp.py"
 KILL_AT_STEP = 20
@@ -154,14 +155,14 @@ def kill_and_wait(
     return max(pause_of(cluster.ledger(), name, killed_s) for name in survivors), checkpoint
 
 
-def has_recovered(ledger: Ledger, survivors: set[str], killed_s: float) -> bool:
+def has_recovered(ledger: RunLedger, survivors: set[str], killed_s: float) -> bool:
     """Every survivor restarted after the kill and has completed a step since."""
     started = {s.node: s.time_s for s in ledger.starts if s.time_s > killed_s}
     stepped = {s.node for s in ledger.steps if s.time_s > started.get(s.node, float("inf"))}
     return survivors <= stepped
 
 
-def pause_of(ledger: Ledger, node: str, killed_s: float) -> float:
+def pause_of(ledger: RunLedger, node: str, killed_s: float) -> float:
     """The longest gap between two steps of this node that ends after the kill."""
     times = sorted(s.time_s for s in ledger.steps if s.node == node)
     gaps = [b - a for a, b in itertools.pairwise(times) if b > killed_s]
@@ -274,6 +275,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
+    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--kills", type=int, default=10, help="runs with etcd-v3")

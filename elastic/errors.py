@@ -15,6 +15,7 @@
     │   └── ClusterRefused           69  it will not do what it is asked
     ├── LinkError                    1   agent and worker do not understand each other
     ├── NodeRefused                  2   this node cannot mix with the running job
+    ├── NodeUnfit                    71  this node failed its preflight
     ├── JobFailed                    1   the job has ended without success
     ├── BudgetSpent                  70  too many failures without progress
     ├── JoinTimeout                  1   not enough nodes came in time
@@ -105,6 +106,12 @@ class NodeRefused(ElasticError):
     """This node cannot mix with the running job (other min/max, other version)."""
 
     exit_code = 2
+
+
+class NodeUnfit(ElasticError):
+    """This node failed its preflight, and has not joined the job. Names every failed check."""
+
+    exit_code = 71
 
 
 class JobFailed(ElasticError):

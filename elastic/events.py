@@ -167,6 +167,16 @@ class NodeLeaving(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersTuned(Event):
+    """The network profile and the interface of the workers that are started next."""
+
+    profile: str
+    reason: str
+    interface: str | None
+    interface_reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class HealthServed(Event):
     """This agent answers /livez and /readyz."""
 

@@ -1,10 +1,12 @@
-"""Run the project with every torch it claims to work with, and write docs/compatibility.md.
+"""Run the project with every torch and Python it claims to work with; docs/compatibility.md.
 
     python scripts/compat.py                                # all environments (make compat)
     python scripts/compat.py torch-2.15.0 dependencies-oldest
     python scripts/compat.py --check demo torch-2.15.0
+    python scripts/compat.py --pythons                      # Pythons (make matrix)
     python scripts/compat.py --page                         # only write the page again
 
+A Python that is not on this machine (on PATH, or of pyenv or uv) is left out, and its row says so.
 Each environment is a virtual one in a cache folder outside the tree, made on first use: PyPI's
 torch brings 5 GB of CUDA libraries, which do no harm on a CPU. What is tested is the wheel built
 from this tree, installed there. A run replaces the results of the environments it was asked for in
@@ -23,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,18 +108,34 @@ class Environment:
     requirements: tuple[str, ...]  # beside the wheel and what it needs
     checks: tuple[Check, ...]
     is_constrained: bool = True  # by constraints.txt, for all but the requirements
+    python: str = ""  # "3.12"; this one's own by default
+
+    def interpreter(self) -> str | None:
+        """The Python to make it with; None: not on this machine."""
+        return find_python(self.python) if self.python else sys.executable
 
 
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 ENVIRONMENTS = (
     *(
         Environment(f"torch-{version}", f"torch {version}", (f"torch=={version}",), OF_TORCH)
         for version in TORCHES
     ),
+    *(
+        Environment(
+            f"python-{version}",
+            f"Python {version}",
+            ("torch==2.13.0",),
+            (DEMO, CONTRACT, GROUPS, IN_PROCESS, ETCD),
+            python=version,
+        )
+        for version in PYTHONS
+    ),
     Environment(
         "dependencies-oldest",
-        "the oldest grpcio and protobuf",
-        ("torch==2.13.0", "grpcio==1.49.1", "protobuf==3.20.0"),
+        "the oldest grpcio, protobuf and msgspec",
+        ("torch==2.13.0", "grpcio==1.49.1", "protobuf==3.20.0", "msgspec==0.19.0"),
         (DEMO, ETCD),
     ),
     Environment(
@@ -136,15 +153,18 @@ def main() -> int:
     args = _arguments()
     if not args.page:
         cache = args.cache.expanduser()
-        wanted = [e for e in ENVIRONMENTS if not args.environments or e.name in args.environments]
+        wanted = [e for e in ENVIRONMENTS if e.name in args.environments]
+        for environment in [e for e in wanted if e.interpreter() is None]:
+            say(f"{environment.name}: not on this machine")
+            wanted.remove(environment)
         with tempfile.TemporaryDirectory() as folder:
             wheel = build_wheel(Path(folder))
             for environment in wanted:
                 run_environment(environment, cache, wheel, args.check)
     results = json.loads(RESULTS.read_text())
     PAGE.write_text(page(results))
-    wanted_names = args.environments or list(results)
-    return 0 if all(passed(results[name]) for name in wanted_names) else 1
+    wanted_names = args.environments if args.page else [environment.name for environment in wanted]
+    return 0 if all(passed(results[name]) for name in wanted_names if name in results) else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -155,8 +175,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("environments", nargs="*", choices=[*names, []], metavar="ENVIRONMENT")
     parser.add_argument("--check", action="append", help="only this one, e.g. demo")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--pythons", action="store_true", help="the environments of Pythons")
     parser.add_argument("--cache", type=Path, default=CACHE / "torch-elastic-harness" / "compat")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.pythons:
+        args.environments = [environment.name for environment in ENVIRONMENTS if environment.python]
+    args.environments = args.environments or names
+    return args
 
 
 def say(text: str) -> None:
@@ -165,6 +190,29 @@ def say(text: str) -> None:
 
 
 # Environments
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of that version on this machine: on PATH, or one that pyenv or uv manages."""
+    home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [
+        f"python{version}",
+        *map(str, sorted(home.glob(f"versions/{version}.*/bin/python{version}"))),
+    ]
+    if shutil.which("uv"):
+        found = subprocess.run(["uv", "python", "find", version], capture_output=True, text=True)
+        candidates += [found.stdout.strip()] if found.returncode == 0 else []
+    ask = "import platform, sys; print(platform.python_version(), sys.executable)"
+    for candidate in candidates:
+        # A shim of pyenv is on PATH whether or not it leads to an interpreter.
+        try:
+            said = subprocess.run([candidate, "-c", ask], capture_output=True, text=True)
+        except OSError:
+            continue
+        number, _, path = said.stdout.strip().partition(" ")
+        if said.returncode == 0 and number.startswith(f"{version}."):
+            return path
+    return None
 
 
 def build_wheel(folder: Path) -> Path:
@@ -186,7 +234,9 @@ def make(environment: Environment, folder: Path, wheel: Path) -> Path:
     python = folder / "bin" / "python"
     marker = folder / INSTALLED
     if not python.exists():
-        venv.create(folder, with_pip=True)
+        interpreter = environment.interpreter()
+        assert interpreter is not None, environment.python
+        subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     extra = f"torch-elastic-harness[demo] @ {wheel.as_uri()}"
     wanted = [*environment.requirements, *TOOLS]
     if not marker.exists() or json.loads(marker.read_text()) != wanted:

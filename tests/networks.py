@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 INTERFACE = "eth0"
+DECOY = "aa0"
 
 
 def available() -> bool:
@@ -43,9 +44,13 @@ class Machine:
 
 
 class Network:
-    """``with Network(3) as network``: its machines, and ``network.host``, this one's address."""
+    """``with Network(3) as network``: its machines, and ``network.host``, this one's address.
 
-    def __init__(self, machines: int) -> None:
+    ``has_decoy``: each machine has another interface, first in every list, that leads nowhere.
+    """
+
+    def __init__(self, machines: int, *, has_decoy: bool = False) -> None:
+        self._has_decoy = has_decoy
         tag = os.getpid()
         self._bridge = f"elb{tag}"
         prefix = f"10.{tag >> 8 & 255}.{tag & 255}"
@@ -70,6 +75,12 @@ class Network:
     def _add(self, machine: Machine) -> None:
         space = machine.namespace
         _ip("netns", "add", space)
+        if self._has_decoy:
+            # Before eth0, so that it is the first in the kernel's list.
+            _ip("-n", space, "link", "add", DECOY, "type", "veth", "peer", "name", "aa1")
+            _ip("-n", space, "address", "add", "172.31.0.1/24", "dev", DECOY)
+            for end in (DECOY, "aa1"):
+                _ip("-n", space, "link", "set", end, "up")
         _ip(
             *("link", "add", machine.cable, "type", "veth"),
             *("peer", "name", INTERFACE, "netns", space),

@@ -26,7 +26,7 @@ from elastic.membership.records import (
     HangStacks,
     HangVerdict,
     RankStacks,
-    World,
+    WorldRecord,
     decode,
     encode,
 )
@@ -135,7 +135,7 @@ class Hangs:
         """All processes that torchrun supervises. On its thread."""
         self._watch.supervise(tuple(workers))
 
-    def learn(self, world: World | None) -> None:
+    def learn(self, world: WorldRecord | None) -> None:
         """The newest world that the workers know."""
         if world is None or world.generation == self._generation:
             return

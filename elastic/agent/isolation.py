@@ -13,11 +13,7 @@ from collections.abc import Callable
 from elastic.agent.workers import Workers
 from elastic.errors import StoreUnreachable
 from elastic.node.context import NodeContext
-
-_AWAY_S = 2.0
-# The node's thread turns every second. After a longer pause it may have been frozen, and not etcd
-# away: it gets this long to find etcd again. (Its workers' permission was not extended meanwhile.)
-_FROZEN_S = 5.0
+from elastic.tuning.agent_intervals import FROZEN_S, STORE_AWAY_S
 
 
 class IsolationDetector:
@@ -48,14 +44,14 @@ class IsolationDetector:
         the node's thread from what it has to do for its workers."""
         if not self.watch_is_cut or self._last_contact_s is None:
             return
-        if self._at.clock.monotonic() - self._last_contact_s() > _AWAY_S:
-            raise StoreUnreachable(f"etcd has been out of reach for more than {_AWAY_S:g} s")
+        if self._at.clock.monotonic() - self._last_contact_s() > STORE_AWAY_S:
+            raise StoreUnreachable(f"etcd has been out of reach for more than {STORE_AWAY_S:g} s")
 
     def check(self) -> None:
         """Stop this node if it is cut off, once its workers have left or their time is up."""
         status, now = self._at.status, self._at.clock.monotonic()
         before_s, self._checked_s = self._checked_s, now
-        if self._last_contact_s is not None and now - before_s > _FROZEN_S:
+        if self._last_contact_s is not None and now - before_s > FROZEN_S:
             self._excuse(self._last_contact_s(), now)
         if self._gone_by_s is not None:
             if status.workers_left or now >= self._gone_by_s:
@@ -64,7 +60,7 @@ class IsolationDetector:
         if self._last_contact_s is None or not status.has_workers_in_a_world:
             return
         takeover_s = self._at.options.takeover_s
-        if now - self._last_contact_s() <= takeover_s / 2 or now - self._thawed_s <= _FROZEN_S:
+        if now - self._last_contact_s() <= takeover_s / 2 or now - self._thawed_s <= FROZEN_S:
             return
         if self._workers is None or not status.node.in_process:
             self._stop(now)

@@ -59,11 +59,8 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
-
-RETRY_S = 0.5
-IDLE_S = 1.0
-EXIT_GRACE_S = 2.0  # how long a leaving node waits for the world without it
 
 
 class NodeLoop:
@@ -299,11 +296,11 @@ class NodeLoop:
             case LeaseEnded():
                 self._on_lease_lost()
             case Close():
-                self._close_by_s = self._at.clock.monotonic() + EXIT_GRACE_S
+                self._close_by_s = self._at.clock.monotonic() + LEAVING_WORLD_S
 
     def _duties(self) -> None:
         now = self._at.clock.monotonic()
-        self._next_wake_s = now + (IDLE_S if self._close_by_s is None else RETRY_S / 5)
+        self._next_wake_s = now + (NODE_IDLE_S if self._close_by_s is None else NODE_RETRY_S / 5)
         if self._isolation.is_lost:
             return
         self._isolation.require()
@@ -442,7 +439,7 @@ class NodeLoop:
             self._at.status.fail(error)  # a joining node cannot do anything sensible with it
             return
         self._report_problem(error, "training goes on")
-        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
 
     def _on_store_problem(self, error: CoordinationError) -> None:
         if isinstance(error, LeaseGone):
@@ -451,7 +448,7 @@ class NodeLoop:
             self._at.status.fail(error)
             return
         self._report_problem(error, "training goes on; trying again")
-        self._next_wake_s = self._at.clock.monotonic() + RETRY_S
+        self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
 
     def _report_problem(self, error: ElasticError, consequence: str) -> None:
         if error.message != self._at.status.store_problem:

@@ -14,8 +14,7 @@ from elastic.events import NodeParked
 from elastic.membership.records import Done
 from elastic.node.status import NodeStatus
 from elastic.telemetry.journal import EventSink
-
-SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
+from elastic.tuning.agent_intervals import MAIN_THREAD_SLICE_S
 
 
 def park(
@@ -33,4 +32,4 @@ def park(
     )
     while not leaving.told:
         status.watchdog.beat()
-        clock.sleep(SLICE_S)
+        clock.sleep(MAIN_THREAD_SLICE_S)

@@ -26,7 +26,7 @@ from elastic.membership.records import (
     Member,
     Node,
     NodeState,
-    World,
+    WorldRecord,
     WorldState,
     decode,
 )
@@ -35,13 +35,12 @@ from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.agent_intervals import (
+    ASK_MEMBERS_S,
+    FINISH_WITHOUT_STORE_S,
+    MAIN_THREAD_SLICE_S,
+)
 from elastic.tuning.agent_options import AgentOptions
-
-# Main-thread waits are sliced so that signal handlers run.
-SLICE_S = 0.2
-ASK_MEMBERS_S = 0.5
-# After this long without the store a node whose workers ended well no longer waits for others.
-FINISH_WITHOUT_STORE_S = 30.0
 
 
 class NodeService:
@@ -97,9 +96,18 @@ class NodeService:
         return self._status.node.as_member()
 
     @property
-    def running(self) -> World | None:
+    def running(self) -> WorldRecord | None:
         """The world that this node's workers run."""
         return self._status.node.running
+
+    def peer_addresses(self, world: WorldRecord | None) -> tuple[str, ...]:
+        """Where the other nodes of a world are reached, that of rank 0 first.
+
+        None: of the world that runs without this node.
+        """
+        world = world if world is not None else self._status.world.world
+        members = world.members if world is not None else ()
+        return tuple(m.liveness_host for m in members if m.node_id != self.node_id)
 
     def start(self) -> None:
         """Listen and begin to learn; the node registers with its first arrival."""
@@ -151,7 +159,7 @@ class NodeService:
     def _refuse_if_it_cannot_mix(self, node: Node) -> None:
         entry = self._store.get(self._keys.world)
         others = self._store.list(self._keys.nodes).entries
-        world = decode(World, entry.key, entry.value) if entry is not None else None
+        world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
         reference = _reference(world, others, but=node.node_id)
         said = refusal(node, reference) if reference is not None else None
         if said is not None:
@@ -162,7 +170,7 @@ class NodeService:
                 "or use another --rdzv-id",
             )
 
-    def wait_for_world(self) -> World | None:
+    def wait_for_world(self) -> WorldRecord | None:
         """Block until this node is in a world that it has not run yet.
 
         None: the job runs without this node and changes worlds without a restart: workers are
@@ -197,9 +205,9 @@ class NodeService:
                 ask_at_s = now + ASK_MEMBERS_S
             with status.changed:
                 if status.world.world is world:
-                    status.changed.wait(min(SLICE_S, max(0.0, deadline - now)))
+                    status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
 
-    def _is_for_us(self, world: World) -> bool:
+    def _is_for_us(self, world: WorldRecord) -> bool:
         # (A world whose members keep their workers is never entered by starting some: if it has
         # this node, it was written before the leader knew that they have ended.)
         return (
@@ -209,13 +217,13 @@ class NodeService:
             and world.generation > self._status.node.arrived_for
         )
 
-    def _is_to_be_joined(self, world: World) -> bool:
+    def _is_to_be_joined(self, world: WorldRecord) -> bool:
         """Whether the members keep their workers: nobody waits for ours, so they get ready."""
         if self.node_id in world.node_ids or not self._loop.link_path:
             return False
         return world.mode == IN_PROCESS or self._members_keep_workers(world)
 
-    def _members_keep_workers(self, world: World) -> bool:
+    def _members_keep_workers(self, world: WorldRecord) -> bool:
         """Whether all members of a first world have said that their workers are ready."""
         try:
             entries = self._store.list(self._keys.nodes).entries
@@ -235,7 +243,7 @@ class NodeService:
         self._status.starts += 1
         self._status.stopping = False
 
-    def _is_spare(self, world: World | None) -> bool:
+    def _is_spare(self, world: WorldRecord | None) -> bool:
         """A healthy world without room for us: a spare waits for as long as it takes."""
         return (
             world is not None
@@ -244,7 +252,7 @@ class NodeService:
             and len(world.members) >= world.max_nodes
         )
 
-    def _join_timeout(self, world: World | None) -> JoinTimeout:
+    def _join_timeout(self, world: WorldRecord | None) -> JoinTimeout:
         node = self._status.node
         members = f"the last world: {world.reason}" if world else "no world was ever formed"
         report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
@@ -256,7 +264,7 @@ class NodeService:
             "or raise join_timeout_s",
         )
 
-    def enter(self, world: World, *, waited_s: float) -> None:
+    def enter(self, world: WorldRecord, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
         self._begin_start()
         self._journal.emit(
@@ -296,7 +304,7 @@ class NodeService:
         self._status.stopping = self._status.stopping or restarts
         return restarts
 
-    def _must_restart(self, world: World, node: Node) -> bool:
+    def _must_restart(self, world: WorldRecord, node: Node) -> bool:
         """Whether workers that could change worlds by themselves cannot enter this one."""
         is_member = node.node_id in world.node_ids
         if node.running is None:  # ready, and in no world yet
@@ -305,7 +313,7 @@ class NodeService:
             return False
         return not is_member or world.mode != IN_PROCESS
 
-    def _raise_if_paused_for_long(self, world: World, since_s: float) -> None:
+    def _raise_if_paused_for_long(self, world: WorldRecord, since_s: float) -> None:
         paused_s = self._clock.monotonic() - since_s
         if world.state is WorldState.PAUSED and paused_s > self._options.join_timeout_s:
             raise self._join_timeout(world)
@@ -410,7 +418,7 @@ class NodeService:
                 trouble_since_s = (trouble_since_s or now) if status.store_problem else None
                 if trouble_since_s is not None and now - trouble_since_s > patience_s:
                     return None
-                status.changed.wait(SLICE_S)
+                status.changed.wait(MAIN_THREAD_SLICE_S)
             return status.done
 
     def beat(self) -> None:
@@ -442,7 +450,9 @@ class NodeService:
         self._loop.post(ChangeNode(lambda node: node))
 
 
-def _reference(world: World | None, entries: tuple[Entry, ...], *, but: str) -> World | Node | None:
+def _reference(
+    world: WorldRecord | None, entries: tuple[Entry, ...], *, but: str
+) -> WorldRecord | Node | None:
     """Whose min, max and version count: the world's while any of its members lives, else those
     of the node that came first. Broken records do not count."""
     nodes = []

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from elastic.agent.messages import ChangeNode
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
@@ -29,8 +29,16 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
-from elastic.membership.records import FailureReport, Node, NodeState, World, WorldState, encode
+from elastic.membership.records import (
+    FailureReport,
+    Node,
+    NodeState,
+    WorldRecord,
+    WorldState,
+    encode,
+)
 from elastic.membership.step_rate import StepRate
+from elastic.messages.world import RankAssignment, WorldSpec, derive
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import STORE
 from elastic.store.keyvalue import Lease
@@ -69,7 +77,7 @@ class Workers:
         self._left: set[int] = set()
         self._entered: dict[int, int] = {}  # pid to generation
         self._starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
-        self._pushed: World | None = None  # the newest world they were told
+        self._pushed: WorldRecord | None = None  # the newest world they were told
         self._failure_report: FailureReport | None = None  # to be written, or written
         self._trouble_written = False
         self._has_parted = False  # told to leave: their ends are no deaths
@@ -92,7 +100,7 @@ class Workers:
         self._server.close()
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> WorldRecord | None:
         """The newest world that they were told."""
         return self._pushed or self._node.running
 
@@ -275,12 +283,12 @@ class Workers:
         known = [w.generation for w in (running, pushed) if w is not None and self._is_in(w)]
         return max([*known, self._node.arrived_for])
 
-    def _is_in(self, world: World) -> bool:
+    def _is_in(self, world: WorldRecord) -> bool:
         return self._node.node_id in world.node_ids
 
     # ── what they are told ───────────────────────────────────────────────────────────────
 
-    def learn(self, world: World | None) -> None:
+    def learn(self, world: WorldRecord | None) -> None:
         """The newest world: hand it on if it concerns workers that need no restart."""
         node = self._node
         if world is None or not node.in_process:
@@ -332,35 +340,30 @@ class Workers:
         self._pushed = None
         self._at.status.to_replace.clear()
 
-    def _send(self, world: World, to: Worker | None) -> None:
+    def _send(self, world: WorldRecord, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):
             self._server.send(self._message(world, worker), worker)
 
-    def _message(self, world: World, worker: Worker) -> WorldMessage:
+    def _message(self, world: WorldRecord, worker: Worker) -> WorldMessage:
         node = self._node
         # A world of the other mode is entered by a restart: to these processes it is the end.
         runs_it = node.running is not None and node.running.generation == world.generation
         is_member = node.node_id in world.node_ids and (world.mode == IN_PROCESS or runs_it)
         return WorldMessage(
-            generation=world.generation,
-            nonce=world.nonce,
-            member=is_member,
-            rank=world.first_rank_of(node.node_id) + worker.local_rank if is_member else 0,
-            size=world.size,
-            local_rank=worker.local_rank,
-            local_size=node.nproc,
+            world=derive(WorldSpec, world),
+            assignment=self._assignment(world, worker) if is_member else None,
             node_rank=world.node_ids.index(node.node_id) if is_member else 0,
             nodes=len(world.members),
-            store_host=world.store_host,
-            store_port=world.store_port,
             store_key=self._at.secret.key(STORE).text,
-            store_tls=astuple(tls.files) if (tls := self._at.tls) is not None else (),
-            switch_at_step=world.switch_at_step,
-            state="paused" if world.state is WorldState.PAUSED else "active",
-            lineage=world.lineage,
-            cause=world.cause.value,
-            reason=world.reason,
-            committed_step=world.committed_step,
+            store_tls=tls.files if (tls := self._at.tls) is not None else None,
+        )
+
+    def _assignment(self, world: WorldRecord, worker: Worker) -> RankAssignment:
+        return RankAssignment(
+            rank=world.first_rank_of(self._node.node_id) + worker.local_rank,
+            size=world.size,
+            local_rank=worker.local_rank,
+            local_size=self._node.nproc,
         )
 
     # ── what the store is told ───────────────────────────────────────────────────────────
@@ -391,7 +394,9 @@ class Workers:
         self._at.post(ChangeNode(lambda node: node))
 
 
-def _nodes_of(world: World | None, generation: int, ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _nodes_of(
+    world: WorldRecord | None, generation: int, ranks: tuple[int, ...]
+) -> tuple[str, ...]:
     """The nodes that run these ranks of that generation."""
     if world is None or world.generation != generation:
         return ()

@@ -7,6 +7,7 @@
 65    no valid checkpoint where one was required
 69    etcd cannot be reached, or refuses
 70    the failure budget is spent
+71    this node failed its preflight
 75    told to leave; saved and left
 130   interrupted (Ctrl-C)
 ====  =============================================
@@ -22,6 +23,7 @@ from elastic.errors import (
     ConfigError,
     CoordinationError,
     ElasticError,
+    NodeUnfit,
     Preempted,
 )
 
@@ -36,6 +38,7 @@ _MOST_TELLING = (
     CoordinationError.exit_code,
     CheckpointRequired.exit_code,
     BudgetSpent.exit_code,
+    NodeUnfit.exit_code,
     FAILED,
     Preempted.exit_code,
 )

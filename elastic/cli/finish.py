@@ -32,9 +32,9 @@ from elastic.store.keyvalue import (
     Reset,
     WatchEvent,
 )
+from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S
 from elastic.tuning.agent_options import AgentOptions, read_options
 
-BACKOFF_CAP_S = 30.0
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -87,7 +87,7 @@ def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
     config = etcd_config(endpoint, options)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(StoreUnreachable),
-        wait=tenacity.wait_random_exponential(multiplier=0.5, max=BACKOFF_CAP_S),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=CLUSTER_BACKOFF_CAP_S),
         before_sleep=_tell_of_retry,
         sleep=SYSTEM_CLOCK.sleep,
     )

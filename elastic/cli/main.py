@@ -35,6 +35,8 @@ COMMANDS = {
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
     "kube": Command("elastic.cli.kube", "manifests for Kubernetes from a few flags"),
+    "env": Command("elastic.cli.env", "what NCCL, torch and gloo are told here, and why"),
+    "doctor": Command("elastic.cli.doctor", "check this machine, etcd, and the links of the nodes"),
     "demo": Command("elastic.cli.demo.command", "train on three local nodes, kill one, add one"),
     "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }

@@ -19,11 +19,9 @@ import tenacity
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
+from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S, CLUSTER_CALL_S, CLUSTER_PATIENCE_S
 
 CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-CALL_S = 10.0
-PATIENCE_S = 600.0  # longer than an upgrade of a control plane is away
-BACKOFF_CAP_S = 30.0
 # The token was rotated; somebody else changed the object; too much at once; not there for now.
 _AGAIN = {401, 409, 429, 500, 502, 503, 504}
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -109,8 +107,8 @@ def scale_statefulset(
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TryAgain),
-        stop=lambda state: clock.monotonic() - began_s > PATIENCE_S,
-        wait=tenacity.wait_random_exponential(multiplier=0.5, max=BACKOFF_CAP_S),
+        stop=lambda state: clock.monotonic() - began_s > CLUSTER_PATIENCE_S,
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=CLUSTER_BACKOFF_CAP_S),
         before_sleep=told,
         sleep=clock.sleep,
         reraise=True,
@@ -122,7 +120,7 @@ def scale_statefulset(
         if dry_run:
             hint = "check the network policies: this pod must reach the API server"
         raise ClusterUnreachable(
-            f"the API server did not set {path} within {PATIENCE_S:g} s: {error}", hint=hint
+            f"the API server did not set {path} within {CLUSTER_PATIENCE_S:g} s: {error}", hint=hint
         ) from error
 
 
@@ -152,7 +150,7 @@ def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
     except (OSError, ssl.SSLError) as error:
         raise _TryAgain(f"{server.credentials}: {error}") from error
     connection = http.client.HTTPSConnection(
-        server.host, server.port, timeout=CALL_S, context=context
+        server.host, server.port, timeout=CLUSTER_CALL_S, context=context
     )
     headers = {
         "Authorization": f"Bearer {token}",

@@ -16,6 +16,8 @@ import math
 from dataclasses import dataclass
 
 from elastic.hangs.facts import Flag, Phase, RankFacts
+from elastic.tuning.agent_intervals import HANG_FIRST_STEPS_S, HANG_SUSPICION_S
+from elastic.tuning.timeouts import Timeouts
 
 # A phase may take so many times longer than it takes, and than the longest of the last ones. (The
 # longest decays by half in about 35 steps: elastic/hangs/phases.py.)
@@ -30,16 +32,17 @@ _DATA_FLOORS = 10.0
 _LOST_MESSAGE_FLOORS = 4.0
 # Of a budget: after this part of it what is known is published, for the leader to have it in time.
 _SUSPICION = 0.4
-_LEAST_SUSPICION_S = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPolicy:
     """The floors, in seconds. ``hang_timeout_s`` is for what happens in every step."""
 
-    hang_timeout_s: float = 3.5
-    outside_step_s: float = 900.0  # the script's own code, evaluation, checkpoints, compilation
-    first_steps_s: float = 300.0
+    hang_timeout_s: float = Timeouts.hang_timeout_s
+    outside_step_s: float = (
+        Timeouts.hang_script_timeout_s
+    )  # the script's own code, evaluation, checkpoints, compilation
+    first_steps_s: float = HANG_FIRST_STEPS_S
 
 
 def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
@@ -84,15 +87,15 @@ def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     For a rank that waits it is measured by how long its own steps take: the others' are as long.
     """
     if facts.flags & Flag.DEBUGGER:
-        return _LEAST_SUSPICION_S  # whoever waits is told at once
+        return HANG_SUSPICION_S  # whoever waits is told at once
     if facts.phase in (Phase.COLLECTIVE, Phase.FORMING):
         return _wait_s(facts, policy)
-    return max(_LEAST_SUSPICION_S, _SUSPICION * budget_s(facts, policy))
+    return max(HANG_SUSPICION_S, _SUSPICION * budget_s(facts, policy))
 
 
 def _wait_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     """How long a rank waits for the others' steps without anything being wrong."""
-    return max(_LEAST_SUSPICION_S, _SUSPICION * max(policy.hang_timeout_s, _step_s(facts)))
+    return max(HANG_SUSPICION_S, _SUSPICION * max(policy.hang_timeout_s, _step_s(facts)))
 
 
 def _own_s(facts: RankFacts) -> float:

@@ -118,10 +118,11 @@ class PhaseRecorder:
         return before
 
     def begin_step(self, number: int) -> None:
-        """The script is handed a step."""
+        """The script is handed a step. What it does before the forward pass is its own code: an
+        evaluation on rank 0, a picture that is written, may take as long as they need."""
         self._step = number
         if self._page is not None:
-            self.enter(Phase.COMPUTE)
+            self.enter(Phase.SCRIPT)
             if not self._sees_compilation:
                 self._watch_compilation()
 

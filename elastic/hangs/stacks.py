@@ -21,15 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
 
 NAME = "elastic-stacks"
 NO_SIGNAL = 0
 # Real-time signals have no meaning of their own. glibc takes the first two, Java and profilers
 # begin at the low end.
 _SIGNALS = tuple(range(signal.SIGRTMAX - 5, signal.SIGRTMAX - 13, -1))
-DUMPED_WITHIN_S = 1.0
-_POLL_S = 0.01
-_PY_SPY_S = 5.0
 _MOST_BYTES = 256 << 10
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -80,10 +78,10 @@ def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
 
 def _read_when_written(fd: int, before: int, clock: Clock) -> str:
     """What was added, once nothing is added any more."""
-    deadline_s = clock.monotonic() + DUMPED_WITHIN_S
+    deadline_s = clock.monotonic() + STACKS_DUMPED_S
     size = before
     while clock.monotonic() < deadline_s:
-        clock.sleep(_POLL_S)
+        clock.sleep(STACKS_POLL_S)
         now = os.fstat(fd).st_size
         if now > before and now == size:
             break
@@ -109,7 +107,7 @@ def take_native(pid: int) -> str:
     command = [program, "dump", "--native", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False
+            command, capture_output=True, text=True, timeout=STACKS_PY_SPY_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

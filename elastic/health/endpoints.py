@@ -12,12 +12,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.membership.records import Done, Node, NodeState, World, WorldState
+from elastic.membership.records import Done, Node, NodeState, WorldRecord, WorldState
 from elastic.node.status import NodeStatus
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HealthStatus:
     """An answer, and why. ``details`` go into the body beside them."""
 
     is_ok: bool
@@ -31,7 +31,7 @@ class Verdict:
         )
 
 
-Routes = Mapping[str, Callable[[], Verdict]]
+Routes = Mapping[str, Callable[[], HealthStatus]]
 
 
 def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
@@ -45,18 +45,20 @@ def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
     }
 
 
-def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> Verdict:
+def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> HealthStatus:
     """Whether every thread has turned within ``hung_after_s``."""
     for thread, silent_s in silences_s.items():
         if silent_s > hung_after_s:
-            return Verdict(
+            return HealthStatus(
                 False,
                 f"{thread} has not turned for {silent_s:.1f} s (hung_after_s={hung_after_s:g})",
             )
-    return Verdict(True, "the agent's threads turn")
+    return HealthStatus(True, "the agent's threads turn")
 
 
-def readiness(node: Node, world: World | None, done: Done | None, *, is_parked: bool) -> Verdict:
+def readiness(
+    node: Node, world: WorldRecord | None, done: Done | None, *, is_parked: bool
+) -> HealthStatus:
     """Whether this node's workers are in the present world."""
     is_ready, reason = _standing(node, world, done)
     details: dict[str, object] = {"node": node.name, "parked": is_parked}
@@ -73,10 +75,10 @@ def readiness(node: Node, world: World | None, done: Done | None, *, is_parked: 
             "exit_code": done.exit_code,
             "reason": done.reason,
         }
-    return Verdict(is_ready, reason, details)
+    return HealthStatus(is_ready, reason, details)
 
 
-def _standing(node: Node, world: World | None, done: Done | None) -> tuple[bool, str]:
+def _standing(node: Node, world: WorldRecord | None, done: Done | None) -> tuple[bool, str]:
     if done is not None:
         return False, f"the job has ended: {done.outcome.value}: {done.reason}"
     if (said := _NOT_IN_A_WORLD.get(node.state)) is not None:

@@ -21,13 +21,11 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.health.endpoints import Routes
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import HEALTH_ACCEPT_AGAIN_S, HEALTH_CONNECTION_S, HEALTH_TURN_S
 
 MAX_CONNECTIONS = 32
 _BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
 MAX_REQUEST = 8192  # bytes, headers included
-CONNECTION_S = 2.0
-_TURN_S = 0.2
-_ACCEPT_AGAIN_S = 0.05  # after no descriptor was free
 
 
 class HealthServer:
@@ -66,7 +64,7 @@ class HealthServer:
 
     def _run(self) -> None:
         try:
-            self._server.serve_forever(poll_interval=_TURN_S)
+            self._server.serve_forever(poll_interval=HEALTH_TURN_S)
         except BaseException as error:
             get_logger().exception("the health server died")
             self._on_error(error)
@@ -92,7 +90,7 @@ class _BoundedServer(ThreadingHTTPServer):
             return super().get_request()
         except OSError as error:  # gone again, or no descriptors left: not in a circle
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._clock.sleep(_ACCEPT_AGAIN_S)
+                self._clock.sleep(HEALTH_ACCEPT_AGAIN_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -106,7 +104,7 @@ class _BoundedServer(ThreadingHTTPServer):
         with self._lock:
             while len(self._until_s) >= MAX_CONNECTIONS:
                 self._end(next(iter(self._until_s)))
-            self._until_s[request] = self._clock.monotonic() + CONNECTION_S
+            self._until_s[request] = self._clock.monotonic() + HEALTH_CONNECTION_S
         thread.start()
         with self._lock:
             self._serving = {one for one in self._serving if one.is_alive()} | {thread}
@@ -117,7 +115,7 @@ class _BoundedServer(ThreadingHTTPServer):
             super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called by ``serve_forever`` at least every ``_TURN_S``."""
+        """Called by ``serve_forever`` at least every ``HEALTH_TURN_S``."""
         now_s = self._clock.monotonic()
         with self._lock:
             for request in [r for r, until_s in self._until_s.items() if now_s > until_s]:
@@ -165,7 +163,7 @@ class _Exchange(BaseHTTPRequestHandler):
     server: _BoundedServer
     server_version = "elastic"
     sys_version = ""
-    timeout = CONNECTION_S
+    timeout = HEALTH_CONNECTION_S
 
     def setup(self) -> None:
         super().setup()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.membership.records import Keys, Leader, Node, World, encode
+from elastic.membership.records import Keys, Leader, Node, WorldRecord, encode
 from elastic.store.keyvalue import KeyValue, Lease
 
 
@@ -34,7 +34,7 @@ class LeaseOf:
 
 
 def may_campaign(
-    world: World | None, node_id: str, *, absent_for_s: float, patience_s: float
+    world: WorldRecord | None, node_id: str, *, absent_for_s: float, patience_s: float
 ) -> bool:
     """Members go first; others wait ``patience_s`` for a member to come forward."""
     return world is None or node_id in world.node_ids or absent_for_s >= patience_s

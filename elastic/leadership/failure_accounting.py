@@ -16,7 +16,7 @@ from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
 from elastic.membership.member_status import MemberStatus
-from elastic.membership.records import BreakageRecord, Cause, FailureRecord, World
+from elastic.membership.records import BreakageRecord, Cause, FailureRecord, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
 from elastic.tuning.agent_options import AgentOptions
@@ -67,7 +67,7 @@ class FailureAccounting:
         """Node id or name -> until when it is left out."""
         return self._flaps.quarantined(now)
 
-    def remember(self, world: World | None, now: float, wall_s: float) -> None:
+    def remember(self, world: WorldRecord | None, now: float, wall_s: float) -> None:
         """Begin a term with what the last leader knew. (A leader whose own workers fail hands
         leadership over: without this, their failures would never add up.)"""
         self._breakages = [
@@ -99,14 +99,16 @@ class FailureAccounting:
         """A node that was given up as dead answers."""
         self._flaps.found(name)
 
-    def formed(self, before: World | None, world: World, now: float) -> None:
+    def formed(self, before: WorldRecord | None, world: WorldRecord, now: float) -> None:
         """A world was written: remember who came into a running job."""
         horizon = now - self._quarantine_s
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
         if before is not None and before.members and world.mode == "in-process":
             self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
 
-    def charge(self, broken: Broken, step_rate: StepRate | None, now: float) -> budget.Stop | None:
+    def charge(
+        self, broken: Broken, step_rate: StepRate | None, now: float
+    ) -> budget.StopJob | None:
         """Once per world, however often its successor has to be proposed. Says whether the job
         has to stop."""
         self._verdict = None
@@ -138,7 +140,9 @@ class FailureAccounting:
         stop = self._judge(broken, breakage, now)
         return stop or budget.verdict(self._breakages, now, self._policy)
 
-    def _judge(self, broken: Broken, breakage: budget.Breakage, now: float) -> budget.Stop | None:
+    def _judge(
+        self, broken: Broken, breakage: budget.Breakage, now: float
+    ) -> budget.StopJob | None:
         """What the first failure means. It counts only if no node was lost: a survivor's error may
         be a consequence of that, whatever it says."""
         if not broken.failures or breakage.lost:
@@ -157,7 +161,7 @@ class FailureAccounting:
         if verdict.action is Action.EXCLUDE_NODE:
             self._flaps.cool(first.node_id, now)
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
-            return budget.Stop(
+            return budget.StopJob(
                 reason=f"the script failed on {first.node}, and would fail again: {verdict}",
                 exit_code=budget.exit_code_of((first.exit_code,)),
             )

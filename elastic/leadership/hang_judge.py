@@ -12,7 +12,7 @@ from elastic.errors import RecordError
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.facts import RankFacts
 from elastic.hangs.verdict import HangAction, judge
-from elastic.membership.records import HangFacts, HangVerdict, World, decode, encode
+from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, decode, encode
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry
 
@@ -48,7 +48,7 @@ class HangJudge:
         """All ranks of a node go on, or it is gone."""
         self._facts.pop(key.removeprefix(self._at.keys.hangs), None)
 
-    def judge(self, world: World | None) -> None:
+    def judge(self, world: WorldRecord | None) -> None:
         """Write a verdict if there is one that has not been written yet."""
         if world is None or not self._facts:
             return
@@ -79,7 +79,7 @@ class HangJudge:
         self._at.store.put(self._at.keys.hang_verdict, encode(record))
         self._told = record
 
-    def _running(self, world: World) -> World:
+    def _running(self, world: WorldRecord) -> WorldRecord:
         """A planned world is none yet, before anybody has switched to it."""
         running = self._at.status.node.running
         if world.switch_at_step is None or running is None:
@@ -99,7 +99,7 @@ def _identity(record: HangVerdict) -> tuple[object, ...]:
 
 
 def _who_acts(
-    culprit: RankFacts | None, known: dict[str, tuple[RankFacts, ...]], world: World
+    culprit: RankFacts | None, known: dict[str, tuple[RankFacts, ...]], world: WorldRecord
 ) -> str:
     """The node of the culprit, or of rank 0."""
     for node_id, ranks in known.items():

@@ -25,7 +25,7 @@ from elastic.events import (
 )
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.hang_judge import HangJudge
-from elastic.leadership.roster import RECHECK_S, Roster
+from elastic.leadership.roster import Roster
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import (
@@ -45,7 +45,7 @@ from elastic.membership.records import (
     Node,
     Outcome,
     ProcessIdentity,
-    World,
+    WorldRecord,
     WorldState,
     encode,
 )
@@ -55,14 +55,17 @@ from elastic.node.identity import proved_gone
 from elastic.node.run_secret import LIVENESS
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    RECHECK_S,
+    STEP_RATE_AGAIN_S,
+    STEP_RATE_JOINING_S,
+    STEP_RATE_LEAVING_S,
+)
 
-# Longer than the watch's reconnect back-off cap (1 s): after a wipe every agent has
-# registered again by then, so the highest running world is known.
-ADOPTION_WAIT_S = 1.5
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
 # that leaves has little time, a joining node has all of it.
-STEP_RATE_PATIENCE_S = {Cause.LEFT: 1.0, Cause.JOINED: 5.0}
-STEP_RATE_AGAIN_S = 0.05
+STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Leadership:
 
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
-    def on_nodes(self, event: WatchEvent, world: World | None) -> None:
+    def on_nodes(self, event: WatchEvent, world: WorldRecord | None) -> None:
         """An event of the watch on ``nodes/``, ``failure_reports/`` and ``hangs/``."""
         now = self._at.clock.monotonic()
         match event:
@@ -179,13 +182,13 @@ class Leadership:
         elif changed is Liveness.SUSPECT:
             self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
-    def _doubt_all(self, world: World | None, now: float) -> None:
+    def _doubt_all(self, world: WorldRecord | None, now: float) -> None:
         """A new term: whoever died before it, member or not, left no connection to close."""
         members = world.node_ids if world is not None else ()
         for node_id in {*members, *self.roster.with_keys()}:
             self.roster.doubt(node_id, now)
 
-    def _doubt_after_failure(self, key: str, world: World | None, now: float) -> None:
+    def _doubt_after_failure(self, key: str, world: WorldRecord | None, now: float) -> None:
         """A member failed, or its collectives did: perhaps because another one died.
 
         One round for each generation: hundreds of nodes report the same trouble at once.
@@ -271,7 +274,7 @@ class Leadership:
         )
         return WorldEntry(highest, revision, now)
 
-    def _ask(self, world: World | None, now: float) -> None:
+    def _ask(self, world: WorldRecord | None, now: float) -> None:
         due = set(self.roster.unsettled())
         if now >= self._next_recheck_s:
             due.update(self.roster.silent())
@@ -360,7 +363,7 @@ class Leadership:
         return WorldEntry(world, revision, now), now
 
     def _switch_step(
-        self, proposal: Proposal, before: World | None, now: float
+        self, proposal: Proposal, before: WorldRecord | None, now: float
     ) -> tuple[int | None, bool]:
         """Where a planned world takes over (None: at once), and whether to wait for a pace."""
         if not proposal.planned or before is None:
@@ -377,7 +380,7 @@ class Leadership:
         patience_s = STEP_RATE_PATIENCE_S.get(proposal.cause, 0.0)
         return None, now < self._planned_since_s + patience_s
 
-    def _switched(self, world: World) -> bool:
+    def _switched(self, world: WorldRecord) -> bool:
         """A member runs this world. (Then all were in it: they agree before they say so.)"""
         return any(
             known.node.running is not None and known.node.running.generation >= world.generation

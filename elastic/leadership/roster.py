@@ -20,12 +20,10 @@ from elastic.membership.records import (
     Member,
     Node,
     NodeState,
-    World,
+    WorldRecord,
     decode,
 )
 from elastic.store.keyvalue import Entry
-
-RECHECK_S = 0.5  # a silent node is asked again this often
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class Roster:
             or (liveness is Liveness.DEAD and node_id not in self._missing_since)
         )
 
-    def doubt_members_without_key(self, world: World | None, now: float) -> None:
+    def doubt_members_without_key(self, world: WorldRecord | None, now: float) -> None:
         """Members this leader has never seen a key of: ask them."""
         for member in world.members if world is not None else ():
             known = self._known.get(member.node_id)
@@ -205,12 +203,12 @@ class Roster:
                 self._missing_since[member.node_id] = now
                 self.doubt(member.node_id, now)
 
-    def doubt_members(self, world: World, now: float) -> None:
+    def doubt_members(self, world: WorldRecord, now: float) -> None:
         """A member failed or saw trouble: perhaps because another one died."""
         for member in world.members:
             self.doubt(member.node_id, now)
 
-    def unregistered(self, world: World | None) -> tuple[str, ...]:
+    def unregistered(self, world: WorldRecord | None) -> tuple[str, ...]:
         """Members that answer without having a key that we ever saw: they will register."""
         return tuple(
             m.node_id
@@ -218,7 +216,7 @@ class Roster:
             if m.node_id not in self._known and self._liveness.get(m.node_id) is Liveness.ALIVE
         )
 
-    def forget_strangers(self, world: World | None) -> None:
+    def forget_strangers(self, world: WorldRecord | None) -> None:
         """Drop nodes without a key that the world does not name."""
         members = world.node_ids if world is not None else ()
         for node_id in [n for n in self._missing_since if n not in members]:
@@ -233,7 +231,7 @@ class Roster:
                 memory.pop(node_id, None)
             self._connections.forget(node_id)
 
-    def highest_running(self) -> World | None:
+    def highest_running(self) -> WorldRecord | None:
         """The newest world that any node says it runs."""
         running = [
             k.node.running for k in self._known.values() if k.present and k.node.running is not None
@@ -252,7 +250,7 @@ class Roster:
 
     def view(
         self,
-        world: World | None,
+        world: WorldRecord | None,
         world_since_s: float,
         *,
         done: Done | None,
@@ -288,7 +286,7 @@ class Roster:
             failing_since_s=self._failing_since_s(world),
         )
 
-    def _failing_since_s(self, world: World | None) -> float | None:
+    def _failing_since_s(self, world: WorldRecord | None) -> float | None:
         """When trouble began that this world is not itself the answer to."""
         if world is None:
             return None

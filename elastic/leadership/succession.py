@@ -19,8 +19,8 @@ from elastic.node.context import NodeContext
 from elastic.node.identity import proved_gone
 from elastic.node.run_secret import LIVENESS
 from elastic.store.keyvalue import Entry, Lease
+from elastic.tuning.agent_intervals import FOLLOW_AGAIN_S
 
-FOLLOW_AGAIN_S = 0.5
 _ON_THE_WAY_OUT = (NodeState.LEAVING, NodeState.FAILED)
 
 

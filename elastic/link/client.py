@@ -37,10 +37,15 @@ from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import FrameReader, frame
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import (
+    LINK_CLOSE_S,
+    LINK_CONNECT_S,
+    LINK_FIRST_PAUSE_S,
+    LINK_FLUSH_S,
+    LINK_HEARTBEAT_S,
+    LINK_LONGEST_PAUSE_S,
+)
 
-CONNECT_WITHIN_S = 10.0
-SENT_WITHIN_S = 0.5  # what close() waits for an agent that does not read
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect again
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -88,7 +93,7 @@ class LinkClient:
         self._received = FrameReader(MAX_MESSAGE)
         self._unheard: list[Message] = []
         self._next_beat_s = 0.0
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s = LINK_FIRST_PAUSE_S
         self._waker, self._wakee = socket.socketpair()
         for sock in (self._waker, self._wakee):
             sock.setblocking(False)
@@ -104,7 +109,7 @@ class LinkClient:
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
         beat: Callable[[], Heartbeat],
-        beat_every_s: float = 0.2,
+        beat_every_s: float = LINK_HEARTBEAT_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> LinkClient:
         """Say hello, wait for the welcome, start the thread. Raises LinkError."""
@@ -158,12 +163,12 @@ class LinkClient:
     def _first_hello(self) -> Welcomed:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),
-            stop=tenacity.stop_after_delay(CONNECT_WITHIN_S),
+            stop=tenacity.stop_after_delay(LINK_CONNECT_S),
             wait=tenacity.wait_fixed(0.1),
             sleep=self._clock.sleep,
             reraise=True,
         )
-        deadline_s = self._clock.monotonic() + CONNECT_WITHIN_S
+        deadline_s = self._clock.monotonic() + LINK_CONNECT_S
         try:
             return attempts(self._say_hello, deadline_s)
         except OSError as error:
@@ -200,16 +205,18 @@ class LinkClient:
             self._end_with_agent()
             return
         try:
-            self._attach(self._say_hello(self._clock.monotonic() + CONNECT_WITHIN_S))
-            self._pause_s = FIRST_PAUSE_S
+            self._attach(self._say_hello(self._clock.monotonic() + LINK_CONNECT_S))
+            self._pause_s = LINK_FIRST_PAUSE_S
         except (OSError, LinkError) as error:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                 self._end_with_agent()  # its death cannot be seen, but nobody listens any more
                 return
-            if self._pause_s == 2 * FIRST_PAUSE_S:  # a dying agent's socket ends before its process
+            if (
+                self._pause_s == 2 * LINK_FIRST_PAUSE_S
+            ):  # a dying agent's socket ends before its process
                 get_logger().warning("link: connecting to the agent again: %s", error)
             _poll({self._agent: select.POLLIN, self._wakee.fileno(): select.POLLIN}, self._pause_s)
-            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._pause_s = min(LINK_LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
@@ -248,7 +255,7 @@ class LinkClient:
             return
         happened = events.get(sock.fileno(), 0)
         if happened & select.POLLOUT:
-            self._outbox.flush(wait_s=0.01)
+            self._outbox.flush(wait_s=LINK_FLUSH_S)
         if happened & _READABLE:
             self._read(sock)
 
@@ -304,8 +311,8 @@ class LinkClient:
         self._on_agent_death()
 
     def _send_what_is_queued(self) -> None:
-        until_s = self._clock.monotonic() + SENT_WITHIN_S
-        while self._socket is not None and not self._outbox.flush(wait_s=0.01):
+        until_s = self._clock.monotonic() + LINK_CLOSE_S
+        while self._socket is not None and not self._outbox.flush(wait_s=LINK_FLUSH_S):
             left_s = until_s - self._clock.monotonic()
             events = _poll({self._socket.fileno(): select.POLLOUT}, left_s)
             if left_s <= 0 or any(event & _READABLE for event in events.values()):

@@ -6,14 +6,15 @@ Nothing received is executed. A frame that is not exactly one of these messages 
 
 from __future__ import annotations
 
-import types
 import typing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
+from elastic.messages import typed_json
+from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
-from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.tls import TlsFiles
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE = 256 << 10
@@ -101,28 +102,15 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldMessage:
-    """Agent: a world, as this worker is to enter it."""
+    """Agent: a world, and this worker's place in it."""
 
-    generation: int
-    nonce: str
-    member: bool  # False: this node is not in it; it leaves at ``switch_at_step``, or at once
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    nodes: int
-    store_host: str
-    store_port: int
+    world: WorldSpec
+    # None: this node is not in it, and leaves at ``world.switch_at_step``, or at once.
+    assignment: RankAssignment | None
+    node_rank: int  # 0 where the node is not in it
+    nodes: int  # 0: everybody leaves
     store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
-    # Files of certificates for the store, of this node: authority, own, its key. None: no TLS.
-    store_tls: tuple[str, ...] = ()
-    switch_at_step: int | None
-    state: str  # "active" | "paused"
-    lineage: tuple[int, ...]
-    cause: str
-    reason: str
-    committed_step: int | None
+    store_tls: TlsFiles | None = None  # this node's certificates for it; None: no TLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +163,6 @@ _MOST_BYTES: dict[type[Any], int] = {
 }
 _MOST_BYTES_OF_OTHERS = 4 << 10
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
-_FIELDS = {name: typing.get_type_hints(kind) for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
@@ -184,9 +171,8 @@ def encode(message: Message) -> bytes:
     Raises LinkError if it is too long.
     """
     kind = type(message)
-    data = {name: _sendable(value) for name, value in asdict(message).items()}
-    data["type"] = kind.__name__
-    payload = strict_json.encode(data)
+    data = _sendable(typed_json.to_json(message))
+    payload = strict_json.encode({**data, "type": kind.__name__})
     _check_size(kind, len(payload))
     return payload
 
@@ -198,6 +184,8 @@ def _check_size(kind: type[Any], size_bytes: int) -> None:
 
 
 def _sendable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _sendable(inner) for name, inner in value.items()}
     if not isinstance(value, str):
         return value
     if len(value) > MAX_TEXT:
@@ -211,34 +199,16 @@ def decode(payload: bytes) -> Message:
     if len(payload) > MAX_MESSAGE:
         raise LinkError(f"a message of {len(payload)} bytes, more than {MAX_MESSAGE}")
     try:
-        data = strict_json.decode(payload)
-    except ProtocolError as error:
-        raise LinkError(f"{payload[:80]!r}: {error}") from None
-    kind = data.pop("type", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
+        data = typed_json.parse(payload)
+    except typed_json.DecodeError as error:
+        raise LinkError(f"{payload[:80]!r} {error}") from None
+    name = data.pop("type", None)
+    if not isinstance(name, str) or name not in _KINDS:
         raise LinkError(f"not a message: {payload[:80]!r}")
-    _check_size(_KINDS[kind], len(payload))
-    hints = _FIELDS[kind]
-    if data.keys() != hints.keys():
-        differing = sorted(map(str, data.keys() ^ hints.keys()))
-        raise LinkError(f"{kind} has other fields than expected: {', '.join(differing)[:200]}")
-    values = {name: _value(kind, name, hint, data[name]) for name, hint in hints.items()}
-    message: Message = _KINDS[kind](**values)
+    kind = _KINDS[name]
+    _check_size(kind, len(payload))
+    try:
+        message: Message = typed_json.convert(kind, data)
+    except typed_json.DecodeError as error:
+        raise LinkError(f"{name} {error}") from None
     return message
-
-
-def _value(kind: str, name: str, hint: Any, value: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        if isinstance(value, list):
-            return tuple(_value(kind, name, inner, item) for item in value)
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    raise LinkError(f"{kind}.{name} is {str(value)[:80]!r}")

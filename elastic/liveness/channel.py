@@ -29,9 +29,9 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import LIVENESS_CONNECT_S
 
 MAX_WORLD = 1 << 20  # etcd takes no value that is much larger
-CONNECT_TIMEOUT_S = 1.0
 LIMITS = Limits(
     frame_bytes=64,  # followers say nothing
     server_frame_bytes=MAX_WORLD,
@@ -175,7 +175,7 @@ class LivenessServer(Handler):
         try:
             # Agents publish addresses. (A name of an older one is left to the probe's thread.)
             self._leader = self._hub.connect(
-                host, port, expected=node_id, within_s=CONNECT_TIMEOUT_S, data=node_id
+                host, port, expected=node_id, within_s=LIVENESS_CONNECT_S, data=node_id
             )
         except OSError:
             self._on_closed(node_id, True)

@@ -12,8 +12,7 @@ from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls
-
-RESET_AGAIN_S = 0.05
+from elastic.tuning.agent_intervals import PROBE_AGAIN_S
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def probe(
     """
     verdict = _probe(host, port, node_id, key, timeout_s, tls)
     if verdict.reset:
-        clock.sleep(RESET_AGAIN_S)
+        clock.sleep(PROBE_AGAIN_S)
         verdict = _probe(host, port, node_id, key, timeout_s, tls)
     return verdict
 

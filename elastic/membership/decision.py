@@ -14,8 +14,8 @@ from __future__ import annotations
 from elastic.membership.joining_nodes import find_joining_nodes, first_node, refusal
 from elastic.membership.member_status import MemberStatus, classify_members
 from elastic.membership.proposal import also, count, names, propose, verb, world_of
-from elastic.membership.records import Cause, Node, NodeState, Outcome, World
-from elastic.membership.surviving_world import Succession
+from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord
+from elastic.membership.surviving_world import SurvivingWorld
 from elastic.membership.view import (
     Decision,
     End,
@@ -64,10 +64,10 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return replacing
     if not status.survivors:
         return _after_everybody(view, status, now, policy)
-    return Succession(view, status, now, policy).decide()
+    return SurvivingWorld(view, status, now, policy).decide()
 
 
-def adoptable(view: View) -> World | None:
+def adoptable(view: View) -> WorldRecord | None:
     """The world to put back into a store that was wiped or restored: the newest one that a node
     still runs, if the store knows none that is as new."""
     running = (n.node.running for n in view.nodes if n.liveness is not Liveness.DEAD)
@@ -144,7 +144,7 @@ def _leaving(view: View, status: MemberStatus) -> bool:
 
 
 def _gather(
-    view: View, reference: World | Node, now: float, policy: Policy, cause: Cause, why: str
+    view: View, reference: WorldRecord | Node, now: float, policy: Policy, cause: Cause, why: str
 ) -> Proposal | Wait:
     """A world of joining nodes only: at once when full, after the last call when enough."""
     candidates = find_joining_nodes(view, reference, now, in_process=False)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
+
 # What a worker says when a *peer* failed: a consequence, never the reason to end a job.
 # Seen with torch 2.13: gloo "Connection closed by peer [127.0.0.1]:1234", "Connection reset by
 # peer", "Read error"; c10d "Broken pipe", "DistNetworkError", "DistStoreError: Timed out"; NCCL
@@ -56,15 +58,15 @@ class BudgetPolicy:
     """``budget`` breakages in ``failure_window_s`` are tolerated, one more is not."""
 
     budget: int = 10
-    failure_window_s: float = 600.0
-    healthy_s: float = 60.0
+    failure_window_s: float = FAILURE_WINDOW_S
+    healthy_s: float = HEALTHY_S
     # Steps made in-process are never lost: a job that makes twenty between failures gets on.
     healthy_steps: int = 20
     same_error: int = 3  # worlds in a row that the same error of the script may break
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StopJob:
     """The job must end. ``exit_code``: 70 for a spent budget; for the script's own error
     its exit code if that is one of ours (2, 65), else 1."""
 
@@ -84,12 +86,12 @@ def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > 2)
 
 
-def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> Stop | None:
+def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
     """Whether the broken worlds (newest last) are reason to stop."""
     return _script_error(history, policy) or _budget_spent(history, now, policy)
 
 
-def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> Stop | None:
+def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob | None:
     latest = list(history)[-policy.same_error :]
     if len(latest) < policy.same_error or any(healthy(b, policy) for b in latest[1:]):
         return None
@@ -101,7 +103,7 @@ def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> Stop | N
     if said is None:
         return None
     reason = f"the script failed {len(latest)} times in a row in the same way: {said}"
-    return Stop(reason=reason, exit_code=exit_code_of(f.exit_code for f in latest[-1].failures))
+    return StopJob(reason=reason, exit_code=exit_code_of(f.exit_code for f in latest[-1].failures))
 
 
 def exit_code_of(codes: Iterable[int | None]) -> int:
@@ -128,7 +130,7 @@ def _comparable(text: str) -> str:
     return " ".join(_ADDRESS.sub("0x", _RANK.sub("", text)).split())
 
 
-def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> Stop | None:
+def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
     spent = 0
     for breakage in reversed(history):
         if breakage.at_s < now - policy.failure_window_s:
@@ -143,7 +145,7 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy)
         f"{spent} worlds broke within {policy.failure_window_s:g} s, none of them lived "
         f"{policy.healthy_s:g} s; the last was generation {last.generation} ({_what(last)})"
     )
-    return Stop(reason=reason, exit_code=70)
+    return StopJob(reason=reason, exit_code=70)
 
 
 def _what(breakage: Breakage) -> str:
@@ -160,8 +162,8 @@ class FlapPolicy:
 
     losses: int = 3
     accusations: int = 3
-    flap_window_s: float = 120.0
-    quarantine_s: float = 60.0
+    flap_window_s: float = FLAP_WINDOW_S
+    quarantine_s: float = QUARANTINE_S
 
 
 class FlapTracker:

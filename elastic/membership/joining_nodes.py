@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic.membership.records import Node, NodeState, World
+from elastic.membership.records import Node, NodeState, WorldRecord
 from elastic.membership.view import Liveness, NodeView, View
 from elastic.tuning.agent_options import NODE_TLS
 
@@ -20,7 +20,7 @@ class JoiningNodes:
     passed_over: tuple[str, ...]  # a sentence for each live node that is not counted
 
 
-def refusal(node: Node, reference: World | Node) -> str | None:
+def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
     """Why ``node`` cannot mix with a job: a sentence, or None if it can.
 
     ``reference`` is the job's world or, before the first one, its first node. Versions mix
@@ -66,7 +66,7 @@ def first_node(view: View) -> Node | None:
 
 
 def find_joining_nodes(
-    view: View, reference: World | Node, now: float, *, in_process: bool
+    view: View, reference: WorldRecord | Node, now: float, *, in_process: bool
 ) -> JoiningNodes:
     """Sort the nodes outside ``view.world`` into those that may come and the others.
 

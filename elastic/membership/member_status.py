@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.membership.records import Cause, FailureReport, Node, NodeState, World, WorldState
+from elastic.membership.records import (
+    Cause,
+    FailureReport,
+    Node,
+    NodeState,
+    WorldRecord,
+    WorldState,
+)
 from elastic.membership.view import Liveness, MissingMember, NodeView, View
 
 MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
@@ -19,14 +26,14 @@ class Gone:
     sentence: str
     proved: bool  # it certainly makes no progress any more
     last_sign_s: float
-    running: World | None = None  # if that is not proved: the group that it may still step in
+    running: WorldRecord | None = None  # if that is not proved: the group that it may still step in
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberStatus:
     """The members of ``world``, each in one place, in rank order."""
 
-    world: World
+    world: WorldRecord
     running: tuple[NodeView, ...]  # run this generation, or are about to
     out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
     gone: tuple[Gone, ...]
@@ -115,7 +122,7 @@ class MemberStatus:
         left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
         return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
 
-    def _taken_up(self, groups: list[World]) -> bool:
+    def _taken_up(self, groups: list[WorldRecord]) -> bool:
         """Everybody has entered this world: nobody is building it, with the last one given up."""
         entered = all(group.generation >= self.world.generation for group in groups)
         return entered and len(groups) == len(self.running)
@@ -125,7 +132,7 @@ def _is_ready(n: NodeView) -> bool:
     return n.node.state is NodeState.READY and n.node.in_process
 
 
-def classify_members(view: View, world: World) -> MemberStatus:
+def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     """Sort the members of ``world``."""
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
@@ -197,7 +204,7 @@ def _gone(n: NodeView) -> Gone | None:
     )
 
 
-def _oldest_group(view: View, world: World) -> int:
+def _oldest_group(view: View, world: WorldRecord) -> int:
     """The oldest generation that a member still runs; ``world``'s own unless a switch to it is
     pending."""
     if world.switch_at_step is None:
@@ -207,7 +214,7 @@ def _oldest_group(view: View, world: World) -> int:
     return min((g.generation for g in groups if g is not None), default=world.generation)
 
 
-def _is_out(node: Node, world: World, oldest: int) -> bool:
+def _is_out(node: Node, world: WorldRecord, oldest: int) -> bool:
     """The workers with which this node was to be in ``world`` are gone."""
     if node.running is not None:
         return False
@@ -229,7 +236,7 @@ def _failure(node: Node) -> str:
 
 
 def _failure_reports(
-    view: View, world: World, running: list[NodeView]
+    view: View, world: WorldRecord, running: list[NodeView]
 ) -> tuple[FailureReport, ...]:
     """Failure reports for the generation that the reporting node runs. Newer worlds have already
     answered older reports.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elastic.membership.joining_nodes import JoiningNodes
-from elastic.membership.records import BreakageRecord, Cause, Node, World, WorldState
+from elastic.membership.records import BreakageRecord, Cause, Node, WorldRecord, WorldState
 from elastic.membership.view import NodeView, Proposal, View
 
 LINEAGE_LENGTH = 32
@@ -13,7 +13,7 @@ LINEAGE_LENGTH = 32
 
 def propose(
     view: View,
-    reference: World | Node,
+    reference: WorldRecord | Node,
     nodes: Sequence[NodeView],
     cause: Cause,
     reason: str,
@@ -47,14 +47,14 @@ def _newest_generation(view: View) -> int:
 
 def world_of(
     proposal: Proposal,
-    last: World | None,
+    last: WorldRecord | None,
     *,
     nonce: str,
     time_s: float,
     switch_at_step: int | None = None,
     committed_step: int | None = None,
     breakages: tuple[BreakageRecord, ...] = (),
-) -> World:
+) -> WorldRecord:
     """The record to swap in for ``last``. The first node hosts the group's store.
 
     ``committed_step`` is what is known of the job's progress, if anything: the record's floor
@@ -62,7 +62,7 @@ def world_of(
     """
     host = proposal.nodes[0] if proposal.nodes else None
     lineage = (*last.lineage, last.generation) if last else ()
-    return World(
+    return WorldRecord(
         generation=proposal.generation,
         members=tuple(n.as_member() for n in proposal.nodes),
         store_host=host.address if host else "",

@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# How long an announcement takes from the leader to the last worker, with room to spare: pushed
-# over a connection it is milliseconds, through a watch of a busy etcd it can be tens of them.
-ANNOUNCE_S = 0.5
-# Links report at least once a second. An older report means that the workers stand still (an
-# evaluation, a checkpoint): counting on would put the switch minutes away.
-EXTRAPOLATE_S = 1.5
+from elastic.tuning.agent_intervals import ANNOUNCEMENT_S, EXTRAPOLATE_S
 
 
 @dataclass(frozen=True)
@@ -33,5 +28,5 @@ def switch_step(step_rate: StepRate, now: float) -> int:
     if step_rate.step_time_s <= 0:
         return step_rate.step + 2
     since_s = min(max(0.0, now - step_rate.at_s), EXTRAPOLATE_S)
-    ahead = math.ceil(ANNOUNCE_S / step_rate.step_time_s)
+    ahead = math.ceil(ANNOUNCEMENT_S / step_rate.step_time_s)
     return step_rate.step + int(since_s / step_rate.step_time_s) + max(2, ahead)

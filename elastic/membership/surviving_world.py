@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
 from elastic.membership.member_status import MemberStatus
 from elastic.membership.proposal import also, count, names, propose, verb
-from elastic.membership.records import Cause, Node, NodeState, Outcome, World, WorldState
+from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.membership.view import (
     Decision,
     End,
@@ -24,7 +24,7 @@ Nodes = tuple[NodeView, ...]
 
 
 @dataclass(frozen=True)
-class Succession:
+class SurvivingWorld:
     """One decision about ``standing``, whose survivors are not empty."""
 
     view: View
@@ -33,7 +33,7 @@ class Succession:
     policy: Policy
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldRecord:
         return self.status.world
 
     def decide(self) -> Decision:

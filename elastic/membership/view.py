@@ -16,9 +16,11 @@ from elastic.membership.records import (
     Member,
     Node,
     Outcome,
-    World,
+    WorldRecord,
     WorldState,
 )
+from elastic.tuning.agent_intervals import FAILURE_SETTLE_S, SUSPECT_S
+from elastic.tuning.timeouts import Timeouts
 
 
 class Liveness(Enum):
@@ -47,14 +49,14 @@ class MissingMember:
     proved_dead: bool  # refused, or its host says so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
-    running: World | None = None  # the world that its workers ran when it was seen last
+    running: WorldRecord | None = None  # the world that its workers ran when it was seen last
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
     """Everything the leader knows, at one moment."""
 
-    world: World | None
+    world: WorldRecord | None
     world_since_s: float  # when the leader first saw this generation
     nodes: tuple[NodeView, ...]  # every node key, members and others, any order
     missing: tuple[MissingMember, ...]  # members of `world` without a node key
@@ -74,14 +76,12 @@ class Policy:
 
     min_nodes: int
     max_nodes: int
-    last_call_s: float = 3.0
-    join_window_s: float = 1.0
-    join_timeout_s: float = 600.0
-    takeover_s: float = 300.0
-    # A peer's collective fails at the moment in which a worker dies, and its report is often
-    # faster than that of the dead worker's agent, which has 50 ms.
-    trouble_settle_s: float = 0.05
-    suspect_s: float = 15.0  # unreachable for the leader that long, with a live lease: left out
+    last_call_s: float = Timeouts.last_call_s
+    join_window_s: float = Timeouts.join_window_s
+    join_timeout_s: float = Timeouts.join_timeout_s
+    takeover_s: float = Timeouts.takeover_s
+    trouble_settle_s: float = FAILURE_SETTLE_S
+    suspect_s: float = SUSPECT_S
 
 
 @dataclass(frozen=True, kw_only=True)

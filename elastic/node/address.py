@@ -14,8 +14,7 @@ import tenacity
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.store.etcd.endpoints import Endpoint
-
-LOOK_AGAIN_S = 0.5  # a pod's name is known a moment after the pod runs
+from elastic.tuning.agent_intervals import RESOLVE_AGAIN_S
 
 
 def own_address(
@@ -49,8 +48,8 @@ def _resolve(name: str, within_s: float, clock: Clock) -> list[str]:
     """Its addresses, IPv4 first: a listener on a name listens there."""
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(OSError),
-        stop=tenacity.stop_after_attempt(1 + int(within_s / LOOK_AGAIN_S)),
-        wait=tenacity.wait_fixed(LOOK_AGAIN_S),
+        stop=tenacity.stop_after_attempt(1 + int(within_s / RESOLVE_AGAIN_S)),
+        wait=tenacity.wait_fixed(RESOLVE_AGAIN_S),
         sleep=clock.sleep,
         reraise=True,
     )

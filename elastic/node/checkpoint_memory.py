@@ -23,7 +23,7 @@ from checkpoints.memory.host import MemoryHost, Neighbours
 from checkpoints.memory.peer_storage import PeerAddress
 from checkpoints.memory.replication import ReplicationOutcome
 from elastic.events import PartNotCopied
-from elastic.membership.records import Member, Node, ProcessIdentity, World
+from elastic.membership.records import Member, Node, ProcessIdentity, WorldRecord
 from elastic.node.identity import proved_gone
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls
@@ -73,7 +73,7 @@ def host_memory(
     node: Node,
     options: AgentOptions,
     journal: EventSink,
-    running: Callable[[], World | None],
+    running: Callable[[], WorldRecord | None],
     *,
     key: Callable[[], SecretKey],
     tls: Tls | None = None,
@@ -111,7 +111,7 @@ def host_memory(
     return AgentMemory(host)
 
 
-def neighbours(world: World | None, node_id: str) -> Neighbours:
+def neighbours(world: WorldRecord | None, node_id: str) -> Neighbours:
     """The other nodes of a world that serve their memory, and the next one in rank order."""
     if world is None or node_id not in world.node_ids:
         return Neighbours()

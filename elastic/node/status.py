@@ -14,7 +14,7 @@ from elastic.errors import (
     JobFailed,
     RecordError,
 )
-from elastic.membership.records import Done, Keys, Node, NodeState, World, decode
+from elastic.membership.records import Done, Keys, Node, NodeState, WorldRecord, decode
 from elastic.membership.step_rate import StepRate
 from elastic.node.watchdog import Watchdog
 from elastic.store.keyvalue import Entry
@@ -24,7 +24,7 @@ from elastic.store.keyvalue import Entry
 class WorldEntry:
     """The world as known, and the revision of the key that a swap must name."""
 
-    world: World | None
+    world: WorldRecord | None
     mod_revision: int
     since_s: float
 
@@ -79,7 +79,7 @@ class NodeStatus:
         if entry.mod_revision < self.world.mod_revision:
             return  # an older event than what this node wrote itself
         try:
-            world = decode(World, entry.key, entry.value)
+            world = decode(WorldRecord, entry.key, entry.value)
         except RecordError:
             # The key can still be swapped: the next world heals it.
             self.set_world_revision(entry.mod_revision)
@@ -93,7 +93,7 @@ class NodeStatus:
         """A record from the leader. Its revision is left to the watch: one that was on its way
         while the store was wiped would make every later event look old."""
         known = self.world
-        world = decode(World, self._keys.world, record)
+        world = decode(WorldRecord, self._keys.world, record)
         if known.world is None or world.generation > known.world.generation:
             self.set_world(WorldEntry(world, known.mod_revision, now))
 

@@ -1,10 +1,62 @@
 """A process group that can be aborted: built for one world, taken down with it, never waited for.
 
-Start with ``group``. ``pending`` knows the collectives under way, ``waiting`` and ``releasable``
-make waits of the script's and of DDP's end with an abort; ``abort`` shuts down a group's sockets
-(gloo), ``communicators`` aborts NCCL's, within a ``deadline``. ``semantics`` says what a finished
-collective means on each backend; ``collectives`` are those for small JSON values. Every private
-name of torch that workers use is in ``torch_private``.
+What other packages may use is listed here, and nothing else
+(``tests/unit/test_process_group_face.py``). :class:`ProcessGroup` is the component: ``build`` or
+``form``, ``settle``, ``abort``, ``destroy``. The collectives act on its group, as those of
+torch.distributed act on the default group. :class:`ReleasableGroup` is for DDP's reducer;
+:func:`pending_works` is for code that waits for gradients.
 
-May import world, link (for sockets in forked children), tuning and telemetry.
+Start reading in ``group``. ``pending`` has the collectives that are under way; ``patches`` every
+change that is made to torch, and how it is undone; ``reducer`` what DDP's reducer is given.
+``sockets`` finds and shuts down a group's connections (gloo), ``communicators`` aborts NCCL's,
+within a ``deadline``; ``nccl_environment`` keeps torch's own error handling out of that.
+``semantics`` says what the end of a collective means on each backend, and ``collectives`` are those
+for small JSON values and for tensors. ``wait_phase`` writes waits for other ranks to the page that
+the agent judges hangs by.
+
+May import world, link (for sockets in forked children), hangs, tuning and telemetry.
 """
+
+from elastic.process_group.collectives import (
+    all_gather_json,
+    all_sum,
+    broadcast_json,
+    broadcast_tensors,
+    complete,
+    control_device,
+)
+from elastic.process_group.group import (
+    COLLECTIVE_TIMEOUT_S,
+    DEFAULT_BACKENDS,
+    GroupSpec,
+    ProcessGroup,
+    choose_device,
+)
+from elastic.process_group.patches import remove_reducer_hooks
+from elastic.process_group.pending import PendingWorks, keep_for_ever, pending_works
+from elastic.process_group.reducer import ReleasableGroup
+from elastic.process_group.semantics import Semantics, register_semantics, semantics_of
+from elastic.process_group.wait_phase import queued
+
+__all__ = [
+    "COLLECTIVE_TIMEOUT_S",
+    "DEFAULT_BACKENDS",
+    "GroupSpec",
+    "PendingWorks",
+    "ProcessGroup",
+    "ReleasableGroup",
+    "Semantics",
+    "all_gather_json",
+    "all_sum",
+    "broadcast_json",
+    "broadcast_tensors",
+    "choose_device",
+    "complete",
+    "control_device",
+    "keep_for_ever",
+    "pending_works",
+    "queued",
+    "register_semantics",
+    "remove_reducer_hooks",
+    "semantics_of",
+]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.process_group.pending import pending
+from elastic.process_group.pending import pending_works
 from elastic.process_group.semantics import semantics_of
 
 
@@ -26,14 +26,14 @@ def complete(work: dist.Work | None, device: torch.device) -> None:
 
     Raises what went wrong, or GroupAborted.
     """
-    semantics = semantics_of(device.type)
+    semantics, works = semantics_of(device.type), pending_works()
     if not semantics.is_on_stream:
-        pending.wait(work)
+        works.wait(work)
         semantics.synchronize(device)
         return
-    pending.finish_on_stream(work)
+    works.finish_on_stream(work)
     semantics.synchronize(device)
-    pending.raise_if_aborted()
+    works.raise_if_aborted()
 
 
 def broadcast_json(value: Any, source: int = 0) -> Any:

@@ -15,10 +15,11 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError
 from elastic.events import WorkerStuck
 from elastic.telemetry.journal import EventSink
+from elastic.tuning.worker_intervals import DEADLINE_TICK_S
 from elastic.world.failure import record
 
 STUCK_EXIT_CODE = 1
-_TICK_S = 0.05
+_TICK_S = DEADLINE_TICK_S
 
 
 class CallDeadline:

@@ -11,13 +11,10 @@ import dataclasses
 import datetime
 import functools
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,21 +24,22 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
+from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
 from elastic.link import forks
-from elastic.process_group import torch_private
-from elastic.process_group.abort import BuildWatch, Footprint, still_open
+from elastic.process_group import patches
 from elastic.process_group.collectives import broadcast_json
 from elastic.process_group.communicators import CommunicatorAbort
 from elastic.process_group.deadline import CallDeadline, end_process
 from elastic.process_group.nccl_environment import leave_errors_to_us
-from elastic.process_group.pending import keep_for_ever, pending
+from elastic.process_group.pending import keep_for_ever, open_works, pending_works
 from elastic.process_group.semantics import has_streams
-from elastic.process_group.waiting import make_waits_end_with_the_group
+from elastic.process_group.sockets import BuildWatch, Footprint, still_open
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
+from elastic.tuning.worker_intervals import COLLECTIVE_TIMEOUT_S, DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.world.discovery import greet
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
@@ -49,15 +47,10 @@ from elastic.world.world import World, fresh_nonce, world_from_environment
 
 __all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
 
-# The one place for the limit of a collective. Long, because rank 0 may evaluate for minutes
-# while the others wait; short enough that a hang without a watchdog ends on the same day.
-COLLECTIVE_TIMEOUT_S = 1800.0
 _TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-_DRAIN_S = 0.05  # collectives of an aborted group come back within about 2 ms, if at all
+_DRAIN_S = DRAIN_S
 
 DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def choose_device() -> torch.device:
@@ -74,7 +67,12 @@ def choose_device() -> torch.device:
 
 
 class ProcessGroup:
-    """Owns torch's default group for one world at a time."""
+    """Owns torch's default group for one world at a time, and what is pending in it.
+
+    Its life: :meth:`build` (or :meth:`form`), :meth:`settle` at each boundary between steps,
+    :meth:`abort` from any thread when the world is over, :meth:`destroy`; then it can be built
+    again. What it changes in torch for that is in :mod:`elastic.process_group.patches`.
+    """
 
     def __init__(
         self, device: torch.device, backend: str | None, journal: EventSink | None = None
@@ -87,7 +85,8 @@ class ProcessGroup:
         self._where = ""  # which group, for people
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
-        self._excepthooks: tuple[Hook, Hook] | None = None  # before torch's, and torch's
+        self._excepthook: patches.TorchExceptHook | None = None
+        self._works = pending_works()
         # For the thread that aborts:
         self._lock = threading.Lock()
         self._footprint: Footprint | None = None  # of what build() has made, or is making
@@ -99,6 +98,26 @@ class ProcessGroup:
     def is_foreign(self) -> bool:
         """Whether the script has made a group of its own."""
         return bool(dist.is_initialized()) and not self._owned
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the present group, or the last one, was aborted."""
+        return self._is_aborted
+
+    def settle(self) -> None:
+        """Return when every collective that the script has queued on a device has ended well.
+
+        Before a step counts: whatever the script has read of results since the last call was one.
+
+        Raises:
+            GroupAborted: the group was aborted, and may have left something else in their outputs.
+        """
+        self._works.settle()
+
+    @property
+    def may_be_garbage(self) -> bool:
+        """Whether what the script reads of results may be none: they came of an abort."""
+        return self._works.may_be_garbage
 
     def sockets(self) -> tuple[int, ...]:
         """The descriptors of every socket of the store and the group, listening ones included."""
@@ -138,12 +157,12 @@ class ProcessGroup:
             raise _build_failed(spec, error) from error
 
     def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
-        make_waits_end_with_the_group()
-        pending.open(is_on_stream=self._is_on_stream)
+        patches.release_waits()
         where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
         with self._lock:
             self._owned = True
             self._is_aborted = False
+            self._works = open_works(is_on_stream=self._is_on_stream)
             self._where = where
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
             self._watch = BuildWatch(self._footprint, timeout_s, self._building_is_stuck)
@@ -178,12 +197,12 @@ class ProcessGroup:
         traceback.clear_frames(error.__traceback__)
         if self._is_on_stream:
             self.abort()  # destroying a communicator waits for peers, and they may be gone
-        self.destroy()
+        self.destroy(is_for_next=True)
 
     def _initialize(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         if self._is_on_stream:
             leave_errors_to_us(os.environ, is_in_process=self._footprint is not None)
-        hook = sys.excepthook
+        hook = patches.TorchExceptHook()
         dist.init_process_group(
             self._backend,
             store=store,
@@ -192,7 +211,8 @@ class ProcessGroup:
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=self.device if self.device.type == "cuda" else None,
         )
-        self._excepthooks = hook, sys.excepthook
+        hook.installed()
+        self._excepthook = hook
 
     def abort(self) -> None:
         """Release whoever waits for this group's peers. From any thread; idempotent; returns soon.
@@ -207,7 +227,7 @@ class ProcessGroup:
             footprint, watch = self._footprint, self._watch
             if footprint is None:
                 return
-            pending.abort()
+            self._works.abort()
             footprint.shut_down()
             if watch is not None:
                 watch.give_up()
@@ -238,7 +258,7 @@ class ProcessGroup:
     def form(self) -> World:
         """Build the group that the environment describes and agree on what it leaves open."""
         world = world_from_environment()
-        pending.open(is_on_stream=self._is_on_stream)
+        self._works = open_works(is_on_stream=self._is_on_stream)
         if dist.is_initialized():  # the script had built a group of its own
             warn_of_a_shared_store(os.environ)
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
@@ -261,8 +281,14 @@ class ProcessGroup:
         Never hangs on gloo: a group that does not give its collectives back is left behind (see
         :mod:`elastic.process_group.pending`). On NCCL, :meth:`abort` it first if a peer may be
         gone. If one is nevertheless, and another group is to be built (``is_for_next``), the
-        process ends after a while; at the end of a job peers may take their time.
+        process ends after a while; at the end of a job peers may take their time, and what was
+        changed in torch is undone.
         """
+        self._take_down(is_for_next=is_for_next)
+        if not is_for_next:
+            patches.restore_waits()
+
+    def _take_down(self, *, is_for_next: bool) -> None:
         with self._lock:
             footprint, self._footprint = self._footprint, None
             communicators, self._communicators = self._communicators, None
@@ -274,21 +300,21 @@ class ProcessGroup:
         if footprint is not None:
             footprint.shut_down()
         is_left_behind = dist.is_initialized() and not self._destroy_group(is_for_next)
-        # A build that failed in the middle has counted: the next group would get another name
-        # here than with a joining node, and they would never find each other in the store.
-        torch_private.forget_group_count()
+        patches.reset_group_count()
         self._owned = False
         if self._store is not None:
             self._store.close()
         self._store = None
-        self._put_back_excepthook()
+        if self._excepthook is not None:
+            self._excepthook.remove()
+        self._excepthook = None
         forks.uncover(self._covered)
         if not is_left_behind:
             _say_what_is_left(sockets)
 
     def _destroy_group(self, is_for_next: bool) -> bool:
         """Says whether it is gone, and not only out of the way."""
-        is_drained = pending.drain(_DRAIN_S)
+        is_drained = self._works.drain(_DRAIN_S)
         if not is_drained:
             keep_for_ever(torch_private.default_group())
         if self._is_on_stream and self._is_aborted:
@@ -311,14 +337,6 @@ class ProcessGroup:
             yield
         finally:
             deadline.end()
-
-    def _put_back_excepthook(self) -> None:
-        """Each init_process_group puts another hook around the last, with another rank."""
-        if self._excepthooks is not None:
-            before, torchs = self._excepthooks
-            if sys.excepthook is torchs:
-                sys.excepthook = before
-        self._excepthooks = None
 
 
 def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:

@@ -4,8 +4,8 @@ By default ProcessGroupNCCL's watchdog ends the process when a peer is gone, in 
 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``WorkNCCL::handleException``). torch itself
 asks for ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` where ``abort()`` is used (distributed_c10d.py,
 ``_abort_process_group``). torchrun's agent sets 1 for every worker where nothing is set
-(elastic/agent/server/local_elastic_agent.py); images and clusters set other values, under two
-names.
+(elastic/agent/server/local_elastic_agent.py), ours sets 3 (:mod:`elastic.tuning.profiles`); images
+and clusters set other values, under two names.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from elastic.telemetry.log import get_logger
+from elastic.tuning import profiles
+from elastic.tuning.worker_environment import TUNED
 
-_MODE, _NO_HANDLING, _OF_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "1"
+_MODE, _NO_HANDLING, _OF_TORCHRUN = profiles.ERROR_HANDLING, "0", "1"
 # Each of these turns error handling on as well. getCvarInt (c10d/Utils.hpp) reads the old names of
 # a variable, too; ProcessGroupNCCL's constructor enables error handling for "desync debug".
 _OVERRIDDEN = {
@@ -30,12 +32,15 @@ def leave_errors_to_us(environ: MutableMapping[str, str], *, is_in_process: bool
     if not is_in_process:
         environ.setdefault(_MODE, _NO_HANDLING)
         return
+    tuned = environ.get(TUNED, "").split(",")
     value = environ.get(_MODE, _NO_HANDLING)
-    if value == _OF_TORCHRUN:
+    if _MODE in tuned or value == _OF_TORCHRUN:
         get_logger().info("%s is 0 for recovery in process; it was %s", _MODE, value)
     elif value != _NO_HANDLING:
         _say(_MODE, value, "it ends the survivors of a dead peer")
     environ[_MODE] = _NO_HANDLING
+    for setting in profiles.in_process_settings():
+        environ.setdefault(setting.name, setting.value)  # the agent has named what is not safe
     for name, why in _OVERRIDDEN.items():
         if (value := environ.pop(name, "0")) not in _OFF:
             _say(name, value, why)

@@ -26,43 +26,42 @@ import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.process_group.wait_phase import begin_wait, describe_group, end_wait, queued
+from elastic.tuning.worker_intervals import (
+    DRAIN_SLICE_S,
+    GLOO_SLICE_MS,
+    STREAM_SLICE_S,
+    WORKER_SLICE_S,
+)
 from elastic.world.faults import GroupAborted
 
-_WAIT_SLICE_S = 0.2  # waits are sliced so that signal handlers run
-_DRAIN_SLICE_S = 0.0005
+_WAIT_SLICE_S = WORKER_SLICE_S
+_DRAIN_SLICE_S = DRAIN_SLICE_S
 # A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
 # abort is heard of at the end of one, where gloo does not say it at once.
-_GLOO_SLICE = datetime.timedelta(milliseconds=20)
-_wait_in_torch = dist.Work.wait  # before elastic/process_group/waiting.py replaces it
+_GLOO_SLICE = datetime.timedelta(milliseconds=GLOO_SLICE_MS)
+_wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
 _TAKEN_DOWN = "the group was taken down"
 # Between two looks at a collective that is queued on a device.
-_STREAM_SLICE_S = 20e-6
+_STREAM_SLICE_S = STREAM_SLICE_S
 _QUEUED_UNTIL_PRUNED = 64
 
 Done = Callable[[BaseException | None], object]
 
 
-class Pending:
-    """The collectives of the present group. Thread-safe."""
+class PendingWorks:
+    """The collectives of one group. Thread-safe.
 
-    def __init__(self) -> None:
+    ``is_on_stream``: what the group does may be queued on a device.
+    """
+
+    def __init__(self, *, is_on_stream: bool = False) -> None:
         self._lock = threading.Lock()
         self._works: dict[int, tuple[dist.Work, Done | None]] = {}
         self._next = 0
         self._begun: list[dist.Work] = []  # of the thread that trains
         self._queued: list[dist.Work] = []  # on a stream, by the thread that trains
         self._is_aborted = False
-        self._is_on_stream = False
-
-    def open(self, *, is_on_stream: bool = False) -> None:
-        """A new group: nothing is under way. ``is_on_stream``: what it does may be queued."""
-        with self._lock:
-            self._works.clear()
-            self._begun.clear()
-            self._queued.clear()
-            self._is_aborted = False
-            self._is_on_stream = is_on_stream
-        describe_group(is_on_stream=is_on_stream)
+        self._is_on_stream = is_on_stream
 
     def begin(self, work: dist.Work) -> None:
         """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
@@ -227,8 +226,27 @@ class Pending:
         return True
 
 
-pending = Pending()
-"""Of the one group that this process has at a time."""
+# torch has one default group at a time, and a Work does not say to which group it belongs. So what
+# is called without a group at hand (the patched Work.wait, DDP's reducer, collectives of this
+# package) needs one place where the works of torch's default group are. ProcessGroup owns them
+# and puts them here; until then they are those of a group that the script has made itself.
+_of_default_group = PendingWorks()
+
+
+def pending_works() -> PendingWorks:
+    """The works of torch's default group."""
+    return _of_default_group
+
+
+def open_works(*, is_on_stream: bool = False) -> PendingWorks:
+    """The works of a group that becomes torch's default group: none yet.
+
+    Those of the last one stay as they were, aborted or not, for threads that still wait.
+    """
+    global _of_default_group
+    _of_default_group = works = PendingWorks(is_on_stream=is_on_stream)
+    describe_group(is_on_stream=is_on_stream)
+    return works
 
 
 def _error_of(future: Any) -> BaseException | None:

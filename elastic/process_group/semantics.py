@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ["HOST", "Semantics", "has_streams", "register", "semantics_of"]
+__all__ = ["HOST", "Semantics", "has_streams", "register_semantics", "semantics_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ _BY_BACKEND: dict[str, Semantics] = {
 }
 
 
-def register(backend: str, semantics: Semantics) -> None:
+def register_semantics(backend: str, semantics: Semantics) -> None:
     """Say what the works of a backend mean that torch does not come with."""
     _BY_BACKEND[backend.lower()] = semantics
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from elastic import torch_private
+from elastic.compiling import not_compiled
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.phases import phases
-from elastic.process_group import torch_private
-from elastic.process_group.compiling import not_compiled
 
 
 @not_compiled

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,17 +25,20 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from elastic.agent import worker_tuning
 from elastic.agent.leaving import Phase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.findings import Status
 from elastic.errors import ConfigError, ElasticError
 from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
+from elastic.messages.environment import CALL_JOIN
+from elastic.messages.world import NO_WORLD
 from elastic.node.status import JobSucceeded
 from elastic.node.tls_options import node_tls
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.endings import ending
 from elastic.rendezvous.launch import Launch
-from elastic.rendezvous.replacement import CALL_JOIN
 from elastic.rendezvous.signals import ProgramSignals
 from elastic.rendezvous.torch_private import Launcher
 from elastic.secure_channel.tls import Tls
@@ -56,12 +60,14 @@ def create(
         ConfigError: an option, endpoint, certificate or run id is wrong, or torch lacks what is
             used of it.
         CoordinationError: etcd cannot be used.
+        NodeUnfit: the preflight was asked for, and this node failed it.
     """
     torch_private.check()
     is_program = launcher is Launcher.PROGRAM
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
     keys = Keys.of(options.prefix, run_id)
+    worker_tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
     check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
@@ -73,12 +79,35 @@ def create(
             launch.service.fail(error)
 
     store = EtcdStore(config, on_crash=on_crash)
+    if options.preflight:
+        try:
+            _require_fit(parameters, options, keys, store)
+        except BaseException:
+            store.close()
+            raise
     handler = EtcdRendezvousHandler(
         parameters, run_id, options, keys, store, launcher, signals, launches, tls
     )
     # torch may fail before it uses the handler, and nobody is told to close it then.
     weakref.finalize(handler, store.close).atexit = False
     return handler
+
+
+def _require_fit(
+    parameters: RendezvousParameters, options: AgentOptions, keys: Keys, store: EtcdStore
+) -> None:
+    """Check this node before any other hears of it. Raises NodeUnfit."""
+    from elastic.doctor.preflight import preflight, require_fit  # for those who ask for it
+
+    log, began = get_logger(), SYSTEM_CLOCK.monotonic()
+    found = preflight(
+        store, keys, options, endpoint=store.endpoint, local_addr=parameters.local_addr or ""
+    )
+    for finding in found:
+        if finding.status is Status.WARNING:
+            log.warning("preflight: %s: %s; %s", finding.name, finding.measured, finding.remedy)
+    require_fit(found, os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname())
+    log.info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began)
 
 
 def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
@@ -174,7 +203,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.workers_start_again()
         if world is None:
             return self._warm_up(launch)
-        launch.set_world(world.generation, world.nonce, world.lineage)
+        peers = launch.service.peer_addresses(world)
+        launch.set_world(world, peers)
         launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
         launch.memory.look()
         launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
@@ -212,7 +242,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         Their real ranks come over the link. A script that builds a group from the environment
         nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
         """
-        launch.set_world(0, "", ())
+        launch.set_world(NO_WORLD, launch.service.peer_addresses(None))
         launch.service.warm_up()
         return RendezvousInfo(
             torch_private.private_store((launch.service.member,)),

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -26,12 +26,15 @@ import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic.agent.leaving import Leaving, Phase
-from elastic.agent.service import FINISH_WITHOUT_STORE_S, NodeService
+from elastic.agent.service import NodeService
+from elastic.agent.worker_tuning import WorkerTuning
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import HealthServed
 from elastic.hangs.watch import Supervised
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
+from elastic.messages.environment import identity_variable
+from elastic.messages.world import WorldIdentity
 from elastic.node.address import own_address
 from elastic.node.checkpoint_memory import host_memory
 from elastic.node.identity import current_process
@@ -54,6 +57,7 @@ from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.store import EtcdStore
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+from elastic.tuning.agent_intervals import FINISH_WITHOUT_STORE_S
 from elastic.tuning.agent_options import AgentOptions
 
 _running: list[Launch] = []  # of this process
@@ -149,6 +153,17 @@ class Launch:
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
         }
+        with _environment:  # another launch may be starting workers: its variables are not ours
+            environ = dict(os.environ)
+        self._tuning = WorkerTuning(
+            options,
+            environ,
+            self._journal,
+            max_nodes=node.max_nodes,
+            own_address=node.address,
+            is_told=bool(parameters.local_addr or options.pod_ip),
+        )
+        self._tuned: dict[str, str | None] = {}
         self.notice = RestartNotice(options.mode)
         self._replacement = Replacement(self.service, self._journal, self.starting_workers)
         self._starting_over = StartingOver(
@@ -163,11 +178,13 @@ class Launch:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
 
-    def set_world(self, generation: int, nonce: str, lineage: tuple[int, ...]) -> None:
-        """What the workers that are started next are told."""
-        self._variables["ELASTIC_GENERATION"] = str(generation)
-        self._variables["ELASTIC_NONCE"] = nonce
-        self._variables["ELASTIC_LINEAGE"] = ",".join(map(str, lineage))
+    def set_world(self, world: WorldIdentity, peers: Sequence[str]) -> None:
+        """What the workers that are started next are told.
+
+        ``peers``: the addresses of the other nodes, the leader's first.
+        """
+        self._tuned = self._tuning.variables(peers)
+        self._variables |= identity_variable(world)
 
     @contextlib.contextmanager
     def starting_workers(self) -> Iterator[Mapping[str, str | None]]:
@@ -178,10 +195,11 @@ class Launch:
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
         self.service.keep_link_key()
-        with _environment, _environment_of(self._variables):
+        variables = {**self._variables, **self._tuned}
+        with _environment, _environment_of(variables):
             self._starting = threading.get_ident()
             try:
-                yield self._variables
+                yield variables
             finally:
                 self._starting = None
 

@@ -20,14 +20,12 @@ from typing import Any, Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import WorkerReplaced
+from elastic.messages.environment import CALL_JOIN, world_variables
+from elastic.messages.world import NO_WORLD, RankAssignment
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
 from elastic.telemetry.journal import EventSink
-
-# What MASTER_PORT says to a script that builds a group without having a world yet.
-CALL_JOIN = "call elastic.join()"
-# The node's thread hears of a death within milliseconds, and may be busy with etcd.
-DECIDED_WITHIN_S = 5.0
+from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 
 class ReplacingNode(Protocol):
@@ -77,7 +75,7 @@ class Replacement:
         if self._has_given_up:
             return False
         decision = self._node.is_to_be_replaced(pid)
-        if decision is None and waited_s < DECIDED_WITHIN_S:
+        if decision is None and waited_s < REPLACEMENT_DECIDED_S:
             return None
         if not decision:
             self._has_given_up = True
@@ -110,20 +108,17 @@ class Replacement:
 
 def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
     """As for the workers of a joining node: their real ranks come over the link."""
-    size = worker.environment["LOCAL_WORLD_SIZE"]
-    return {
-        "RANK": str(worker.local_rank),
-        "ROLE_RANK": str(worker.local_rank),
-        "WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": CALL_JOIN,
-        "ELASTIC_GENERATION": "0",
-        "ELASTIC_NONCE": "",
-        "ELASTIC_LINEAGE": "",
-    }
+    size = int(worker.environment["LOCAL_WORLD_SIZE"])
+    return world_variables(
+        NO_WORLD,
+        RankAssignment(
+            rank=worker.local_rank, size=size, local_rank=worker.local_rank, local_size=size
+        ),
+        node_rank=0,
+        nodes=1,
+        store_host="localhost",
+        store_port=CALL_JOIN,
+    )
 
 
 class ReplaceableProcess:

@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.telemetry.log import get_logger
-
-# From the start of the workers to elastic.join(): imports, on a busy machine or a cold cache.
-JOINED_WITHIN_S = 30.0
+from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
 RESTART_MODE = (
     "mode=restart: when the world changes, all workers are started again. A script with "
@@ -52,14 +50,14 @@ class RestartNotice:
         elif self._mode == "restart":
             self._tell(RESTART_MODE)
         elif self._due_s is None:
-            self._due_s = self._clock.monotonic() + JOINED_WITHIN_S
+            self._due_s = self._clock.monotonic() + JOIN_EXPECTED_S
 
     def look(self, *, have_joined: bool) -> None:
         """Called now and then while they run. ``have_joined``: one has called elastic.join()."""
         if have_joined:
             self._due_s = None
         elif self._due_s is not None and self._clock.monotonic() >= self._due_s:
-            self._tell(UNMODIFIED.format(after_s=JOINED_WITHIN_S))
+            self._tell(UNMODIFIED.format(after_s=JOIN_EXPECTED_S))
 
     def _tell(self, sentence: str) -> None:
         self._is_told, self._due_s = True, None

@@ -19,14 +19,13 @@ from pathlib import Path
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.rendezvous.file_reads import FileReads
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import FILE_READS_S, FILE_TIMES_S
 
 SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".tar", ".safetensors", ".distcp", ".bin", ".npz"})
 _LEAST_BYTES = 64
-_COARSE_S = 0.1  # file systems take their times from a clock that ticks every few milliseconds
 _DEPTH = 4  # out/run-1/checkpoint-500/model.safetensors
 _MOST_ENTRIES = 20_000
 _MOST_FILES = 64
-_LOOK_S = 1.0
 _SHARE = 0.02  # of a core, for looking
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "proc", "sys", "dev"})
 
@@ -66,7 +65,7 @@ def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
             status = entry.stat()
         except OSError:  # it has been replaced
             continue
-        if status.st_mtime >= since_s - _COARSE_S and status.st_size >= _LEAST_BYTES:
+        if status.st_mtime >= since_s - FILE_TIMES_S and status.st_size >= _LEAST_BYTES:
             found.append(Written(Path(entry.path), status.st_mtime))
     found.sort(key=lambda written: -written.time_s)
     return found
@@ -147,7 +146,7 @@ class StartingOver:
         stop: threading.Event,
     ) -> None:
         known = {written.path: written.time_s for written in before}
-        pause_s = _LOOK_S
+        pause_s = FILE_READS_S
         while not self._clock.wait(stop, pause_s):
             if reads.seen():
                 return
@@ -155,7 +154,7 @@ class StartingOver:
             written = [
                 w for w in written_since(roots, again_s) if w.time_s > known.get(w.path, 0.0)
             ]
-            pause_s = max(_LOOK_S, (self._clock.monotonic() - began_s) / _SHARE)
+            pause_s = max(FILE_READS_S, (self._clock.monotonic() - began_s) / _SHARE)
             if not written or reads.seen():
                 continue
             if self._is_looked_for():

@@ -1,7 +1,7 @@
 """Every private name of torch that this package leans on, and nothing else.
 
 ``torch/distributed/elastic``, that is; workers' names are in
-:mod:`elastic.process_group.torch_private`. The contract test
+:mod:`elastic.torch_private`. The contract test
 ``tests/contract/test_torch_private.py`` fails where a torch version differs, and :func:`check`,
 which the handler calls first, names what is missing.
 

@@ -7,7 +7,7 @@ import selectors
 import socket
 from collections.abc import Callable
 
-ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
+from elastic.secure_channel.limits import ACCEPT_AGAIN_S
 
 
 def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:

@@ -10,7 +10,10 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Report = Callable[[str], object]
-EVERY_S = 10.0
+# Secure channels stand alone, so their intervals are here and not in elastic/tuning.
+REPORT_EVERY_S = 10.0  # lines about bad clients
+ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
+LOAD_AGAIN_S = 1.0  # TLS files that could not be used, and have not changed since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ class LimitedReports:
         self,
         report: Report,
         *,
-        every_s: float = EVERY_S,
+        every_s: float = REPORT_EVERY_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._report = report

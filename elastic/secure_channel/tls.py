@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from elastic.secure_channel.errors import CertificateError, TlsError
-from elastic.secure_channel.limits import LimitedReports, Report
+from elastic.secure_channel.limits import LOAD_AGAIN_S, LimitedReports, Report
 
 SETTINGS = ("node_cacert", "node_cert", "node_key")
 SAME_EVERYWHERE = f"set {', '.join(SETTINGS[:2])} and {SETTINGS[2]} on all nodes, or on none"
 # Of a record: what goes at once into one, so that what was sent leaves the buffer.
 RECORD_BYTES = 1 << 14
-LOAD_AGAIN_S = 1.0  # files that could not be used, and have not changed since
 _FLIGHTS = 8  # of a handshake, at most; TLS 1.3 has three
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: protocol_version (RFC 8446, 6.2)
 _RECORD_TYPES = (0x14, 0x15, 0x16, 0x17)

@@ -12,6 +12,10 @@ import sys
 import time
 from dataclasses import dataclass
 
+from elastic.errors import ConfigError
+from elastic.messages.environment import identity_in
+from elastic.messages.world import WorldIdentity
+
 LOGGER_NAME = "elastic"
 
 
@@ -58,12 +62,20 @@ class UtcFormatter(logging.Formatter):
 def _where() -> str:
     if _origins:
         return str(_origins[0]) if len(_origins) == 1 else ""
+    rank, world = os.environ.get("RANK"), _world()
     parts = (
-        ("", "ELASTIC_NODE_NAME"),
-        ("r", "RANK"),
-        ("g", "ELASTIC_GENERATION"),
+        os.environ.get("ELASTIC_NODE_NAME"),
+        f"r{rank}" if rank else None,
+        f"g{world.generation}" if world else None,
     )
-    return " ".join(f"{mark}{os.environ[name]}" for mark, name in parts if os.environ.get(name))
+    return " ".join(part for part in parts if part)
+
+
+def _world() -> WorldIdentity | None:
+    try:
+        return identity_in(os.environ)
+    except ConfigError:
+        return None  # said where the environment is used
 
 
 def get_logger() -> logging.Logger:

@@ -26,9 +26,10 @@ from types import TracebackType
 from typing import TypeVar
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.membership.records import Keys, Leader, Node, World, decode
+from elastic.membership.records import Keys, Leader, Node, WorldRecord, decode
 from elastic.store.keyvalue import KeyValue
-from elastic.testing.ledger import Ledger, LedgerReader
+from elastic.testing.fork_server import ForkServer
+from elastic.testing.ledger import LedgerReader, RunLedger
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with
 from elastic.testing.waiting import PATIENCE_S
@@ -57,6 +58,8 @@ class LocalCluster:
         flags: more flags for torchrun.
         open_store: connects to the job's store for :meth:`world` and :meth:`leader`; by default
             an ``EtcdStore`` without TLS and password.
+        fork_server: forks agents and workers, which then need not import torch; by default they
+            start as they do in production.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
         open_store: Callable[[], KeyValue] | None = None,
+        fork_server: ForkServer | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.endpoints = tuple(endpoints)
@@ -94,6 +98,7 @@ class LocalCluster:
         self.nodes: list[LocalNode] = []
         self._open_store = open_store or self._open_etcd
         self._store: KeyValue | None = None
+        self._fork_server = fork_server
         self._clock = clock
         self._token = uuid.uuid4().hex
         for part in ("logs", "ledger", "journal", "checkpoints"):
@@ -154,6 +159,7 @@ class LocalCluster:
             f"{self._token}/{len(self.nodes)}",
             self.folder / "logs" / f"{len(self.nodes)}-{name}.log",
             folder=self.folder,
+            fork_server=self._fork_server,
             clock=self._clock,
         )
         self.nodes.append(node)
@@ -174,14 +180,14 @@ class LocalCluster:
 
     # What the job says ------------------------------------------------------------------------
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         """What the workers have written down until now."""
         return self._reader.read()
 
-    def world(self) -> World | None:
+    def world(self) -> WorldRecord | None:
         """The world as it stands in the store."""
         entry = self.store.get(self.keys.world)
-        return decode(World, entry.key, entry.value) if entry else None
+        return decode(WorldRecord, entry.key, entry.value) if entry else None
 
     def generation(self) -> int:
         """The newest agreed generation, 0 before the first."""
@@ -230,10 +236,10 @@ class LocalCluster:
         """Until ``step`` is completed."""
         self.wait_for(lambda: self.ledger().last_step >= step, timeout_s, f"step {step}")
 
-    def wait_generation(self, generation: int, timeout_s: float = PATIENCE_S) -> World:
+    def wait_generation(self, generation: int, timeout_s: float = PATIENCE_S) -> WorldRecord:
         """Until that generation, or a later one, is agreed."""
 
-        def reached() -> World | None:
+        def reached() -> WorldRecord | None:
             world = self.world()
             return world if world and world.generation >= generation else None
 

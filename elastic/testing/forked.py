@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Callable
 
 import torch
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds."""
+    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds.
+
+    It is killed when the thread that forked it ends.
+    """
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(status)
         torch.set_num_threads(1)  # the parent's pool of threads did not come along
         work()
         status = 0

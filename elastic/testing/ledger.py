@@ -49,7 +49,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Step:
+class LedgerStep:
     """A rank's part of a step took effect."""
 
     generation: int
@@ -62,12 +62,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Begin(Step):
+class Begin(LedgerStep):
     """A rank gives its part to a step."""
 
 
 @dataclass(frozen=True)
-class End:
+class LedgerEnd:
     """A rank finished the job."""
 
     generation: int
@@ -76,7 +76,7 @@ class End:
     time_s: float
 
 
-LedgerEvent = Start | Step | Begin | End
+LedgerEvent = Start | LedgerStep | Begin | LedgerEnd
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Coverage:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class RunLedger:
     """Everything that the workers of a run wrote down, in no particular order."""
 
     starts: tuple[Start, ...] = ()
-    steps: tuple[Step, ...] = ()
-    ends: tuple[End, ...] = ()
+    steps: tuple[LedgerStep, ...] = ()
+    ends: tuple[LedgerEnd, ...] = ()
     begins: tuple[Begin, ...] = ()
 
     @property
@@ -136,7 +136,7 @@ class Ledger:
         return result
 
     @cached_property
-    def surviving(self) -> tuple[Step, ...]:
+    def surviving(self) -> tuple[LedgerStep, ...]:
         """The parts of steps that the final weights are made of."""
         done = {(s.generation, s.step) for s in self.steps}
         told = {(s.generation, s.step, s.rank) for s in self.steps}
@@ -248,7 +248,7 @@ class Ledger:
                 parts.append(f"{generation}: steps {survived}{of}")
         return ", ".join(parts) or "nothing"
 
-    def _is_cut(self, step: Step) -> bool:
+    def _is_cut(self, step: LedgerStep) -> bool:
         cut = self.cuts.get(step.generation)
         return cut is not None and step.step >= cut
 
@@ -260,7 +260,7 @@ class LedgerReader:
         self.folder = Path(folder)
         self._files: dict[Path, _FileReader] = {}
 
-    def read(self) -> Ledger:
+    def read(self) -> RunLedger:
         """Everything written until now; a missing folder is an empty ledger. Raises LedgerError
         for a line that is none."""
         if self.folder.is_dir():
@@ -268,15 +268,17 @@ class LedgerReader:
                 if path not in self._files and path.is_file():
                     self._files[path] = _FileReader(path)
         events = [e for path in sorted(self._files) for e in self._files[path].read()]
-        return Ledger(
+        return RunLedger(
             starts=tuple(e for e in events if isinstance(e, Start)),
-            steps=tuple(e for e in events if isinstance(e, Step) and not isinstance(e, Begin)),
+            steps=tuple(
+                e for e in events if isinstance(e, LedgerStep) and not isinstance(e, Begin)
+            ),
             begins=tuple(e for e in events if isinstance(e, Begin)),
-            ends=tuple(e for e in events if isinstance(e, End)),
+            ends=tuple(e for e in events if isinstance(e, LedgerEnd)),
         )
 
 
-def read_ledger(folder: str | Path) -> Ledger:
+def read_ledger(folder: str | Path) -> RunLedger:
     """Read a finished run once."""
     return LedgerReader(folder).read()
 
@@ -325,7 +327,7 @@ def _event(data: dict[str, Any], node: str) -> LedgerEvent:
             time_s=float(data["time"]),
         )
     if kind in ("begin", "step"):
-        return (Step if kind == "step" else Begin)(
+        return (LedgerStep if kind == "step" else Begin)(
             generation=int(data["generation"]),
             step=int(data["step"]),
             epoch=int(data["epoch"]),
@@ -335,7 +337,7 @@ def _event(data: dict[str, Any], node: str) -> LedgerEvent:
             time_s=float(data["time"]),
         )
     if kind == "end":
-        return End(
+        return LedgerEnd(
             generation=int(data["generation"]),
             rank=int(data["rank"]),
             sha256=str(data["sha256"]),

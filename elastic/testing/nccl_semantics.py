@@ -36,9 +36,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.process_group import group as process_group
-from elastic.process_group import semantics
-from elastic.process_group.pending import keep_for_ever
+from elastic.process_group import (
+    DEFAULT_BACKENDS,
+    Semantics,
+    keep_for_ever,
+    register_semantics,
+)
 
 NAME = "nccl_semantics"
 POISON = -77  # of integers; a size that was read too early is negative, and fails at once
@@ -57,7 +60,7 @@ class Control:
     hang_in_abort: bool = False
     hang_in_build: bool = False
     # ProcessGroupNCCL2 (torch 2.15) has no _group_start and _group_end.
-    is_nccl2: bool = os.environ.get("NCCL_SEMANTICS") == "2"
+    is_nccl2: bool = field(default_factory=lambda: os.environ.get("NCCL_SEMANTICS") == "2")
     calls: list[str] = field(default_factory=list)  # of what aborts
 
 
@@ -382,12 +385,12 @@ def register() -> str:
     # to a group in Python (distributed_c10d.py, _maybe_attach_flight_recorder).
     recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorders.add(NAME)
-    semantics.register(NAME, semantics.Semantics(is_on_stream=True, synchronize=synchronize))
+    register_semantics(NAME, Semantics(is_on_stream=True, synchronize=synchronize))
     return NAME
 
 
 def use_by_default() -> None:
     """Scripts that do not choose a backend train on this one. What this thread does with tensors
     runs on the stream from now on."""
-    process_group.DEFAULT_BACKENDS["cpu"] = register()
+    DEFAULT_BACKENDS["cpu"] = register()
     Kernels().__enter__()  # type: ignore[no-untyped-call]

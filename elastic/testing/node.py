@@ -7,8 +7,10 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.testing.fork_server import ForkedPopen, ForkServer, can_fork
 from elastic.testing.processes import (
     TOKEN,
     Process,
@@ -18,10 +20,11 @@ from elastic.testing.processes import (
     marked_with,
     send,
 )
+from elastic.testing.reaper import OWNERS, owners
 
 
 class LocalNode:
-    """A node that can be hurt.
+    """A node that can be hurt. Nothing of it outlives this process, however this one ends.
 
     Args:
         name: what people see, and ``ELASTIC_NODE_NAME``.
@@ -30,6 +33,7 @@ class LocalNode:
         token: marks the node's processes; see :mod:`elastic.testing.processes`.
         log: file that takes stdout and stderr of the agent and its workers.
         folder: the working directory; this process's own by default.
+        fork_server: forks the agent, and it its workers, if the command is one of this interpreter.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class LocalNode:
         log: Path,
         *,
         folder: Path | None = None,
+        fork_server: ForkServer | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -49,15 +54,19 @@ class LocalNode:
         self.command = tuple(command)
         self._clock = clock
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                env={**environment, TOKEN: token},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            options: dict[str, Any] = {
+                "env": {**environment, TOKEN: token, OWNERS: owners()},
+                "cwd": folder,
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,
+            }
+            self._process: subprocess.Popen[bytes]
+            if fork_server is not None and can_fork(command, environment):
+                self._process = ForkedPopen(fork_server.client, command, **options)
+            else:
+                self._process = subprocess.Popen(command, **options)
 
     def __repr__(self) -> str:
         state = "running" if self.exit_code is None else f"ended with {self.exit_code}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,17 +36,25 @@ class Process:
 
 def marked_with(token: str) -> list[Process]:
     """Every living process whose token is ``token`` or starts with ``token/``."""
-    needle = f"{TOKEN}={token}".encode()
+
+    def is_marked(value: str) -> bool:
+        return value == token or value.startswith(f"{token}/")
+
+    return _with_variable(TOKEN, token, is_marked)
+
+
+def _with_variable(variable: str, part: str, accepts: Callable[[str], bool]) -> list[Process]:
+    """Every living process whose environment variable holds ``part`` and is accepted, by pid."""
+    name, needle = f"{variable}=".encode(), part.encode()
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
         raw = _read(f"/proc/{entry.name}/environ")
-        if needle not in raw:
+        if name not in raw or needle not in raw:
             continue
         environment = _parse_environment(raw)
-        mark = environment.get(TOKEN, "")
-        if mark == token or mark.startswith(f"{token}/"):
+        if accepts(environment.get(variable, "")):
             pid = int(entry.name)
             found.append(Process(pid, _parent_of(pid), _command_of(pid), environment))
     return sorted(found, key=lambda process: process.pid)
@@ -59,8 +67,22 @@ def kill_at_once(token: str) -> list[int]:
     no time for that. Listed again until nothing new turns up, because a process may have been
     forking.
     """
+    return _kill_all(lambda: marked_with(token))
+
+
+def owned_by(variable: str, mark: str) -> list[Process]:
+    """Every living process with ``mark`` among the values of ``variable``, separated by colons."""
+    return _with_variable(variable, mark, lambda value: mark in value.split(":"))
+
+
+def kill_owned_by(variable: str, mark: str) -> list[int]:
+    """As :func:`kill_at_once`, for the processes of :func:`owned_by`."""
+    return _kill_all(lambda: owned_by(variable, mark))
+
+
+def _kill_all(find: Callable[[], list[Process]]) -> list[int]:
     stopped: set[int] = set()
-    while fresh := {p.pid for p in marked_with(token)} - stopped:
+    while fresh := {p.pid for p in find()} - stopped:
         freeze(fresh)
         stopped |= fresh
     for pid in stopped:

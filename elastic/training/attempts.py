@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 
 from elastic.errors import TrainingError
-from elastic.process_group.pending import pending
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.listeners import Listeners
 from elastic.training.loop.callbacks import StepCallbacks
@@ -97,7 +96,7 @@ class Attempts:
 
     def end(self) -> None:
         """The training function has returned."""
-        pending.settle()
+        self._lifecycle.settle()
         self._loop.finish()
         self._strategies.active.end_attempt()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.training.attempts import Attempts

@@ -15,8 +15,7 @@ from enum import Enum
 from typing import NoReturn
 
 from elastic.clock import SYSTEM_CLOCK
-
-_SLICE_S = 1.0
+from elastic.tuning.worker_intervals import HALT_SLICE_S
 
 
 class Place(Enum):
@@ -87,4 +86,4 @@ class Halt:
     def _stop(self, place: Place) -> NoReturn:
         self.place = place
         while True:  # the other thread ends the process
-            SYSTEM_CLOCK.sleep(_SLICE_S)
+            SYSTEM_CLOCK.sleep(HALT_SLICE_S)

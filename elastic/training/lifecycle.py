@@ -15,7 +15,7 @@ from enum import Enum
 
 from elastic.errors import NoWorld, TrainingError
 from elastic.hangs.phases import phases
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.listeners import Listeners
@@ -138,6 +138,13 @@ class Lifecycle:
         following = WorldPhase.CHANGING if self.is_restored else WorldPhase.JOINING
         if following is not self._phase:
             self._move(following)
+
+    def settle(self) -> None:
+        """Return when what the script has queued on a device has ended well.
+
+        Raises GroupAborted where an abort may have left something else than results.
+        """
+        self._group.settle()
 
     def end(self, *, broken: bool) -> None:
         """Destroy the process group of a world that is over: the next one may be built."""

@@ -14,15 +14,22 @@ import threading
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import CheckpointSkipped
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.manager import LEAVING_S, CheckpointManager, Peers
+from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.current_step import CurrentStep
 from elastic.training.halt import Halt, Place
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.selection import Strategies
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import (
+    BOUNDARY_S,
+    PREEMPTION_ASK_AGAIN_S,
+    PREEMPTION_LIMIT_S,
+    PREEMPTION_SLICE_S,
+    STOPPED_BY_TORCHRUN_S,
+)
 from elastic.worker.sigterm import (
     ENDING_FILE,
     EXIT_CODE,
@@ -32,15 +39,6 @@ from elastic.worker.sigterm import (
 )
 from elastic.worker.worlds import Worlds
 from elastic.world.world import is_launched
-
-# torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.15).
-BEFORE_RESTART_S = min(LEAVING_S, 24.0)
-# So long the main thread may take to a boundary, or to notice that peers are gone; then it is
-# interrupted. Without the dead rank the current step cannot be completed anyway.
-BOUNDARY_S = 4.0
-_LIMIT_S = 2.0  # beyond the budget: the interrupted main thread may never release a lock
-_SLICE_S = 0.02
-_ASK_AGAIN_S = 0.1
 
 
 class Preemption:
@@ -103,12 +101,12 @@ class Preemption:
 
     def _save_finally(self) -> None:
         self._halt.is_preempted = True
-        until_s = SYSTEM_CLOCK.monotonic() + LEAVING_S
+        until_s = SYSTEM_CLOCK.monotonic() + leaving_s()
         while SYSTEM_CLOCK.monotonic() < until_s:
             if self._is_waiting_for_world:
-                self._roll_back_and_save(LEAVING_S, is_stopped=False)
+                self._roll_back_and_save(leaving_s(), is_stopped=False)
                 return
-            SYSTEM_CLOCK.sleep(_SLICE_S)
+            SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
 
     def _roll_back_and_save(self, budget_s: float, *, is_stopped: bool) -> None:
         if self._strategies.active.roll_back(is_stopped=is_stopped):
@@ -121,15 +119,16 @@ class Preemption:
 
     def _save_before_restart(self) -> None:
         began_s = SYSTEM_CLOCK.monotonic()
-        until_s = began_s + BEFORE_RESTART_S
-        limit = threading.Timer(BEFORE_RESTART_S + _LIMIT_S, os._exit, (EXIT_CODE,))
+        budget_s = min(leaving_s(), STOPPED_BY_TORCHRUN_S)
+        until_s = began_s + budget_s
+        limit = threading.Timer(budget_s + PREEMPTION_LIMIT_S, os._exit, (EXIT_CODE,))
         limit.name, limit.daemon = "elastic-sigterm-limit", True
         limit.start()
         self._halt.request()
         self._group.abort()  # releases the main thread from a collective, in-process
-        if not self._halt.wait_for_own_save(BEFORE_RESTART_S) or not self._checkpoints.is_open:
+        if not self._halt.wait_for_own_save(budget_s) or not self._checkpoints.is_open:
             return  # an exception ends the process, and it has saved what could be saved
-        if not self._wait_for_stop(began_s + min(BOUNDARY_S, BEFORE_RESTART_S / 2), until_s):
+        if not self._wait_for_stop(began_s + min(BOUNDARY_S, budget_s / 2), until_s):
             self._report_skipped("no boundary of a step was reached in time")
             return
         left_s = max(0.0, until_s - SYSTEM_CLOCK.monotonic())
@@ -150,8 +149,8 @@ class Preemption:
                 return True
             if now_s >= ask_s:
                 self._halt.interrupt(self._may_stop_here)
-                ask_s = now_s + _ASK_AGAIN_S
-            SYSTEM_CLOCK.sleep(_SLICE_S)
+                ask_s = now_s + PREEMPTION_ASK_AGAIN_S
+            SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
         return False
 
     def _may_stop_here(self) -> bool:

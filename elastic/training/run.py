@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from checkpoints import Root
-from elastic.process_group import torch_private
-from elastic.process_group.collectives import all_sum
-from elastic.process_group.group import ProcessGroup, choose_device
+from elastic import torch_private
+from elastic.process_group import ProcessGroup, all_sum, choose_device
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
 from elastic.training.attempts import Attempt

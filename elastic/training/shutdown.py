@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elastic.events import CheckpointSkipped
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
-from elastic.training.checkpointing.manager import END_S, LEAVING_S, SHARE_S, CheckpointManager
+from elastic.training.checkpointing.manager import CheckpointManager, leaving_s
 from elastic.training.current_step import CurrentStep
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
@@ -14,6 +14,7 @@ from elastic.training.loop.step_loop import StepLoop
 from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.selection import Strategies
 from elastic.training.state.registry import Registry
+from elastic.tuning.worker_intervals import LAST_SAVE_S, SHARE_S
 from elastic.worker.worlds import Worlds
 
 
@@ -76,7 +77,7 @@ class Shutdown:
                 sha256=self._job.weights_sha256(),
             )
         if self._lifecycle.is_restored and self._current.step is None:
-            self._checkpoints.flush(self._job, END_S)
+            self._checkpoints.flush(self._job, LAST_SAVE_S)
         self._checkpoints.release()
         self._checkpoints.close(0.0)
         for module in self._job.modules.values():
@@ -96,6 +97,6 @@ class Shutdown:
             reason = f"the script failed in the middle of an update: {error}"
             self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
         elif self._checkpoints.world_size == 1:
-            self._checkpoints.flush(self._job, LEAVING_S)
+            self._checkpoints.flush(self._job, leaving_s())
         else:
             self._strategies.active.flush_after_error()

@@ -14,7 +14,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic.errors import ConfigError
-from elastic.tuning import timeouts
+from elastic.tuning import profiles, timeouts
+from elastic.tuning.agent_intervals import (
+    FAILURE_WINDOW_S,
+    FIRST_CONTACT_S,
+    HEALTHY_S,
+    QUARANTINE_S,
+    STOCK_LAST_CALL_S,
+    TORCHRUN_TIMEOUT_S,
+)
 from elastic.tuning.timeouts import Timeouts
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
@@ -49,11 +57,6 @@ _STOCK_WITHOUT_MEANING = frozenset(
         "use_libuv",
     }
 )
-# torch/distributed/launcher/api.py puts this into every configuration.
-_TORCHRUN_DEFAULT_TIMEOUT = 900
-# How long torch's own backends wait for more nodes once there are enough (rendezvous/
-# dynamic_rendezvous.py, RendezvousTimeout): what programs that launch are written for.
-STOCK_LAST_CALL_S = 30.0
 _QUOTES = "\"'"
 
 # ELASTIC_* variables that are no options of the rendezvous.
@@ -61,18 +64,17 @@ OTHER_VARIABLES = frozenset(
     {
         "CHECKPOINTS",
         "ENDING",
-        "GENERATION",
         "JOURNAL",
         "LEDGER",
-        "LINEAGE",
         "LINK",
         "LOG_LEVEL",
         "MAX_NODES",
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
-        "NONCE",
         "STOCK_ETCD",
+        "TUNED",
+        "WORLD",
     }
 )
 
@@ -87,11 +89,11 @@ class AgentOptions:
     join_timeout_s: float = _TIMES.join_timeout_s
     takeover_s: float = _TIMES.takeover_s
     probe_s: float = _TIMES.probe_s
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = FIRST_CONTACT_S
     failure_budget: int = 10
-    failure_window_s: float = 600.0
-    healthy_s: float = 60.0
-    quarantine_s: float = 60.0
+    failure_window_s: float = FAILURE_WINDOW_S
+    healthy_s: float = HEALTHY_S
+    quarantine_s: float = QUARANTINE_S
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -111,8 +113,13 @@ class AgentOptions:
     hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
     hang_report_folder: str | None = None  # by default the journal's, or a folder in the temporary
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
+    # Of the network: the variables that workers get (elastic/tuning/profiles.py).
+    profile: str | None = None  # None: chosen by what the machine has
+    interface: str | None = None  # for NCCL and gloo; None: by the route to the leader
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
+
+    preflight: bool = False  # check this node before it may join (elastic/doctor/preflight.py)
 
     # What a pod is told by its manifest (deploy/base).
     termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
@@ -157,6 +164,8 @@ class AgentOptions:
                 f"mode={self.mode} is not one of {', '.join(MODES)}",
                 hint=timeouts.where_to_set("mode"),
             )
+        if self.profile is not None:
+            profiles.check_name(self.profile)
         if self.hang_detection not in HANG_DETECTION:
             raise ConfigError(
                 f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
@@ -247,7 +256,7 @@ def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | N
     if given in known:
         return given
     if given == "timeout":
-        is_default = str(value) == str(_TORCHRUN_DEFAULT_TIMEOUT)
+        is_default = str(value) == str(TORCHRUN_TIMEOUT_S)
         return None if is_default else "join_timeout_s"
     if given in _STOCK_NAMES:
         return _STOCK_NAMES[given]

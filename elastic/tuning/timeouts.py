@@ -64,30 +64,40 @@ class Timeouts:
         ConfigError: two of them do not; the message names both, the hint what to change.
     """
 
-    # Noticing: a probe, then the lease, then nobody is asked any more.
+    # How long a suspected node may take to answer a probe; below lease_s.
     probe_s: float = 0.3
+    # A silent node counts as alive for this long; etcd grants no less than about 2 s.
     lease_s: float = 4.0
+    # After this long a world may form without proof that the last one is dead; above four leases.
     takeover_s: float = 300.0
 
-    # Forming a world.
+    # How long to wait for more nodes once the minimum has arrived.
     last_call_s: float = 3.0
+    # Nodes that join a running job within this window are admitted together.
     join_window_s: float = 1.0
+    # How long to wait for the minimum of nodes before the job ends.
     join_timeout_s: float = 600.0
 
-    # Leaving (see the module).
-    step_time_s: float = 1.0  # the slowest step to reckon with
+    # The slowest step to reckon with when a node leaves.
+    step_time_s: float = 1.0
+    # For the last checkpoint: what shutdown_timeout_s leaves after the boundary of a step.
     checkpoint_budget_s: float = 16.0
+    # A leaving node has gone by then: termination_grace_s less the agent's own end.
     leave_grace_s: float = 20.0
+    # torchrun's --shutdown-timeout: as long as leave_grace_s.
     shutdown_timeout_s: float = 20.0
+    # From SIGTERM to SIGKILL of a pod; Kubernetes' default is 30 s.
     termination_grace_s: float = 30.0
 
-    # A rank that shows no sign of progress for so long, or ten times as long as lately, hangs, if
-    # others wait for it: inside a step, and outside of one (elastic/hangs/budgets.py).
+    # A rank that shows no sign of progress for so long inside a step, or ten times as long as
+    # lately, hangs if others wait for it (elastic/hangs/budgets.py);
     hang_timeout_s: float = 3.5
+    # outside of a step, where evaluations and checkpoints are, this.
     hang_script_timeout_s: float = 900.0
 
-    # An agent's thread that has not turned for so long is hung, not busy.
-    hung_after_s: float = 90.0
+    # An agent's thread that has not turned for this long is hung: longer than torch may keep its
+    # main thread busy with ending workers.
+    hung_after_s: float = 1.5 * TORCH_STOPS_WORKERS_S
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):

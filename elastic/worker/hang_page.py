@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
+from elastic import torch_private
 from elastic.hangs import stacks
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.link.protocol import ProgressPage
-from elastic.process_group import torch_private
 from elastic.telemetry.log import get_logger
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from elastic.messages.environment import WORLD_VARIABLE
 from elastic.secure_channel import private_files
 
 
@@ -72,5 +73,5 @@ def _lock_path(env: Mapping[str, str]) -> Path:
 def _token(turn: int, env: Mapping[str, str]) -> bytes:
     """Names this use among all of this job on this machine: several agents may share it."""
     agent = env.get("ELASTIC_NODE_ID", env.get("GROUP_RANK", ""))
-    attempt = env.get("ELASTIC_GENERATION", env.get("TORCHELASTIC_RESTART_COUNT", ""))
+    attempt = env.get(WORLD_VARIABLE, env.get("TORCHELASTIC_RESTART_COUNT", ""))
     return f"{agent} {attempt} {env.get('MASTER_PORT', '')} {turn}".encode()

@@ -16,10 +16,9 @@ from types import FrameType
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import SIGTERM_ASK_S
 from elastic.worker.worlds import Worlds
 
-# A scheduler may signal the worker before the agent knows: ask again for so long.
-ASK_FOR_S = 0.3
 EXIT_CODE = 128 + signal.SIGTERM
 # The agent makes this file when it ends its workers for good: it works without a link, too.
 ENDING_FILE = "ELASTIC_ENDING"
@@ -50,11 +49,11 @@ def ask_agent_on_sigterm(
     """
 
     def is_node_leaving() -> bool:
-        until_s = SYSTEM_CLOCK.monotonic() + ASK_FOR_S
+        until_s = SYSTEM_CLOCK.monotonic() + SIGTERM_ASK_S
         while not worlds.has_left and SYSTEM_CLOCK.monotonic() < until_s:
-            if worlds.is_node_leaving(ASK_FOR_S):
+            if worlds.is_node_leaving(SIGTERM_ASK_S):
                 return True
-            SYSTEM_CLOCK.sleep(ASK_FOR_S / 6)
+            SYSTEM_CLOCK.sleep(SIGTERM_ASK_S / 6)
         return False
 
     end_on_sigterm(shutdown_hook, ends_for_good, is_own_signal, unless=is_node_leaving)

@@ -28,12 +28,16 @@ from elastic.link.protocol import (
     SigtermAsk,
     WorldMessage,
 )
+from elastic.messages.environment import world_variables
+from elastic.messages.world import derive
+from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
 from elastic.worker.hang_page import offer_page
+from elastic.world.arrival import GroupSpec
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world import World, node_name
 
-SLICE_S = 0.2  # main-thread waits are sliced so that signal handlers run
 AGENT_DIED_EXIT_CODE = 1
 
 
@@ -92,13 +96,17 @@ class Worlds:
     def has_newer(self) -> bool:
         """Whether a world after the present one is known, planned or not."""
         newest = self._newest
-        return newest is not None and newest.generation > self._entering
+        return newest is not None and newest.world.generation > self._entering
 
     @property
     def is_told_to_leave(self) -> bool:
         """Whether the next world is without this worker."""
         newest = self._newest
-        return newest is not None and newest.generation > self._entering and not newest.member
+        return (
+            newest is not None
+            and newest.world.generation > self._entering
+            and newest.assignment is None
+        )
 
     @property
     def nodes(self) -> int:
@@ -110,23 +118,23 @@ class Worlds:
         newest = self._newest
         return (
             newest is not None
-            and newest.generation > self._entering
-            and (newest.switch_at_step is None or self._takes_the_place(newest))
+            and newest.world.generation > self._entering
+            and (newest.world.switch_at_step is None or self._takes_the_place(newest))
         )
 
     def _takes_the_place(self, newer: WorldMessage) -> bool:
         """Whether a planned world is to be entered at the boundary at which the present one, which
         is being formed, was to begin: somebody has died meanwhile, and it never will. gloo's
         collectives end with an error then; those on a stream wait for ever."""
-        forming_at, at = self._forming_at, newer.switch_at_step
+        forming_at, at = self._forming_at, newer.world.switch_at_step
         return forming_at is not None and at is not None and at <= forming_at
 
     def is_due(self, step: int) -> bool:
         """Whether another world is to be entered before ``step`` begins."""
         newest = self._newest
-        if newest is None or newest.generation <= self._entering:
+        if newest is None or newest.world.generation <= self._entering:
             return False
-        return newest.switch_at_step is None or step >= newest.switch_at_step
+        return newest.world.switch_at_step is None or step >= newest.world.switch_at_step
 
     def is_permitted(self) -> bool:
         """Whether this worker may begin a step or commit a save: no other world can have been
@@ -151,7 +159,7 @@ class Worlds:
         )
         while not self.is_permitted() and not (self._entering and self.is_superseded()):
             with self._changed:
-                self._changed.wait(SLICE_S)
+                self._changed.wait(WORKER_SLICE_S)
         if self.is_permitted():
             get_logger().warning("training goes on: the agent is back")
 
@@ -164,14 +172,14 @@ class Worlds:
                 self.send(Ready())
             while True:
                 newest = self._newest
-                if newest is not None and newest.generation > self._entering:
-                    self._entering = newest.generation
-                    self._forming_at = newest.switch_at_step
+                if newest is not None and newest.world.generation > self._entering:
+                    self._entering = newest.world.generation
+                    self._forming_at = newest.world.switch_at_step
                     self.is_waiting = False
-                    phases.enter_generation(newest.generation)
+                    phases.enter_generation(newest.world.generation)
                     return newest
                 self.is_waiting = True
-                self._changed.wait(SLICE_S)
+                self._changed.wait(WORKER_SLICE_S)
 
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Until there is a world newer than the present one; ``meanwhile`` is called now and
@@ -181,7 +189,7 @@ class Worlds:
             meanwhile()
             with self._changed:
                 if not self.has_newer:
-                    self._changed.wait(SLICE_S)
+                    self._changed.wait(WORKER_SLICE_S)
         self.is_waiting = False
 
     def formed(self, generation: int) -> None:
@@ -222,7 +230,7 @@ class Worlds:
         self._leaving_answer = None
         self.send(SigtermAsk())
         while self._leaving_answer is None and self._clock.monotonic() < deadline_s:
-            self._clock.sleep(0.005)
+            self._clock.sleep(WORLD_LOOK_S)
         return self._leaving_answer is True
 
     # -- the link's thread --------------------------------------------------------------------
@@ -240,61 +248,58 @@ class Worlds:
             case _:
                 pass
 
-    def _learn(self, world: WorldMessage) -> None:
+    def _learn(self, message: WorldMessage) -> None:
         with self._changed:
-            if self._newest is not None and world.generation <= self._newest.generation:
+            newest = self._newest
+            if newest is not None and message.world.generation <= newest.world.generation:
                 return
-            self._newest = world
+            self._newest = message
             # Under the lock, so that it can only hit the old group: the main thread takes the
             # lock before it builds the next one.
-            if self._entering and self._must_abort(world):
+            if self._entering and self._must_abort(message):
                 self._abort()
             self._changed.notify_all()
 
-    def _must_abort(self, world: WorldMessage) -> bool:
+    def _must_abort(self, message: WorldMessage) -> bool:
+        world = message.world
         if world.generation <= self._entering:
             return False
-        if world.switch_at_step is not None and not self._takes_the_place(world):
+        if world.switch_at_step is not None and not self._takes_the_place(message):
             # Late: the others have left at that step, and this rank waits for them in it.
             step = self._step_in_hand()
             return step is not None and step >= world.switch_at_step
         # The last ones of a job leave at their next boundary, undisturbed.
-        return world.member or world.nodes > 0
+        return message.assignment is not None or message.nodes > 0
 
 
 def world_of(message: WorldMessage) -> World:
     """The world as the training sees it."""
-    return World(
-        generation=message.generation,
-        rank=message.rank,
-        size=message.size,
-        local_rank=message.local_rank,
-        local_size=message.local_size,
-        nonce=message.nonce,
-        lineage=message.lineage,
-        node=node_name(),
-        is_launched=True,
+    return derive(World, message.world, message.assignment, node=node_name(), is_launched=True)
+
+
+def group_spec(message: WorldMessage) -> GroupSpec:
+    """What its process group is built from."""
+    return derive(
+        GroupSpec,
+        message.world,
+        message.assignment,
+        store_key=SecretKey.parse(message.store_key),
+        store_tls=message.store_tls,
     )
 
 
 def write_environment(message: WorldMessage) -> None:
     """What torchrun would have put into the environment, had it started this world."""
-    values: dict[str, object] = {
-        "RANK": message.rank,
-        "WORLD_SIZE": message.size,
-        "LOCAL_RANK": message.local_rank,
-        "LOCAL_WORLD_SIZE": message.local_size,
-        "GROUP_RANK": message.node_rank,
-        "GROUP_WORLD_SIZE": message.nodes,
-        "ROLE_RANK": message.rank,
-        "ROLE_WORLD_SIZE": message.size,
-        "MASTER_ADDR": message.store_host,
-        "MASTER_PORT": message.store_port,
-        "ELASTIC_GENERATION": message.generation,
-        "ELASTIC_NONCE": message.nonce,
-        "ELASTIC_LINEAGE": ",".join(map(str, message.lineage)),
-    }
-    os.environ.update({name: str(value) for name, value in values.items()})
+    assert message.assignment is not None, "this node is not in the world"
+    variables = world_variables(
+        message.world,
+        message.assignment,
+        node_rank=message.node_rank,
+        nodes=message.nodes,
+        store_host=message.world.store_host,
+        store_port=message.world.store_port,
+    )
+    os.environ.update(variables)
 
 
 def _die() -> None:

@@ -29,12 +29,9 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import FIRST_LOOK_S, SLOWEST_LOOK_S, STORE_HOST_PROBE_S
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world_store import StoreServer, WorldStore, connect
-
-_PROBE_S = 0.1  # between two looks for a newer world, while nobody listens
-_FIRST_LOOK_S = 0.001
-_SLOWEST_LOOK_S = 0.02  # a thousand ranks that wait ask the store 50,000 times a second
 
 GiveUp = Callable[[], None]
 """Raises if the world is over."""
@@ -60,7 +57,7 @@ class _Patience:
     def __init__(self, deadline_s: float, clock: Clock) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
-        self._pause_s = _FIRST_LOOK_S
+        self._pause_s = FIRST_LOOK_S
 
     @property
     def left_s(self) -> float:
@@ -68,7 +65,7 @@ class _Patience:
 
     def pause(self) -> None:
         self._clock.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _SLOWEST_LOOK_S)
+        self._pause_s = min(2 * self._pause_s, SLOWEST_LOOK_S)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
             if use_torchs:
                 # Its constructor must not be the one to wait.
                 address = spec.store_host, spec.store_port
-                socket.create_connection(address, timeout=_PROBE_S).close()
+                socket.create_connection(address, timeout=STORE_HOST_PROBE_S).close()
                 return _tcp_store(spec, patience, is_server=False)
             return connect(
                 spec.store_host,

@@ -17,12 +17,11 @@ from typing import Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import JoinTimeout
+from elastic.tuning.worker_intervals import DISCOVERY_LOOK_S
 from elastic.world.world import fresh_nonce
 
-_LOOK_EVERY_S = 0.02
 
-
-class Store(Protocol):
+class RendezvousStore(Protocol):
     """What this needs of torch.distributed's stores."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -31,7 +30,7 @@ class Store(Protocol):
 
 
 def greet(
-    store: Store, rank: int, size: int, *, timeout_s: float, clock: Clock = SYSTEM_CLOCK
+    store: RendezvousStore, rank: int, size: int, *, timeout_s: float, clock: Clock = SYSTEM_CLOCK
 ) -> str:
     """The nonce that all ``size`` workers of this start agree on. Raises JoinTimeout."""
     deadline_s = clock.monotonic() + timeout_s
@@ -40,7 +39,7 @@ def greet(
     return _answer(store, rank, deadline_s, clock)
 
 
-def _offer(store: Store, size: int, deadline_s: float, clock: Clock) -> str:
+def _offer(store: RendezvousStore, size: int, deadline_s: float, clock: Clock) -> str:
     nonce = fresh_nonce()
     store.set("elastic/offer", nonce)
     answers = {rank: f"elastic/{nonce}/answer/{rank}" for rank in range(1, size)}
@@ -51,7 +50,7 @@ def _offer(store: Store, size: int, deadline_s: float, clock: Clock) -> str:
     return nonce
 
 
-def _answer(store: Store, rank: int, deadline_s: float, clock: Clock) -> str:
+def _answer(store: RendezvousStore, rank: int, deadline_s: float, clock: Clock) -> str:
     token, answered = fresh_nonce(), ""
     while True:
         offered = store.get("elastic/offer").decode() if store.check(["elastic/offer"]) else ""
@@ -69,4 +68,4 @@ def _look_again(deadline_s: float, clock: Clock, lacking: str) -> None:
             f"the workers of this start did not find each other: {lacking}",
             hint="find the error of the missing rank",
         )
-    clock.sleep(_LOOK_EVERY_S)
+    clock.sleep(DISCOVERY_LOOK_S)

@@ -8,24 +8,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
+from elastic.messages.environment import identity_in
+from elastic.messages.world import RankAssignment, WorldIdentity
 
 # What torchrun (any backend) sets and env:// needs. Without them a process is a world of one.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """Who trains together, as agreed for one generation."""
+class World(WorldIdentity, RankAssignment):
+    """Who trains together, as agreed for one generation.
 
-    generation: int  # only grows over the life of a job
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    nonce: str  # hex, the same on all ranks, fresh for every world
-    lineage: tuple[int, ...]  # earlier generations, oldest first
-    node: str  # name for people
-    is_launched: bool  # False: plain `python train.py`, a world of one
+    Attributes:
+        generation: only grows over the life of a job.
+        rank: of this worker, from 0.
+        size: number of workers.
+        local_rank: of this worker on its node.
+        local_size: number of workers on this node.
+        nonce: hex, the same on all ranks, fresh for every world.
+        lineage: earlier generations, oldest first.
+        node: the name of this node, for people.
+        is_launched: False for plain ``python train.py``, a world of one.
+    """
+
+    node: str
+    is_launched: bool
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:
@@ -49,22 +56,24 @@ def is_launched(env: Mapping[str, str] = os.environ) -> bool:
 def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
     """Read the world from the environment; under a foreign backend its nonce is still ``""``.
 
-    With the etcd-v3 backend the agent tells generation, nonce and lineage. Any other backend
-    knows none of them: torchrun's restart count stands in for the generation, and the nonce has
-    to be agreed by the group itself.
+    With the etcd-v3 backend the agent names the world. Under any other one torchrun's restart
+    count stands in for the generation, and the nonce has to be agreed by the group itself.
 
     >>> world_from_environment({}).size
     1
     """
     launched = is_launched(env)
+    identity = identity_in(env) or WorldIdentity(
+        generation=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0) + 1, nonce="", lineage=()
+    )
     return World(
-        generation=_generation(env),
+        generation=identity.generation,
+        nonce=identity.nonce if launched else fresh_nonce(),
+        lineage=identity.lineage,
         rank=_integer(env, "RANK", 0) if launched else 0,
         size=_integer(env, "WORLD_SIZE", 1) if launched else 1,
         local_rank=_integer(env, "LOCAL_RANK", 0) if launched else 0,
         local_size=_integer(env, "LOCAL_WORLD_SIZE", 1) if launched else 1,
-        nonce=env.get("ELASTIC_NONCE", "") if launched else fresh_nonce(),
-        lineage=tuple(int(g) for g in env.get("ELASTIC_LINEAGE", "").split(",") if g.strip()),
         node=node_name(env),
         is_launched=launched,
     )
@@ -93,12 +102,6 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
         return name
     group = env.get("GROUP_RANK")
     return f"node-{group}" if group else "local"
-
-
-def _generation(env: Mapping[str, str]) -> int:
-    if "ELASTIC_GENERATION" in env:
-        return _integer(env, "ELASTIC_GENERATION", 1)
-    return _integer(env, "TORCHELASTIC_RESTART_COUNT", 0) + 1
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

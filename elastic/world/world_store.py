@@ -38,8 +38,8 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import WORLD_STORE_SLICE_S
 
-_SLICE_S = 0.1  # between two looks whether to give up; signal handlers run as well
 _LARGEST_FRAME = 1 << 20
 _LARGEST_ANSWER = 8 * _LARGEST_FRAME  # a wait is answered with the values of all its keys
 _CONNECTIONS_PER_RANK = 4
@@ -187,7 +187,7 @@ class WorldStore(Store):
     ) -> None:
         super().__init__()
         self._channel = Channel(
-            connection, timeout_s=timeout_s, tls=tls, slice_s=_SLICE_S, look=give_up
+            connection, timeout_s=timeout_s, tls=tls, slice_s=WORLD_STORE_SLICE_S, look=give_up
         )
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -286,7 +286,7 @@ def connect(
 ) -> WorldStore:
     """One try. Raises OSError if nobody listens, DistNetworkError if it is another world's, or
     does not know the run's key."""
-    connection = socket.create_connection((host, port), timeout=_SLICE_S)
+    connection = socket.create_connection((host, port), timeout=WORLD_STORE_SLICE_S)
     try:
         return WorldStore(
             connection, nonce=nonce, key=key, timeout_s=timeout_s, give_up=give_up, tls=tls

@@ -29,7 +29,7 @@ from torch.distributed.elastic.utils import store as store_util
 
 from elastic.errors import ConfigError
 from elastic.events import Event
-from elastic.membership.records import Cause, Member, ProcessIdentity, World, WorldState
+from elastic.membership.records import Cause, Member, ProcessIdentity, WorldRecord, WorldState
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.entrypoint import create_handler
 from elastic.rendezvous.replacement import Replacement
@@ -39,7 +39,7 @@ PROCESS = ProcessIdentity(
 )
 
 
-def world(*nprocs: int) -> World:
+def world(*nprocs: int) -> WorldRecord:
     members = tuple(
         Member(
             node_id=f"n{i}",
@@ -52,7 +52,7 @@ def world(*nprocs: int) -> World:
         )
         for i, nproc in enumerate(nprocs)
     )
-    return World(
+    return WorldRecord(
         generation=1,
         members=members,
         store_host="127.0.0.1",
@@ -73,7 +73,7 @@ def world(*nprocs: int) -> World:
 class OneWorld(RendezvousHandler):
     """Hands the same world to the agent, as the real handler does."""
 
-    def __init__(self, given: World, index: int) -> None:
+    def __init__(self, given: WorldRecord, index: int) -> None:
         self._world, self._index = given, index
         self.calls: list[torch_private.CallingAgent] = []
 
@@ -151,7 +151,7 @@ def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
 class Replacing(OneWorld):
     """Replaces the worker that is killed, and lets its sibling end with it."""
 
-    def __init__(self, given: World) -> None:
+    def __init__(self, given: WorldRecord) -> None:
         super().__init__(given, 0)
         self.replacement = Replacement(self, self, contextlib.nullcontext)
         self.replaced: list[Event] = []
@@ -200,7 +200,7 @@ def test_without_an_agent_on_the_stack_there_is_a_clear_error() -> None:
 class Attaching(OneWorld):
     """Attaches itself to the agent, as the real handler does, and notes what happens."""
 
-    def __init__(self, given: World, index: int) -> None:
+    def __init__(self, given: WorldRecord, index: int) -> None:
         super().__init__(given, index)
         self.seen: list[str] = []
 

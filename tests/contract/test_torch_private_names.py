@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from elastic import torch_private as of_workers
 from elastic import torch_versions
 from elastic.errors import ConfigError
-from elastic.process_group import torch_private as of_workers
 from elastic.rendezvous import torch_private as of_agents
 from elastic.rendezvous.entrypoint import create_handler
 from elastic.training.gradients.wrap import ElasticDDP
@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parents[2]
 # Whose business private names are.
 PLACES = {
     "elastic/rendezvous/torch_private.py",
-    "elastic/process_group/torch_private.py",
+    "elastic/torch_private.py",
     "checkpoints/tensors/torch_private.py",
     "elastic/process_group/communicators.py",  # NCCL's abort
     "elastic/testing/nccl_semantics.py",  # a backend of torch's kind, for tests
@@ -44,6 +44,7 @@ ELSEWHERE = {
     "elastic/rendezvous/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/launch/flags.py": {"_actions"},  # argparse
     "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
+    "elastic/testing/fork_server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
 OF_PYTHON = {"_exit", "_getframe"}  # os and sys: documented there
@@ -286,7 +287,7 @@ def test_the_iterator_of_persistent_workers_is_found_and_forgotten() -> None:
 def test_compiled_models_leave_marked_functions_alone() -> None:
     code = (
         "import torch\n"
-        "from elastic.process_group.torch_private import keep_dynamo_out\n"
+        "from elastic.torch_private import keep_dynamo_out\n"
         "from torch._C._dynamo import eval_frame\n"
         "called = []\n"
         "eval_frame.set_code_exec_strategy = lambda *given: called.append(given)\n"

@@ -65,6 +65,7 @@ def test_exit_codes_are_those_of_the_code() -> None:
         errors.CheckpointRequired.exit_code,
         errors.CoordinationError.exit_code,
         errors.BudgetSpent.exit_code,
+        errors.NodeUnfit.exit_code,
         errors.Preempted.exit_code,
     }
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.process_group.collectives import complete
-from elastic.process_group.group import GroupSpec, ProcessGroup
+from elastic.process_group import GroupSpec, ProcessGroup, complete
 from elastic.secure_channel.keys import SecretKey
 from elastic.training.gradients.reduction import Reduction
 from elastic.training.gradients.wrap import ElasticDDP

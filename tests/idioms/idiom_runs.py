@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from catalogue import Idiom
 
-from elastic.testing.small_world.world import CALLS, LINES, Death, Outcome, SmallWorld
+from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome, SmallWorld
 
 SIZE = 3
 
@@ -22,29 +22,29 @@ class IdiomRuns:
 
     world: SmallWorld
     folder: Path
-    _alone: dict[str, Outcome] = field(default_factory=dict)
-    _undisturbed: dict[str, Outcome] = field(default_factory=dict)
+    _alone: dict[str, RunOutcome] = field(default_factory=dict)
+    _undisturbed: dict[str, RunOutcome] = field(default_factory=dict)
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
-    def alone(self, idiom: Idiom) -> Outcome:
+    def alone(self, idiom: Idiom) -> RunOutcome:
         """As plain ``python script``: what the others are compared with."""
         if idiom.name not in self._alone:
             folder = self.folder / idiom.name / "alone"
             self._alone[idiom.name] = self.world.run(idiom.path, folder, size=1)
         return self._alone[idiom.name]
 
-    def refused(self, idiom: Idiom) -> Outcome:
+    def refused(self, idiom: Idiom) -> RunOutcome:
         """By as many workers as it takes to notice."""
         return self.world.run(idiom.path, self.folder / f"refused-{idiom.name}", size=idiom.workers)
 
-    def undisturbed(self, idiom: Idiom) -> Outcome:
+    def undisturbed(self, idiom: Idiom) -> RunOutcome:
         """By three workers."""
         if idiom.name not in self._undisturbed:
             folder = self.folder / idiom.name / "undisturbed"
             self._undisturbed[idiom.name] = self.world.run(idiom.path, folder, size=SIZE)
         return self._undisturbed[idiom.name]
 
-    def with_death(self, idiom: Idiom, death: Death, *, is_replaced: bool) -> Outcome:
+    def with_death(self, idiom: Idiom, death: Death, *, is_replaced: bool) -> RunOutcome:
         """By three workers, one of which dies."""
         folder = self.folder / idiom.name / f"death-{next(self._number)}"
         return self.world.run(idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced)
@@ -61,7 +61,7 @@ class IdiomRuns:
         return Death(rank=rank, event=draw.randint(1, last), counted=counted)
 
 
-def assert_same(idiom: Idiom, outcome: Outcome, alone: Outcome) -> None:
+def assert_same(idiom: Idiom, outcome: RunOutcome, alone: RunOutcome) -> None:
     """As many steps as alone, one result on all ranks, and the one that it has alone."""
     alone.assert_success(workers=1)
     expected = alone.survivors[0]
@@ -81,7 +81,7 @@ def _assert_close(
     expected: dict[str, torch.Tensor],
     tolerance_of: Callable[[str], float],
     what: str,
-    outcome: Outcome,
+    outcome: RunOutcome,
 ) -> None:
     assert result.keys() == expected.keys()
     assert len(result) > 0, "the script has left no result"

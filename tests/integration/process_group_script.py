@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic.process_group.group import GroupSpec, ProcessGroup
+from elastic.process_group import GroupSpec, ProcessGroup
 from elastic.secure_channel.keys import SecretKey
 from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 from elastic.training.gradients.wrap import ElasticDDP

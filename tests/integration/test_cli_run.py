@@ -50,8 +50,8 @@ for _ in run.epochs(1):
 
 # A new exit code in every generation: never the same error twice.
 VARY = """
-import os
-raise SystemExit(10 + int(os.environ["ELASTIC_GENERATION"]))
+import json, os
+raise SystemExit(10 + json.loads(os.environ["ELASTIC_WORLD"])["generation"])
 """
 
 

@@ -50,6 +50,8 @@ def test_the_right_certificates_work(connect: Connect, site: Site) -> None:
     store.watch(["/a"], recorder, name="tls")
     store.put("/a", b"1", lease=store.lease(5))
     recorder.wait_for(lambda r: r.changes or (r.resets and r.resets[0].snapshot.entries))
+    entry = store.get("/a")
+    assert entry is not None and entry.value == b"1"
 
 
 def test_a_server_of_another_authority_is_refused(connect: Connect, site: Site) -> None:

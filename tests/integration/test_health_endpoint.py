@@ -21,6 +21,7 @@ from elastic.node.identity import current_process
 from elastic.node.run_secret import RunSecret
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
+from elastic.testing.fork_server import shared_fork_server
 from elastic.testing.journal import read_journal
 from elastic.testing.memory_store import MemoryStore
 from elastic.testing.node import LocalNode
@@ -72,7 +73,13 @@ class Agent:
         }
         command = [sys.executable, "-m", "torch.distributed.run", str(script)]
         self.node = LocalNode(
-            "workers-0", command, environment, f"health-{run_id}", folder / "log", folder=folder
+            "workers-0",
+            command,
+            environment,
+            f"health-{run_id}",
+            folder / "log",
+            folder=folder,
+            fork_server=shared_fork_server(),
         )
         self.port = int(self.event("health-served")["port"])
 

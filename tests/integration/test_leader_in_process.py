@@ -21,7 +21,7 @@ from elastic.membership.records import (
     FailureReport,
     Node,
     NodeState,
-    World,
+    WorldRecord,
     WorldState,
     decode,
     encode,
@@ -45,7 +45,7 @@ class InProcess(TestNode):
         self.change(in_process=True, state=NodeState.READY)
         return self
 
-    def run(self, world: World) -> None:
+    def run(self, world: WorldRecord) -> None:
         """The workers have built the group and agreed."""
         self.change(running=world)
 
@@ -98,7 +98,7 @@ def start(server: MemoryServer) -> Iterator[Start]:
     assert not [t.name for t in threading.enumerate() if t.name == "elastic-node"]
 
 
-def generation(server: MemoryServer, number: int) -> World:
+def generation(server: MemoryServer, number: int) -> WorldRecord:
     """Wait for this world; there must be no newer one."""
     eventually(lambda: world_in(server).generation >= number)
     world = world_in(server)
@@ -106,7 +106,7 @@ def generation(server: MemoryServer, number: int) -> World:
     return world
 
 
-def members_run(server: MemoryServer, nodes: list[InProcess], world: World) -> None:
+def members_run(server: MemoryServer, nodes: list[InProcess], world: WorldRecord) -> None:
     """All enter ``world``, and the store says so."""
     for node in nodes:
         node.run(world)
@@ -129,7 +129,9 @@ def trio(server: MemoryServer, start: Start, **more: Any) -> list[InProcess]:
     return sorted(nodes, key=lambda n: world.node_ids.index(n.id))
 
 
-def joining(server: MemoryServer, start: Start, nodes: list[InProcess]) -> tuple[InProcess, World]:
+def joining(
+    server: MemoryServer, start: Start, nodes: list[InProcess]
+) -> tuple[InProcess, WorldRecord]:
     """A fourth node is ready, and its switch is pending."""
     for node in nodes:
         node.step(100, 1)

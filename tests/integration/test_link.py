@@ -55,8 +55,8 @@ def test_messages_go_both_ways_in_order(agent: Agent) -> None:
 
 def test_it_beats(agent: Agent) -> None:
     client = connect(agent.server.path, beat_every_s=0.01)
-    for _ in range(3):
-        agent.wait_for(Heartbeat)
+    senders = [agent.wait_for(Heartbeat)[0] for _ in range(3)]
+    assert {worker.pid for worker in senders} == {os.getpid()}
     client.close()
 
 
@@ -129,7 +129,7 @@ def test_a_stopped_worker_holds_up_nobody(agent: Agent, processes: Processes) ->
 
 
 def test_nobody_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.link.client.CONNECT_WITHIN_S", 0.1)
+    monkeypatch.setattr("elastic.link.client.LINK_CONNECT_S", 0.1)
     agent = Agent()
     agent.server.close()
     with pytest.raises(LinkError, match="does not answer"):

@@ -26,6 +26,7 @@ from elastic.link.protocol import (
     encode,
 )
 from elastic.link.server import LIMITS
+from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.secure_channel import private_files
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
@@ -96,6 +97,7 @@ def test_a_key_that_was_cleaned_away_is_there_for_the_next_workers(agent: Agent)
     hang_up(client, agent.server.path)
     agent.wait_for(Hello)  # who has read it needs no file
     agent.server.keep_key()
+    assert Path(key_path(agent.server.path)).exists()
     agent.server.keep_key()
     client.close()
     connect(agent.server.path).close()
@@ -120,24 +122,22 @@ def test_a_key_that_others_may_have_written_is_refused(
 
 
 WORLD = WorldMessage(
-    generation=3,
-    nonce="aa",
-    member=True,
-    rank=0,
-    size=1,
-    local_rank=0,
-    local_size=1,
+    world=WorldSpec(
+        generation=3,
+        nonce="aa",
+        lineage=(),
+        store_host="127.0.0.1",
+        store_port=1,
+        switch_at_step=None,
+        state=WorldState.ACTIVE,
+        cause=Cause.FIRST,
+        reason="",
+        committed_step=None,
+    ),
+    assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
     node_rank=0,
     nodes=1,
-    store_host="127.0.0.1",
-    store_port=1,
     store_key="",
-    switch_at_step=None,
-    state="active",
-    lineage=(),
-    cause="first",
-    reason="",
-    committed_step=None,
 )
 HELLO = Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=1, library="0")
 

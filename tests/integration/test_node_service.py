@@ -39,7 +39,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Outcome,
-    World,
+    WorldRecord,
     WorldState,
     decode,
 )
@@ -142,18 +142,18 @@ class TestNode:
         )
         return self
 
-    def enter(self) -> World:
+    def enter(self) -> WorldRecord:
         world = self.service.wait_for_world()
         assert world is not None
         self.service.enter(world, waited_s=0.0)
         return world
 
-    def again(self, failure: str | None = None) -> World:
+    def again(self, failure: str | None = None) -> WorldRecord:
         """What torchrun does when ``num_nodes_waiting`` is positive, or its workers failed."""
         self.arrive(failure)
         return self.enter()
 
-    def follow(self) -> World:
+    def follow(self) -> WorldRecord:
         """Wait for a newer world, then go along."""
         eventually(self.service.newer_world)
         return self.again()
@@ -208,9 +208,9 @@ def start(server: MemoryServer) -> Iterator[Callable[..., TestNode]]:
     assert not [t.name for t in left if t.name.startswith("elastic-")]
 
 
-def world_in(server: MemoryServer) -> World:
+def world_in(server: MemoryServer) -> WorldRecord:
     entry = eventually(lambda: MemoryStore(server).get(KEYS.world))
-    return decode(World, entry.key, entry.value)
+    return decode(WorldRecord, entry.key, entry.value)
 
 
 def leader_in(server: MemoryServer) -> str | None:
@@ -550,7 +550,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
     a, b, c = trio(start)
     short = replace(OPTIONS, join_timeout_s=0.2)
     spare = start(options=short).arrive()
-    entered: list[World] = []
+    entered: list[WorldRecord] = []
     thread = threading.Thread(target=lambda: entered.append(spare.enter()), name="main")
     thread.start()
     thread.join(1.0)
@@ -598,7 +598,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
     live: list[TestNode] = []
     stop = threading.Event()
     threads: list[threading.Thread] = []
-    histories: dict[str, list[World]] = {}
+    histories: dict[str, list[WorldRecord]] = {}
 
     def main(node: TestNode, crashed: threading.Event) -> None:
         node.arrive()

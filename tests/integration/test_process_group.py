@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import process_group_script as script
 import pytest
 
 from elastic.node.ports import PortReserve
+from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.node import LocalNode
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 400  # a scenario takes seconds; a machine that is shared may take a hundred times that
@@ -38,33 +40,35 @@ class Ranks:
         self, scenario: str, size: int, folder: Path, ports: tuple[int, ...], **env: object
     ) -> None:
         shared = ["--size", size, "--ports", *ports, "--folder", folder]
-        self._processes = [
-            subprocess.Popen(
+        environment = {"OMP_NUM_THREADS": "1", **{k: str(v) for k, v in env.items()}}
+        self._nodes = [
+            LocalNode(
+                f"rank {rank}",
                 [sys.executable, str(SCRIPT), scenario, "--rank", str(rank), *map(str, shared)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in env.items()}},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                {**os.environ, **environment},
+                f"{uuid.uuid4().hex}/{rank}",
+                folder / f"{uuid.uuid4().hex}.log",
+                fork_server=shared_fork_server(),
             )
             for rank in range(size)
         ]
 
     def results(self, *, killed: int | None = None) -> list[Result]:
         """What each rank told; all but the one that is to die must end well."""
-        ended = [process.communicate(timeout=DEADLINE_S) for process in self._processes]
+        codes = [node.wait(DEADLINE_S) for node in self._nodes]
         told = []
-        for rank, (process, (out, err)) in enumerate(zip(self._processes, ended, strict=True)):
+        for rank, (node, code) in enumerate(zip(self._nodes, codes, strict=True)):
+            text = node.log_text()
             if rank == killed:
-                assert process.returncode == -signal.SIGKILL, err
+                assert code == -signal.SIGKILL, text
             else:
-                assert process.returncode == 0, f"rank {rank}:\n{err}"
-                told.append(json.loads(out))
+                assert code == 0, f"rank {rank}:\n{text}"
+                told.append(json.loads(next(x for x in text.splitlines() if x.startswith("{"))))
         return told
 
     def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        for node in self._nodes:
+            node.kill()
 
 
 def run(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from elastic.membership.records import Done, Keys, Outcome, encode
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.store import EtcdStore
+from elastic.testing.fork_server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
@@ -44,15 +45,18 @@ def torchrun(
     """To its end: the exit code, and all that was said."""
     file = folder / "train.py"
     file.write_text(script)
-    done = subprocess.run(
+    node = LocalNode(
+        "node",
         [sys.executable, "-m", "torch.distributed.run", str(file)],
-        env=environment(endpoint, run_id, settings),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
+        environment(endpoint, run_id, settings),
+        run_id,
+        folder / f"{uuid.uuid4().hex}.log",
+        fork_server=shared_fork_server(),
     )
-    return done.returncode, done.stdout + done.stderr
+    try:
+        return node.wait(PATIENCE_S), node.log_text()
+    finally:
+        node.kill()
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 import worker_api_script as script
 
 import checkpoints
-from elastic.testing.ledger import Ledger, read_ledger
+from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.ledger import RunLedger, read_ledger
+from elastic.testing.node import LocalNode
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 240
@@ -42,7 +44,7 @@ class Outcome:
         return torch.tensor(self.result["weights"], dtype=torch.float64)
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         return read_ledger(self.folder / "ledger")
 
 
@@ -51,18 +53,21 @@ def launch(folder: Path, size: int, *args: object, restarts: int = 0) -> Outcome
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     torchrun += [f"--max-restarts={restarts}", "--monitor-interval=0.05"]
     command = [sys.executable, *(torchrun if size > 1 else []), str(SCRIPT)]
-    done = subprocess.run(
+    node = LocalNode(
+        "alone",
         [*command, "--out", str(folder / "out.json"), *map(str, args)],
-        env={**os.environ, "ELASTIC_LEDGER": str(folder / "ledger"), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
+        {**os.environ, "ELASTIC_LEDGER": str(folder / "ledger"), "OMP_NUM_THREADS": "1"},
+        uuid.uuid4().hex,
+        folder / f"{uuid.uuid4().hex}.log",
+        fork_server=shared_fork_server(),
     )
-    return Outcome(done.returncode, done.stderr, folder)
+    try:
+        return Outcome(node.wait(DEADLINE_S), node.log_text(), folder)
+    finally:
+        node.kill()
 
 
-def by_hand(ledger: Ledger) -> torch.Tensor:
+def by_hand(ledger: RunLedger) -> torch.Tensor:
     """Plain torch on the samples of each step: the mean over the whole global batch."""
     torch.manual_seed(0)
     model = script.network()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from training_job import PLAIN, Workload, train_undisturbed
+from job_series import J, JobSeries, StartSeries
+from training_job import PLAIN, TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
+from elastic.testing.node import LocalNode
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,41 @@ def etcd_of_three() -> Iterator[EmbeddedCluster]:
     """Three etcd members."""
     with EmbeddedCluster(3) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def start_series(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartSeries]:
+    """``start_series(start, reference)`` makes a JobSeries that ends with the file."""
+    made: list[JobSeries[TrainingJob]] = []
+    failed_before = request.session.testsfailed
+
+    def make(start: Callable[[Path], J], reference: Path | None = None) -> JobSeries[J]:
+        series = JobSeries(start, lambda: tmp_path_factory.mktemp("job"), reference)
+        made.append(series)  # type: ignore[arg-type]
+        return series
+
+    yield make
+    try:
+        for series in made:
+            if request.session.testsfailed == failed_before:
+                series.finish()
+    finally:
+        for series in made:
+            series.stop()
+
+
+@pytest.fixture
+def job(jobs: JobSeries[TrainingJob]) -> TrainingJob:
+    """The job that the tests of a file share: see job_series.py."""
+    return jobs.current()
+
+
+@pytest.fixture
+def nodes(job: TrainingJob) -> list[LocalNode]:
+    """As many nodes as the job may have, which train together."""
+    return job.bring_to(job.max_nodes)
 
 
 @pytest.fixture(scope="session")

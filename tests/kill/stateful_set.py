@@ -97,7 +97,7 @@ class StatefulSet(TrainingJob):
     """``with StatefulSet(...) as workers: workers.scale(3)``."""
 
     def __init__(self, *arguments: Any, settings: Mapping[str, str], **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+        super().__init__(*arguments, **keywords, fork_server=None)  # as in production
         self._settings = dict(settings)  # over the ConfigMap's: what an overlay would set
         self._pods: dict[str, Pod] = {}
         self._replicas = 0

@@ -1,17 +1,17 @@
 """Saving beside training, while disks, nodes and scripts fail: one job for each mode.
 
-As in test_deaths.py, each test starts from training nodes, whatever the one before left behind.
+As in test_deaths.py, each test starts from training nodes and may run alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
@@ -27,31 +27,40 @@ BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))
 
 
 @pytest.fixture(scope="module")
-def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
+def jobs(
+    etcd: EmbeddedEtcd, start_series: StartSeries, undisturbed: Path
+) -> JobSeries[TrainingJob]:
     """In-process, three nodes, saving by the clock."""
-    folder = tmp_path_factory.mktemp("saving")
-    with TrainingJob(
-        [etcd.endpoint], folder, script=SCRIPT, workload=BY_THE_CLOCK, min_nodes=2, max_nodes=3
-    ) as job:
-        yield job
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint], folder, script=SCRIPT, workload=BY_THE_CLOCK, min_nodes=2, max_nodes=3
+        ),
+        undisturbed,
+    )
 
 
 @pytest.fixture(scope="module")
-def restarted(
-    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TrainingJob]:
+def restarted_jobs(
+    etcd: EmbeddedEtcd, start_series: StartSeries, undisturbed: Path
+) -> JobSeries[TrainingJob]:
     """Restart mode, two nodes, saving every ten steps."""
-    folder = tmp_path_factory.mktemp("saving-restarted")
-    with TrainingJob(
-        [etcd.endpoint],
-        folder,
-        script=SCRIPT,
-        workload=WORKLOAD,
-        min_nodes=2,
-        max_nodes=2,
-        conf={"mode": "restart"},
-    ) as job:
-        yield job
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint],
+            folder,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            min_nodes=2,
+            max_nodes=2,
+            conf={"mode": "restart"},
+        ),
+        undisturbed,
+    )
+
+
+@pytest.fixture
+def restarted(restarted_jobs: JobSeries[TrainingJob]) -> TrainingJob:
+    return restarted_jobs.current()
 
 
 def events(job: TrainingJob, name: str, since_s: float) -> list[dict[str, Any]]:

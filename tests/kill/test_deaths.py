@@ -1,16 +1,16 @@
 """Nodes die, leave and join, one after the other, in one job of three nodes on three etcd members.
 
 One cluster for all: starting one costs more than a kill, and a job that survives ten faults in a
-row proves more than ten jobs that survive one. Each test starts from three training nodes,
-whatever the one before left behind; the last ends the job and checks all that it trained.
+row proves more than ten jobs that survive one. Each test starts from three training nodes and may
+run alone; one ends the job and checks all that it trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
 from elastic.membership.records import Cause, Member
@@ -25,28 +25,25 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module", params=["in-process", "restart"])
-def job(
+def jobs(
     request: pytest.FixtureRequest,
     etcd_of_three: EmbeddedCluster,
-    tmp_path_factory: pytest.TempPathFactory,
+    start_series: StartSeries,
     workload: Workload,
-) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("deaths")
-    with TrainingJob(
-        etcd_of_three.endpoints,
-        folder,
-        workload=workload,
-        min_nodes=2,
-        max_nodes=3,
-        conf={"mode": request.param},
-    ) as job:
-        yield job
-
-
-@pytest.fixture
-def nodes(job: TrainingJob) -> list[LocalNode]:
-    """Three nodes that train together."""
-    return job.bring_to(3)
+    undisturbed: Path,
+) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            etcd_of_three.endpoints,
+            folder,
+            workload=workload,
+            min_nodes=2,
+            max_nodes=3,
+            conf={"mode": request.param},
+            fork_server=None,  # every process starts as in production
+        ),
+        undisturbed,
+    )
 
 
 def members(job: TrainingJob) -> tuple[Member, ...]:
@@ -62,7 +59,9 @@ def bystander(job: TrainingJob) -> LocalNode:
     return next(node for node in job.running if node.name not in special)
 
 
-def test_a_job_starts_at_once_with_all_its_nodes(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_a_job_starts_at_once_with_all_its_nodes(jobs: JobSeries[TrainingJob]) -> None:
+    job = jobs.fresh()
+    nodes = job.bring_to(3)
     world = job.world()
     assert world is not None
     assert world.generation == 1
@@ -122,7 +121,7 @@ def test_a_node_joins(job: TrainingJob) -> None:
 
 @pytest.mark.parametrize(
     # In restart mode the leader is mostly on the node of rank 0, whose death is watched below.
-    "job",
+    "jobs",
     ["in-process", pytest.param("restart", marks=pytest.mark.soak)],
     indirect=True,
 )

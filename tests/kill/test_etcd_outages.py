@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -23,12 +23,15 @@ STEP_WITHIN_S = 10.0  # on an idle machine; a step that waits for etcd takes lon
 
 
 @pytest.fixture(scope="module")
-def job(
-    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
-) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("outages")
-    with TrainingJob([etcd.endpoint], folder, workload=workload, min_nodes=1, max_nodes=3) as job:
-        yield job
+def jobs(
+    etcd: EmbeddedEtcd, start_series: StartSeries, workload: Workload, undisturbed: Path
+) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint], folder, workload=workload, min_nodes=1, max_nodes=3
+        ),
+        undisturbed,
+    )
 
 
 def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float) -> None:

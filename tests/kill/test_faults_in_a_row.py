@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -26,19 +26,20 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def job(
-    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
-) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("faults")
-    with TrainingJob(
-        [etcd.endpoint],
-        folder,
-        workload=workload,
-        min_nodes=1,
-        max_nodes=3,
-        conf={"mode": "restart"},  # where forming a world takes seconds, and much can happen
-    ) as job:
-        yield job
+def jobs(
+    etcd: EmbeddedEtcd, start_series: StartSeries, workload: Workload, undisturbed: Path
+) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint],
+            folder,
+            workload=workload,
+            min_nodes=1,
+            max_nodes=3,
+            conf={"mode": "restart"},  # where forming a world takes seconds, and much can happen
+        ),
+        undisturbed,
+    )
 
 
 def test_all_workers_die_at_once(job: TrainingJob) -> None:

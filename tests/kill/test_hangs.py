@@ -190,7 +190,7 @@ def load() -> Iterator[None]:
 
 def endure(job: TrainingJob, node: LocalNode) -> None:
     """Everything that is long by nature, one after the other."""
-    for kind in ("evaluation", "garbage", "checkpoint"):
+    for kind in ("evaluation", "before-forward", "garbage", "checkpoint"):
         (job.folder / f"done-{kind}").unlink(missing_ok=True)
         order(job, kind, node.name)
         obeyed(job, kind)

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.membership.records import Cause, WorldState
@@ -34,23 +34,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("in-process")
-    with TrainingJob(
-        [etcd.endpoint],
-        folder,
-        script=SCRIPT,
-        workload=WORKLOAD,
-        min_nodes=2,
-        max_nodes=3,
-    ) as job:
-        yield job
-
-
-@pytest.fixture
-def nodes(job: TrainingJob) -> list[LocalNode]:
-    """Three nodes that train together."""
-    return job.bring_to(3)
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint],
+            folder,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            min_nodes=2,
+            max_nodes=3,
+        ),
+        reference,
+    )
 
 
 def pids(nodes: list[LocalNode]) -> dict[str, int]:

@@ -7,10 +7,10 @@ are stuck in NCCL, which nothing can get out of there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from test_in_process_phases import (
     SCRIPT,
     WORKLOAD,
@@ -38,23 +38,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
-    with TrainingJob(
-        [etcd.endpoint],
-        tmp_path_factory.mktemp("streams"),
-        script=SCRIPT,
-        workload=WORKLOAD,
-        min_nodes=1,
-        max_nodes=3,
-        env={"TRAINING_BACKEND": nccl_semantics.NAME},
-    ) as job:
-        yield job
-
-
-@pytest.fixture
-def nodes(job: TrainingJob) -> list[LocalNode]:
-    """Three nodes that train together."""
-    return job.bring_to(3)
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint],
+            folder,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            min_nodes=1,
+            max_nodes=3,
+            env={"TRAINING_BACKEND": nccl_semantics.NAME},
+        ),
+        reference,
+    )
 
 
 @pytest.fixture

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.membership.records import Cause, World
+from elastic.membership.records import Cause, WorldRecord
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
@@ -35,18 +36,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("in-process")
-    with TrainingJob(
-        [etcd.endpoint], folder, script=SCRIPT, workload=WORKLOAD, min_nodes=1, max_nodes=3
-    ) as job:
-        yield job
-
-
-@pytest.fixture
-def nodes(job: TrainingJob) -> list[LocalNode]:
-    """Three nodes that train together."""
-    return job.bring_to(3)
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint],
+            folder,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            min_nodes=1,
+            max_nodes=3,
+        ),
+        reference,
+    )
 
 
 def order(job: TrainingJob, point: str, node: str | None = None, step: int | None = None) -> Path:
@@ -80,7 +81,7 @@ def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
 
 
-def is_planned(world: World | None) -> bool:
+def is_planned(world: WorldRecord | None) -> bool:
     return world is not None and world.switch_at_step is not None
 
 
@@ -124,7 +125,7 @@ def test_death_in_a_transfer_of_state(job: TrainingJob, before: Before, point: s
 
 def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode], before: Before) -> None:
     nodes[0].kill_worker()
-    job._clock.sleep(0.05)
+    time.sleep(0.05)
     nodes[2].kill_worker()
     all_back(job, before, dead=2)
 

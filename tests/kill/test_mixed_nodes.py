@@ -6,10 +6,10 @@ inherit their parent's sockets and outlive it, and are what used to hide its dea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -26,10 +26,18 @@ WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=24, extra=("--busy-s=0.
 
 
 @pytest.fixture(scope="module")
-def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("mixed")
-    with TrainingJob([etcd.endpoint], folder, workload=WORKLOAD, min_nodes=1, max_nodes=3) as job:
-        yield job
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("mixed-alone"), WORKLOAD)
+
+
+@pytest.fixture(scope="module")
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint], folder, workload=WORKLOAD, min_nodes=1, max_nodes=3
+        ),
+        reference,
+    )
 
 
 @pytest.fixture
@@ -131,6 +139,6 @@ def wait_early_in_an_epoch(job: TrainingJob) -> None:
 
 
 def test_the_job_ends_as_if_nothing_had_happened(
-    job: TrainingJob, nodes: list[str], tmp_path: Path
+    job: TrainingJob, nodes: list[str], reference: Path
 ) -> None:
-    job.assert_finishes_whole(train_undisturbed(tmp_path, WORKLOAD))
+    job.assert_finishes_whole(reference)

@@ -41,7 +41,6 @@ class Machines:
                 endpoints=[self._etcd],
                 launcher=machine.launcher,
                 address=machine.address,
-                env={"GLOO_SOCKET_IFNAME": networks.INTERFACE},
             )
             self._of[node.name] = machine
 

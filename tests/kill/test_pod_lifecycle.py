@@ -1,7 +1,7 @@
 """A job's life on Kubernetes, with real processes: drained, killed, scaled, suspended, finished.
 
-See stateful_set.py for what stands in for the cluster. One job goes through all of it: each test
-begins with the pods that the one before has left, or with as many as it needs if it runs alone.
+See stateful_set.py for what stands in for the cluster. One job goes through all of it; each test
+brings it to as many pods as it needs, and may run alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from fake_api_server import NAMESPACE, FakeApiServer
+from job_series import JobSeries, StartSeries
 from stateful_set import NAME, Probe, StatefulSet
 from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights, train_undisturbed
 
@@ -41,13 +42,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StatefulSet]:
-    folder = tmp_path_factory.mktemp("pods")
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries) -> JobSeries[StatefulSet]:
     settings = {"PET_NNODES": "2:5", "ELASTIC_LAST_CALL_S": "1.5"}
-    with StatefulSet(
-        [etcd.endpoint], folder, script=SESSION, workload=WORKLOAD, settings=settings
-    ) as workers:
-        yield workers
+    return start_series(
+        lambda folder: StatefulSet(
+            [etcd.endpoint], folder, script=SESSION, workload=WORKLOAD, settings=settings
+        )
+    )
+
+
+@pytest.fixture
+def workers(jobs: JobSeries[StatefulSet]) -> StatefulSet:
+    return jobs.current()
 
 
 def names(count: int) -> list[str]:

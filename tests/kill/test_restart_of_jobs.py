@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
 import checkpoints
@@ -16,12 +16,15 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def job(
-    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
-) -> Iterator[TrainingJob]:
-    folder = tmp_path_factory.mktemp("restart")
-    with TrainingJob([etcd.endpoint], folder, workload=workload, min_nodes=2, max_nodes=4) as job:
-        yield job
+def jobs(
+    etcd: EmbeddedEtcd, start_series: StartSeries, workload: Workload, undisturbed: Path
+) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint], folder, workload=workload, min_nodes=2, max_nodes=4
+        ),
+        undisturbed,
+    )
 
 
 def test_two_nodes_die_together(job: TrainingJob) -> None:

@@ -19,7 +19,7 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.ledger import Ledger, read_ledger
+from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.cluster
@@ -142,7 +142,7 @@ def test_what_was_promised_is_saved(
 ) -> None:
     workload = replace(WORKLOAD, extra=(f"--wiring={wiring}",))
 
-    def ledger() -> Ledger:
+    def ledger() -> RunLedger:
         return read_ledger(tmp_path / "ledger")
 
     def newest() -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_series import JobSeries, StartSeries
 from training_job import PLAIN, TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -17,20 +17,22 @@ WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
 
 
 @pytest.fixture(scope="module")
-def job(
-    etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory, workload: Workload
-) -> Iterator[TrainingJob]:
-    with TrainingJob(
-        [etcd.endpoint],
-        tmp_path_factory.mktemp("unmodified"),
-        script=PLAIN,
-        workload=workload,
-        # The name that stock torch has for its etcd v2 backend: ours takes it over.
-        backend="etcd",
-        min_nodes=1,
-        max_nodes=2,
-    ) as job:
-        yield job
+def jobs(
+    etcd: EmbeddedEtcd, start_series: StartSeries, workload: Workload, undisturbed_plain: Path
+) -> JobSeries[TrainingJob]:
+    return start_series(
+        lambda folder: TrainingJob(
+            [etcd.endpoint],
+            folder,
+            script=PLAIN,
+            workload=workload,
+            # The name that stock torch has for its etcd v2 backend: ours takes it over.
+            backend="etcd",
+            min_nodes=1,
+            max_nodes=2,
+        ),
+        undisturbed_plain,
+    )
 
 
 def test_a_killed_agent_leaves_no_orphans(job: TrainingJob) -> None:

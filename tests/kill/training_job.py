@@ -8,7 +8,6 @@ half of a job is slower still: :mod:`elastic.testing.pacing`.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.testing.cluster import LocalCluster
+from elastic.testing.fork_server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S
@@ -69,7 +69,10 @@ class Workload:
 
 
 class TrainingJob(LocalCluster):
-    """A LocalCluster that trains a Workload with one of the scripts."""
+    """A LocalCluster that trains a Workload with one of the scripts.
+
+    With ``fork_server=None`` its processes start as in production, and import torch for seconds.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class TrainingJob(LocalCluster):
         **settings: Any,
     ) -> None:
         self.workload = workload or Workload()
+        settings.setdefault("fork_server", shared_fork_server())
         # More faults in a minute than any job should survive: budget and quarantine are not the
         # subject.
         conf = {"failure_budget": 1000, "quarantine_s": 0.5, **settings.pop("conf", {})}
@@ -90,6 +94,11 @@ class TrainingJob(LocalCluster):
     def hurry(self) -> None:
         """Train at full speed from now on."""
         (self.folder / "hurry").touch()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether :meth:`hurry` was called."""
+        return (self.folder / "hurry").exists()
 
     def bring_to(self, count: int) -> list[LocalNode]:
         """Start nodes until ``count`` run, and wait until exactly those train together."""
@@ -140,15 +149,9 @@ def train_undisturbed(
         **(env or {}),
     }
     command = [sys.executable, str(script), *workload.arguments(folder)]
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = folder / "log"
+    alone = LocalNode("alone", command, environment, "", log, fork_server=shared_fork_server())
+    assert alone.wait(2 * PATIENCE_S) == 0, alone.log_text()
     return folder / FINAL
 
 

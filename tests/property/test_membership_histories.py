@@ -34,7 +34,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Outcome,
-    World,
+    WorldRecord,
     WorldState,
 )
 
@@ -65,9 +65,9 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.machines: dict[str, Machine] = {}
-        self.world: World | None = None
+        self.world: WorldRecord | None = None
         self.world_since_s = self.now
-        self.worlds: list[World] = []
+        self.worlds: list[WorldRecord] = []
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
         self.last_sign_s: dict[str, float] = {}

@@ -43,7 +43,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Outcome,
-    World,
+    WorldRecord,
     WorldState,
 )
 
@@ -75,7 +75,7 @@ class InProcessHistories(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.machines: dict[str, Machine] = {}
-        self.world: World | None = None
+        self.world: WorldRecord | None = None
         self.world_since_s = self.now
         self.written = 0  # worlds
         self.ended: End | None = None
@@ -297,7 +297,7 @@ class InProcessHistories(RuleBasedStateMachine):
                 machine.told = world.generation
                 self.put(machine, running=world)
 
-    def leave_or_restart(self, machine: Machine, world: World) -> None:
+    def leave_or_restart(self, machine: Machine, world: WorldRecord) -> None:
         record = machine.record
         if not machine.alive or record.state not in (NodeState.STARTING, NodeState.READY):
             return

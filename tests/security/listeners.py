@@ -23,7 +23,7 @@ from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_server import LIMITS as MEMORY_LIMITS
 from checkpoints.memory.peer_server import PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from elastic.health.endpoints import Verdict
+from elastic.health.endpoints import HealthStatus
 from elastic.health.server import HealthServer
 from elastic.link.client import LinkClient
 from elastic.link.handshake import read_key
@@ -300,7 +300,7 @@ def _memory(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Li
 
 @contextlib.contextmanager
 def _health(folder: Path, change: Change) -> Iterator[Listener]:
-    server = HealthServer(0, {"/livez": lambda: Verdict(True, "it lives")}, on_error=fail)
+    server = HealthServer(0, {"/livez": lambda: HealthStatus(True, "it lives")}, on_error=fail)
     server.start()
 
     def serve() -> None:

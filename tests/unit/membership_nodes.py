@@ -21,7 +21,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     ProcessIdentity,
-    World,
+    WorldRecord,
     WorldState,
 )
 
@@ -36,7 +36,7 @@ def node(
     joined_at_s: float | None = None,
     arrived_for: int = 0,
     in_process: bool = False,
-    running: World | None = None,
+    running: WorldRecord | None = None,
     failure: str | None = None,
     exit_code: int | None = None,
     library: str = "0.1.0",
@@ -120,8 +120,8 @@ def world(
     limits: tuple[int, int] = (2, 4),
     mode: str = "restart",
     switch_at_step: int | None = None,
-) -> World:
-    return World(
+) -> WorldRecord:
+    return WorldRecord(
         generation=generation,
         members=tuple(node(name).as_member() for name in names),
         store_host="10.0.0.1",
@@ -147,7 +147,7 @@ def missing(name: str, *, proved_dead: bool = False, last_sign_s: float = NOW - 
 
 
 def view(
-    last: World | None,
+    last: WorldRecord | None,
     *nodes: NodeView,
     gone: Iterable[MissingMember] = (),
     quarantined: Mapping[str, float] | None = None,

@@ -10,7 +10,7 @@ from membership_nodes import node as node_of
 
 from elastic.errors import ConfigError
 from elastic.events import Event
-from elastic.membership.records import Cause, Node, World, WorldState
+from elastic.membership.records import Cause, Node, WorldRecord, WorldState
 from elastic.node.checkpoint_memory import AgentMemory, host_memory, neighbours, sweep
 from elastic.node.identity import current_process
 from elastic.secure_channel.keys import SecretKey
@@ -44,8 +44,8 @@ def mine() -> Node:
     return replace(node_of("n1"), node_id="ab", process=current_process())
 
 
-def world(*nodes: Node) -> World:
-    return World(
+def world(*nodes: Node) -> WorldRecord:
+    return WorldRecord(
         generation=1,
         members=tuple(node.as_member() for node in nodes),
         store_host="h",

@@ -10,7 +10,7 @@ from elastic.membership.failure_budget import (
     Failure,
     FlapPolicy,
     FlapTracker,
-    Stop,
+    StopJob,
     verdict,
 )
 
@@ -34,7 +34,7 @@ def broke(
     )
 
 
-def judge(*history: Breakage) -> Stop | None:
+def judge(*history: Breakage) -> StopJob | None:
     return verdict(history, NOW, POLICY)
 
 

@@ -81,4 +81,5 @@ def test_every_command_with_a_table_prints_json_as_well() -> None:
             commands = dict(action.choices)
     demo = commands["demo"].parse_args(["-o", "json"])
     listed = commands["checkpoints"].parse_args(["ls", "folder", "-o", "json"])
-    assert (demo.output, listed.output) == ("json", "json")
+    variables = commands["env"].parse_args(["-o", "json"])
+    assert (demo.output, listed.output, variables.output) == ("json", "json", "json")

@@ -11,23 +11,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from elastic.cli.demo.journal import Entry, JournalReader
+from elastic.cli.demo.journal import JournalEntry, JournalReader
 from elastic.cli.demo.plan import (
     ADDED,
     NODES,
-    PATIENCE_S,
-    STEP_DELAY_S,
     STEPS,
     STEPS_AFTER_JOIN,
     VICTIM,
     Act,
+    JobPosition,
     Plan,
-    Position,
     position_of,
 )
 from elastic.cli.demo.summary import Summary, summarize
 from elastic.cli.demo.view import LineView, NodeRow, TableView, print_summary, rows_of, sentence
-from elastic.testing.ledger import End, Ledger, Start, Step
+from elastic.testing.ledger import LedgerEnd, LedgerStep, RunLedger, Start
+from elastic.tuning.agent_intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
 LENGTH = SAMPLES // BATCH
@@ -35,7 +34,7 @@ SURVIVORS = tuple(node for node in NODES if node != VICTIM)
 WORLDS = {1: NODES, 2: SURVIVORS, 3: (*SURVIVORS, ADDED)}
 
 
-def world(generation: int, first: int, stop: int, *, began_s: float) -> Ledger:
+def world(generation: int, first: int, stop: int, *, began_s: float) -> RunLedger:
     """A generation that does steps first..stop-1, one a second, from ``began_s`` on."""
     nodes = WORLDS[generation]
     starts = [
@@ -48,25 +47,25 @@ def world(generation: int, first: int, stop: int, *, began_s: float) -> Ledger:
         for rank, node in enumerate(nodes):
             mine = tuple(batch[rank :: len(nodes)])
             time_s = began_s + step - first
-            steps.append(Step(generation, step, step // LENGTH, rank, node, mine, time_s))
-    return Ledger(tuple(starts), tuple(steps))
+            steps.append(LedgerStep(generation, step, step // LENGTH, rank, node, mine, time_s))
+    return RunLedger(tuple(starts), tuple(steps))
 
 
-def joined(*parts: Ledger, ends: Iterable[End] = ()) -> Ledger:
-    return Ledger(
+def joined(*parts: RunLedger, ends: Iterable[LedgerEnd] = ()) -> RunLedger:
+    return RunLedger(
         tuple(s for part in parts for s in part.starts),
         tuple(s for part in parts for s in part.steps),
         tuple(ends),
     )
 
 
-def good_ledger() -> Ledger:
+def good_ledger() -> RunLedger:
     """Killed after step 59 (checkpoint at 58), joined after step 79, done after 119."""
     return joined(
         world(1, 0, 60, began_s=0.0),
         world(2, 58, 80, began_s=65.0),
         world(3, 80, 120, began_s=90.0),
-        ends=[End(3, rank, "abc", 131.0) for rank in range(3)],
+        ends=[LedgerEnd(3, rank, "abc", 131.0) for rank in range(3)],
     )
 
 
@@ -77,14 +76,24 @@ def good_plan() -> Plan:
 
 
 JOURNAL = (
-    Entry("world-formed", "node-0", 0.0, {"generation": 1, "cause": "first", "reason": "all came"}),
-    Entry("world-formed", "node-0", 61.0, {"generation": 2, "cause": "lost", "reason": "gone"}),
-    Entry("world-formed", "node-2", 86.0, {"generation": 3, "cause": "joined", "reason": "new"}),
+    JournalEntry(
+        "world-formed", "node-0", 0.0, {"generation": 1, "cause": "first", "reason": "all came"}
+    ),
+    JournalEntry(
+        "world-formed", "node-0", 61.0, {"generation": 2, "cause": "lost", "reason": "gone"}
+    ),
+    JournalEntry(
+        "world-formed", "node-2", 86.0, {"generation": 3, "cause": "joined", "reason": "new"}
+    ),
 )
 
 
 def summary_of(
-    ledger: Ledger, plan: Plan, *, accuracy: float | None = 0.985, joining_node_code: int | None = 0
+    ledger: RunLedger,
+    plan: Plan,
+    *,
+    accuracy: float | None = 0.985,
+    joining_node_code: int | None = 0,
 ) -> Summary:
     codes: dict[str, int | None] = {"node-0": 0, VICTIM: -9, "node-2": 0, ADDED: joining_node_code}
     return summarize(
@@ -107,7 +116,7 @@ def test_the_kill_waits_for_a_full_world_and_the_middle_of_an_epoch() -> None:
     def act_after(steps: int) -> Act | None:
         return Plan().next_act(position_of(world(1, 0, steps, began_s=0.0)))
 
-    assert Plan().next_act(position_of(Ledger())) is None
+    assert Plan().next_act(position_of(RunLedger())) is None
     assert act_after(5) is None
     assert act_after(LENGTH + 2) is None  # an epoch has just begun
     assert act_after(LENGTH + LENGTH // 2) is Act.KILL
@@ -125,7 +134,7 @@ def test_the_joining_node_waits_for_the_survivors_to_train() -> None:
     assert plan.after(Act.JOIN, recovered).next_act(recovered) is None
 
 
-def _position(ledger: Ledger) -> Position:
+def _position(ledger: RunLedger) -> JobPosition:
     position = position_of(ledger)
     assert position is not None
     return position
@@ -141,28 +150,28 @@ def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None
     before = world(1, 0, 60, began_s=0.0)
     without = joined(before, world(2, 58, 80, began_s=65.0))
     plan = Plan().after(Act.KILL, _position(before))
-    assert plan.step_delay_s(_position(without), 0.0) == STEP_DELAY_S  # nobody was started
+    assert plan.step_delay_s(_position(without), 0.0) == DEMO_STEP_S  # nobody was started
     plan = plan.after(Act.JOIN, _position(without))
     assert plan.waits_for_node(_position(without))
     waited_s, step = 0.0, _position(without).step
-    while waited_s < PATIENCE_S - 1:
+    while waited_s < DEMO_PATIENCE_S - 1:
         at = replace(_position(without), step=step)
         waited_s, step = waited_s + plan.step_delay_s(at, waited_s), step + 1
     assert step < STEPS - STEPS_AFTER_JOIN + 1, (
         "the joining node would find no step to take part in"
     )
     late = replace(_position(without), step=step)
-    assert plan.step_delay_s(late, PATIENCE_S) == STEP_DELAY_S  # no more waiting
+    assert plan.step_delay_s(late, DEMO_PATIENCE_S) == DEMO_STEP_S  # no more waiting
     whole = _position(joined(without, world(3, 80, 81, began_s=90.0)))
     assert not plan.waits_for_node(whole)
-    assert plan.step_delay_s(whole, 3.0) == STEP_DELAY_S
+    assert plan.step_delay_s(whole, 3.0) == DEMO_STEP_S
 
 
 def test_a_first_world_without_all_nodes_waits_for_the_others() -> None:
     two = _position(world(2, 0, 30, began_s=0.0))
     assert Plan().waits_for_node(None) and Plan().waits_for_node(two)
-    assert Plan().step_delay_s(two, 0.0) > 10 * STEP_DELAY_S
-    assert Plan().step_delay_s(None, 0.0) == STEP_DELAY_S
+    assert Plan().step_delay_s(two, 0.0) > 10 * DEMO_STEP_S
+    assert Plan().step_delay_s(None, 0.0) == DEMO_STEP_S
     assert not Plan().waits_for_node(_position(world(1, 0, 30, began_s=0.0)))
 
 
@@ -210,7 +219,9 @@ def test_poor_or_missing_accuracy_fails_the_demo(accuracy: float | None, said: s
 
 
 def test_a_kill_or_join_that_did_not_happen_fails_the_demo() -> None:
-    quiet = joined(world(1, 0, 120, began_s=0.0), ends=[End(1, r, "a", 121.0) for r in range(3)])
+    quiet = joined(
+        world(1, 0, 120, began_s=0.0), ends=[LedgerEnd(1, r, "a", 121.0) for r in range(3)]
+    )
     assert VICTIM in summary_of(quiet, Plan()).failures[0]
     only_killed = replace(good_plan(), joined_at=None)
     assert ADDED in summary_of(good_ledger(), only_killed).failures[0]
@@ -220,7 +231,7 @@ def test_a_joining_node_that_never_trained_fails_the_demo() -> None:
     alone = joined(
         world(1, 0, 60, began_s=0.0),
         world(2, 58, 120, began_s=65.0),
-        ends=[End(2, rank, "abc", 131.0) for rank in range(2)],
+        ends=[LedgerEnd(2, rank, "abc", 131.0) for rank in range(2)],
     )
     summary = summary_of(alone, good_plan(), joining_node_code=1)
     assert any(f"{ADDED} ended with 1" in f for f in summary.failures)
@@ -258,7 +269,9 @@ def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / "node-0-1.jsonl"
     first = {"event": "leader-changed", "node": "node-0", "time": 2.0, "leader": "node-0"}
     file.write_text(json.dumps(first) + '\n{"event": "half')
-    assert reader.read_new() == [Entry("leader-changed", "node-0", 2.0, {"leader": "node-0"})]
+    assert reader.read_new() == [
+        JournalEntry("leader-changed", "node-0", 2.0, {"leader": "node-0"})
+    ]
     with file.open("a") as more:
         more.write('", "time": 3.0}\n')
     assert [entry.name for entry in reader.read_new()] == ["half"]
@@ -299,6 +312,8 @@ def test_the_table_shows_nodes_and_happenings() -> None:
 
 
 def test_sentences_are_for_what_matters() -> None:
-    formed = Entry("world-formed", "n", 0.0, {"generation": 2, "size": 2, "reason": "node-1 died"})
+    formed = JournalEntry(
+        "world-formed", "n", 0.0, {"generation": 2, "size": 2, "reason": "node-1 died"}
+    )
     assert sentence(formed) == "generation 2, 2 workers: node-1 died"
-    assert sentence(Entry("something-else", "n", 0.0)) is None
+    assert sentence(JournalEntry("something-else", "n", 0.0)) is None

@@ -14,6 +14,7 @@ from elastic.errors import (
     ConfigError,
     ElasticError,
     JobFailed,
+    NodeUnfit,
     Preempted,
     StoreUnreachable,
 )
@@ -43,6 +44,7 @@ def child_failed(*codes: int) -> ChildFailedError:
         (CheckpointRequired("x"), 65),
         (BudgetSpent("x"), 70),
         (Preempted("x"), 75),
+        (NodeUnfit("x"), 71),
         (JobFailed("x"), 1),
     ],
 )
@@ -105,6 +107,7 @@ def test_a_chain_with_a_cycle_ends() -> None:
         ([1, 70, 75], True, 70),
         ([75, 75], True, 75),
         ([1, 65], True, 65),
+        ([1, 71], True, 71),
         ([69, 69], True, 69),
         ([2, 69], True, 2),
         ([-9, -9], True, 137),

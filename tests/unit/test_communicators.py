@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.link.protocol import WorldMessage
+from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.process_group import group as process_group
-from elastic.process_group.abort import BuildWatch
 from elastic.process_group.deadline import CallDeadline
 from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.process_group.nccl_environment import leave_errors_to_us
-from elastic.process_group.pending import pending
+from elastic.process_group.pending import open_works
+from elastic.process_group.sockets import BuildWatch
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
-from elastic.tuning import timeouts
+from elastic.tuning import profiles, timeouts
+from elastic.tuning.worker_environment import TUNED
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0
@@ -47,7 +49,7 @@ def group() -> Iterator[ProcessGroup]:
     vars(control).update(before)
     control.calls.clear()
     made.destroy()
-    pending.open()
+    open_works()
 
 
 def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
@@ -58,7 +60,7 @@ def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
     abort = backend.abort
 
     def aborting() -> None:
-        known.append(pending.may_be_garbage)
+        known.append(group.may_be_garbage)
         abort()
 
     monkeypatch.setattr(backend, "abort", aborting)
@@ -88,7 +90,7 @@ def test_all_communicators_are_aborted_as_one(
     made.abort()
     made.destroy()
     assert control.calls[:4] == [expected[0], "abort", "abort", expected[2]]
-    pending.open()
+    open_works()
 
 
 def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
@@ -119,24 +121,22 @@ def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
 
 def world_message(generation: int = 2, switch_at_step: int | None = None) -> WorldMessage:
     return WorldMessage(
-        generation=generation,
-        nonce="m",
-        store_key="",
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
+        world=WorldSpec(
+            generation=generation,
+            nonce="m",
+            lineage=(),
+            store_host="127.0.0.1",
+            store_port=1,
+            switch_at_step=switch_at_step,
+            state=WorldState.ACTIVE,
+            cause=Cause.LOST,
+            reason="",
+            committed_step=None,
+        ),
+        assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
         node_rank=0,
         nodes=1,
-        store_host="127.0.0.1",
-        store_port=1,
-        lineage=(),
-        switch_at_step=switch_at_step,
-        committed_step=None,
-        member=True,
-        state="active",
-        cause="lost",
-        reason="",
+        store_key="",
     )
 
 
@@ -160,7 +160,7 @@ def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
         current_step=lambda: None,
     )
     worlds._on_message(world_message(2, 7))
-    assert worlds.next().generation == 2
+    assert worlds.next().world.generation == 2
     if has_entered:
         worlds.entered(7)
     worlds._on_message(world_message(3, switch_at_step))
@@ -200,6 +200,7 @@ def test_a_deadline_that_is_met_does_nothing() -> None:
 
 
 ASYNC, OLD = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+IN_PROCESS = {setting.name: setting.value for setting in profiles.in_process_settings()}
 
 
 @pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
@@ -209,14 +210,14 @@ def test_error_handling_of_torch_is_overridden_with_a_word(
     caplog.set_level("WARNING", logger="elastic")
     environ = dict(given)
     leave_errors_to_us(environ, is_in_process=True)
-    assert environ == {ASYNC: "0"}
+    assert environ == IN_PROCESS
     assert f"{next(iter(given))}={given[next(iter(given))]} is overridden" in caplog.text
 
 
 def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
     for environ in ({}, {ASYNC: "0"}):
         leave_errors_to_us(environ, is_in_process=True)
-        assert environ == {ASYNC: "0"}
+        assert environ == IN_PROCESS
     assert not caplog.text
 
 
@@ -225,8 +226,32 @@ def test_torchruns_own_default_is_overridden(caplog: pytest.LogCaptureFixture) -
     caplog.set_level("INFO", logger="elastic")
     environ = {ASYNC: "1"}
     leave_errors_to_us(environ, is_in_process=True)
-    assert environ == {ASYNC: "0"}
+    assert environ == IN_PROCESS
     assert "is 0 for recovery in process; it was 1" in caplog.text
+
+
+def test_what_the_agent_has_set_is_overridden_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING", logger="elastic")
+    environ = {ASYNC: "3", TUNED: f"GLOO_SOCKET_IFNAME,{ASYNC}"}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ == {**IN_PROCESS, TUNED: environ[TUNED]}
+    assert not caplog.text
+
+
+def test_the_watchdog_of_an_aborted_group_is_gone_before_the_abort_is_given_up() -> None:
+    """It sleeps four times the limit of a dump, and the destructor of a group joins it."""
+    environ: dict[str, str] = {}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert 4 * int(environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < timeouts.ABORT_S * 1000
+    assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+
+
+def test_the_users_own_dumps_are_kept() -> None:
+    environ = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    leave_errors_to_us(environ, is_in_process=True)
+    assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_where_worlds_change_by_a_restart_the_users_mode_counts() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +49,16 @@ def test_what_is_promised_at_both_ends_was_run(
     assert result["versions"]["torch"].startswith(f"{minor}.")
 
 
+def test_no_cell_is_empty(compat: ModuleType, results: dict[str, Any]) -> None:
+    """But for other Pythons, which not every machine has."""
+    for environment in compat.ENVIRONMENTS:
+        if environment.python and environment.name not in results:
+            continue
+        result = results[environment.name]
+        assert set(result["checks"]) == {check.name for check in environment.checks}
+        assert compat.passed(result), environment.name
+
+
 def test_every_version_in_between_has_an_environment(compat: ModuleType) -> None:
     minors = {".".join(version.split(".")[:2]) for version in compat.TORCHES}
     major, oldest = map(int, torch_versions.OLDEST.split("."))
@@ -70,3 +82,20 @@ def test_a_failed_check_is_shown_as_such(compat: ModuleType) -> None:
     assert not compat.passed(broken[name])
     row = next(line for line in compat.page(broken).splitlines() if line.startswith("| torch 2.11"))
     assert "**FAILED**" in row and "not run" in row
+
+
+def test_every_supported_python_has_an_environment(compat: ModuleType) -> None:
+    packaging = (REPOSITORY / "pyproject.toml").read_text()
+    oldest = re.search(r'requires-python = ">=(3\.\d+)"', packaging)
+    assert oldest is not None and compat.PYTHONS[0] == oldest[1]
+    offered = set(re.findall(r"Programming Language :: Python :: (3\.\d+)", packaging))
+    assert offered <= set(compat.PYTHONS)
+    assert {e.python for e in compat.ENVIRONMENTS if e.python} == set(compat.PYTHONS)
+
+
+def test_an_interpreter_is_found_by_its_version(compat: ModuleType) -> None:
+    own = ".".join(map(str, sys.version_info[:2]))
+    found = compat.find_python(own)
+    ask = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+    assert subprocess.run([found, "-c", ask], capture_output=True, text=True).stdout.strip() == own
+    assert compat.find_python("3.99") is None

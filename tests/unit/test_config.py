@@ -88,7 +88,7 @@ def test_variables_of_other_products_with_our_prefix_are_left_alone() -> None:
 
 
 def test_worker_variables_are_no_options() -> None:
-    environ = {"ELASTIC_GENERATION": "3", "ELASTIC_NODE_ID": "x", "ELASTIC_LEDGER": "/l"}
+    environ = {"ELASTIC_WORLD": "{}", "ELASTIC_NODE_ID": "x", "ELASTIC_LEDGER": "/l"}
     assert read_options({}, environ) == AgentOptions()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.store.etcd.connection import check_version
-from elastic.store.etcd.failures import Failure, Remedy, classify_text
+from elastic.store.etcd.failures import CallFailure, Remedy, classify_text
 from elastic.store.etcd.followed_prefix import Followed, without_covered
 from elastic.store.etcd.keys import bytes_of, key_of, range_of
 from elastic.store.keyvalue import Deleted, Entry, Put
@@ -81,7 +81,7 @@ def test_etcd_from_3_4_on_is_accepted(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["3.3.27", "2.3.8", "0.4.9", "", "unknown"])
 def test_older_etcd_is_not(version: str) -> None:
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(CallFailure) as caught:
         check_version(version)
     assert caught.value.remedy is Remedy.NOT_ETCD
 

@@ -10,9 +10,9 @@ from membership_nodes import NOW, missing, node, proposal, seen, view, world
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
-from elastic.membership.failure_budget import Stop
+from elastic.membership.failure_budget import StopJob
 from elastic.membership.member_status import classify_members
-from elastic.membership.records import FailureReport, NodeState, World
+from elastic.membership.records import FailureReport, NodeState, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
 from elastic.tuning.agent_options import AgentOptions
@@ -22,11 +22,11 @@ SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
 
 
-def runs(name: str, group: World) -> NodeView:
+def runs(name: str, group: WorldRecord) -> NodeView:
     return seen(node(name, NodeState.READY, in_process=True, running=group, arrived_for=1))
 
 
-def out(name: str, group: World, code: int = 1) -> NodeView:
+def out(name: str, group: WorldRecord, code: int = 1) -> NodeView:
     return seen(node(name, arrived_for=group.generation, failure="boom", exit_code=code))
 
 
@@ -89,7 +89,9 @@ def test_a_joining_node_whose_agent_dies_before_the_switch_cools_down_by_name() 
     assert accounting.quarantined(NOW) == {"n3": NOW + 30.0}
 
 
-def charge_again_and_again(accounting: FailureAccounting, times: int, *, steps: int) -> Stop | None:
+def charge_again_and_again(
+    accounting: FailureAccounting, times: int, *, steps: int
+) -> StopJob | None:
     """Worlds 1, 2, … each broken by n2's workers, ``steps`` after the one before."""
     stop = None
     for generation in range(1, times + 1):
@@ -161,7 +163,7 @@ def test_whom_all_waited_for_is_left_out_by_id() -> None:
 # ── verdicts on failures ─────────────────────────────────────────────────────────────────────
 
 
-def failed_with(text: str, group: World = EIGHT) -> Broken:
+def failed_with(text: str, group: WorldRecord = EIGHT) -> Broken:
     loser = seen(node("n3", arrived_for=group.generation, failure=text, exit_code=1))
     return broken(view(group, runs("n1", group), runs("n2", group), loser))
 

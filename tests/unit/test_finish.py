@@ -13,11 +13,12 @@ from fake_api_server import DROP, NAMESPACE, FakeApiServer
 
 from elastic.cli import finish
 from elastic.cli.main import main
-from elastic.cli.scale import PATIENCE_S, ApiServer, scale_statefulset
+from elastic.cli.scale import ApiServer, scale_statefulset
 from elastic.clock import ManualClock
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.membership.records import Done, Keys, Outcome, encode
 from elastic.testing.memory_store import MemoryStore
+from elastic.tuning.agent_intervals import CLUSTER_PATIENCE_S
 
 KEYS = Keys.of("/elastic", "job-1")
 
@@ -58,7 +59,7 @@ def test_what_may_pass_is_tried_again(api: FakeApiServer) -> None:
     assert api.scales[NAMESPACE, "workers"] == 0
     assert len(said) == 7
     assert "503" in said[0] and "told to answer 503" in said[0]
-    assert 0 < clock.monotonic() < PATIENCE_S
+    assert 0 < clock.monotonic() < CLUSTER_PATIENCE_S
 
 
 def test_a_rotated_token_is_read_anew(api: FakeApiServer) -> None:
@@ -86,7 +87,7 @@ def test_an_api_server_that_stays_away_is_given_up_with_what_to_do(api: FakeApiS
         scale(api, clock=clock)
     assert "503" in gone.value.message
     assert "kubectl scale statefulset/workers" in gone.value.hint
-    assert clock.monotonic() > PATIENCE_S
+    assert clock.monotonic() > CLUSTER_PATIENCE_S
     assert api.scales[NAMESPACE, "workers"] == 3
 
 

@@ -19,7 +19,7 @@ from elastic.membership.records import (
     HangVerdict,
     Keys,
     NodeState,
-    World,
+    WorldRecord,
     decode,
     encode,
 )
@@ -41,7 +41,7 @@ class Journal:
 
 
 class Leader:
-    def __init__(self, running: World = WORLD) -> None:
+    def __init__(self, running: WorldRecord = WORLD) -> None:
         self.store = MemoryStore()
         record = node("n1", NodeState.READY, in_process=True, running=running)
         self.judge = HangJudge(
@@ -65,7 +65,7 @@ class Leader:
             record = HangFacts(node_id=node_id, generation=generation, ranks=(facts,))
             assert self.judge.put(Entry(KEYS.hang(node_id), encode(record), 1, 1)) is None
 
-    def verdict(self, of: World = WORLD) -> HangVerdict | None:
+    def verdict(self, of: WorldRecord = WORLD) -> HangVerdict | None:
         self.judge.judge(of)
         entry = self.store.get(KEYS.hang_verdict)
         return decode(HangVerdict, entry.key, entry.value) if entry is not None else None

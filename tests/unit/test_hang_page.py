@@ -47,6 +47,7 @@ def test_what_is_written_is_read(recorder: PhaseRecorder) -> None:
     recorder.enter_generation(4)
     recorder.begin_world(2)
     recorder.begin_step(57)
+    recorder.enter(Phase.COMPUTE)
     before = recorder.begin_wait(114, 1)
     reading = reader.read()
     assert reading is not None
@@ -69,6 +70,7 @@ def test_the_longest_of_a_phase_is_remembered_and_fades(recorder: PhaseRecorder)
 
     def step(number: int, compute_s: float) -> Reading:
         recorder.begin_step(number)
+        recorder.enter(Phase.COMPUTE)
         time.sleep(compute_s)
         recorder.committed(number + 1)
         reading = reader.read()

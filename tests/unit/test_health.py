@@ -15,10 +15,11 @@ from membership_nodes import node, world
 
 from elastic.clock import ManualClock
 from elastic.errors import ConfigError
-from elastic.health.endpoints import Verdict, liveness, readiness
-from elastic.health.server import CONNECTION_S, MAX_CONNECTIONS, MAX_REQUEST, HealthServer
-from elastic.membership.records import Done, Node, NodeState, Outcome, World, WorldState
+from elastic.health.endpoints import HealthStatus, liveness, readiness
+from elastic.health.server import MAX_CONNECTIONS, MAX_REQUEST, HealthServer
+from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.node.watchdog import Watchdog
+from elastic.tuning.agent_intervals import HEALTH_CONNECTION_S
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 WITHOUT_N1 = world("n2", "n3", generation=8, mode="in-process")
@@ -50,7 +51,7 @@ def ended(outcome: Outcome, exit_code: int) -> Done:
     ],
 )
 def test_a_node_whose_workers_are_in_the_world_is_ready(
-    n: Node, newest: World | None, said: str
+    n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
     assert verdict.is_ok
@@ -71,7 +72,7 @@ def test_a_node_whose_workers_are_in_the_world_is_ready(
     ],
 )
 def test_a_node_whose_workers_are_not_in_the_world_says_why(
-    n: Node, newest: World | None, said: str
+    n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
     assert not verdict.is_ok
@@ -114,8 +115,8 @@ def test_a_thread_that_ended_in_order_is_not_missed() -> None:
 # Over sockets ---------------------------------------------------------------------------------
 
 ROUTES = {
-    "/livez": lambda: Verdict(True, "it lives"),
-    "/readyz": lambda: Verdict(False, "it waits", {"node": "n1"}),
+    "/livez": lambda: HealthStatus(True, "it lives"),
+    "/readyz": lambda: HealthStatus(False, "it waits", {"node": "n1"}),
 }
 
 
@@ -181,7 +182,7 @@ def test_an_idle_client_is_let_go() -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(b"GET /livez")
             assert ask(server.port, "/livez")[0] == 200  # by now it is known, too
-            clock.advance(CONNECTION_S + 1)
+            clock.advance(HEALTH_CONNECTION_S + 1)
             assert client.recv(1) == b""  # times out if it is kept
     finally:
         server.close()
@@ -198,5 +199,5 @@ def test_a_server_that_never_served_lets_its_port_go() -> None:
     unused = HealthServer(0, ROUTES, on_error=fail)
     port = unused.port
     unused.close()
-    with socket.create_server(("127.0.0.1", port)):
-        pass
+    with socket.create_server(("127.0.0.1", port)) as next_one:
+        assert next_one.getsockname()[1] == port

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "grpc", "etcd3", "numpy", "rich", "google.protobuf")
+HEAVY = ("torch", "grpc", "etcd3", "msgspec", "numpy", "rich", "google.protobuf")
 
 
 def modules_after(code: str) -> set[str]:
@@ -36,3 +36,8 @@ def test_workers_never_import_grpc(package: str) -> None:
     loaded = modules_after(f"import {package}")
     assert package in loaded
     assert not loaded & {"grpc", "etcd3"}
+
+
+def test_a_worker_that_logs_before_it_joins_reads_no_messages() -> None:
+    code = "from elastic.telemetry.log import get_logger; get_logger().warning('x')"
+    assert "msgspec" not in modules_after(code)

@@ -20,6 +20,7 @@ from elastic.errors import (
     JobFailed,
     JoinTimeout,
     NodeRefused,
+    NodeUnfit,
     RecordError,
     StoreUnreachable,
 )
@@ -37,6 +38,7 @@ ENDINGS = [
     (StoreUnreachable("no etcd"), RendezvousConnectionError, 69),
     (RecordError("newer"), RendezvousStateError, 69),
     (NodeRefused("other limits"), RendezvousError, 2),
+    (NodeUnfit("sick"), RendezvousError, 71),
     (ConfigError("wrong"), RendezvousError, 2),
 ]
 

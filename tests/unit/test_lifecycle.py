@@ -11,7 +11,7 @@ import pytest
 
 from elastic.errors import NoWorld, TrainingError
 from elastic.events import Event
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.lifecycle import TRANSITIONS, Lifecycle, WorldPhase

@@ -385,7 +385,7 @@ def unreachable() -> Iterator[int]:
 def test_who_connects_to_a_vanished_leader_still_answers(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.liveness.channel.CONNECT_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("elastic.liveness.channel.LIVENESS_CONNECT_S", 10 * DEADLINE_S)
     follower.server.follow("leader", "127.0.0.1", unreachable)
     assert ask(follower.server.port, "follower") is Liveness.ALIVE
     assert follower.closed.empty()
@@ -394,6 +394,6 @@ def test_who_connects_to_a_vanished_leader_still_answers(
 def test_a_leader_that_cannot_be_reached_is_reported(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.liveness.channel.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("elastic.liveness.channel.LIVENESS_CONNECT_S", 0.05)
     follower.server.follow("leader", "127.0.0.1", unreachable)
     assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)

@@ -24,7 +24,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    for name in ("ELASTIC_NODE_NAME", "ELASTIC_GENERATION", "RANK"):
+    for name in ("ELASTIC_NODE_NAME", "ELASTIC_WORLD", "RANK"):
         monkeypatch.delenv(name, raising=False)
     logger, handler = logging.getLogger(LOGGER_NAME), Lines()
     level = logger.level

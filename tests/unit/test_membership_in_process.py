@@ -24,14 +24,14 @@ from elastic.membership.records import (
     FailureReport,
     NodeState,
     Outcome,
-    World,
+    WorldRecord,
     WorldState,
 )
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 
 
-def ready(name: str, running: World | None = SEVEN, *, since_s: float = NOW - 50) -> NodeView:
+def ready(name: str, running: WorldRecord | None = SEVEN, *, since_s: float = NOW - 50) -> NodeView:
     n = node(name, NodeState.READY, in_process=True, running=running, arrived_for=6)
     return seen(n, since_s=since_s)
 
@@ -214,7 +214,7 @@ def test_a_paused_world_whose_workers_die_goes_on_without_them() -> None:
     assert "n2 failed: boom" in p.reason
 
 
-def finished(name: str, running: World = SEVEN) -> NodeView:
+def finished(name: str, running: WorldRecord = SEVEN) -> NodeView:
     return seen(node(name, NodeState.FINISHED, in_process=True, running=running))
 
 
@@ -236,7 +236,9 @@ ALONE = world("n1", generation=6, mode="in-process", limits=(1, 4))
 JOINED = world("n1", "n2", mode="in-process", limits=(1, 4), switch_at_step=40)
 
 
-def silent(name: str, running: World | None, *, last_sign_s: float = NOW - 5) -> MissingMember:
+def silent(
+    name: str, running: WorldRecord | None, *, last_sign_s: float = NOW - 5
+) -> MissingMember:
     return replace(missing(name, last_sign_s=last_sign_s), running=running)
 
 

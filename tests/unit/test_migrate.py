@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.testing.small_world.world import Death, Outcome, SmallWorld
+from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "migrate"
@@ -106,7 +106,7 @@ class Runs:
 
     world: SmallWorld
     folder: Path
-    _kept: dict[str, Outcome] = field(default_factory=dict)
+    _kept: dict[str, RunOutcome] = field(default_factory=dict)
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def run(
@@ -119,7 +119,7 @@ class Runs:
         before: str = "",
         death: Death | None = None,
         is_replaced: bool = False,
-    ) -> Outcome:
+    ) -> RunOutcome:
         """In ``place``, the working directory; by default a new one."""
         folder = self.folder / f"{example.name}-{which}-{next(self._number)}"
         place = place or folder / "place"
@@ -138,7 +138,7 @@ class Runs:
             script, folder / "logs", size=size, death=death, is_replaced=is_replaced
         )
 
-    def kept(self, example: Example, size: int) -> Outcome:
+    def kept(self, example: Example, size: int) -> RunOutcome:
         """after.py, undisturbed; size 1 is plain ``python``."""
         name = f"{example.name} {size}"
         if name not in self._kept:
@@ -153,7 +153,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield Runs(world, tmp_path_factory.mktemp("migrate"))
 
 
-def assert_same(example: Example, outcome: Outcome, runs: Runs) -> None:
+def assert_same(example: Example, outcome: RunOutcome, runs: Runs) -> None:
     """All workers hold what one process trains that nothing disturbs, after as many steps."""
     expected = runs.kept(example, 1).survivors[0]
     for worker in outcome.survivors:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from elastic.process_group.pending import Pending, pending
+from elastic.process_group import patches
+from elastic.process_group.pending import PendingWorks, open_works
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import POISON, StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
@@ -33,7 +34,7 @@ def told() -> Iterator[None]:
     vars(control).update(before)
     control.calls.clear()
     nccl_semantics.synchronize()
-    pending.open()
+    open_works()
 
 
 @pytest.fixture
@@ -151,10 +152,10 @@ def test_an_abort_can_hang(groups: Any) -> None:
 def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
     """The collective has ended, and nothing was raised: only the abort says that it is no sum."""
     reduction = Reduction()
-    pending.open(is_on_stream=True)
+    works = open_works(is_on_stream=True)
     _, work = reduce(groups[0], 1.0)
     reduction.works.append(work)
-    pending.abort()
+    works.abort()
     groups[0].abort()
     eventually(work.is_completed)
     with pytest.raises(GroupAborted):
@@ -163,7 +164,7 @@ def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
 
 def test_gradients_that_are_reduced_reach_the_optimizer(groups: Any) -> None:
     reduction = Reduction()
-    pending.open(is_on_stream=True)
+    open_works(is_on_stream=True)
     control.latency_s = 0.1
     tensor, work = reduce(groups[0], 1.0)
     reduction.works.append(work)
@@ -174,16 +175,15 @@ def test_gradients_that_are_reduced_reach_the_optimizer(groups: Any) -> None:
 
 def test_an_abort_ends_the_wait_for_gradients(groups: Any) -> None:
     reduction = Reduction()
-    pending.open(is_on_stream=True)
+    works = open_works(is_on_stream=True)
     reduction.works.append(reduce(groups[0], 1.0)[1])
-    threading.Timer(0.05, pending.abort).start()
+    threading.Timer(0.05, works.abort).start()
     with pytest.raises(GroupAborted):
         reduction.wait()
 
 
 def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> None:
-    own = Pending()
-    own.open(is_on_stream=True)
+    own = PendingWorks(is_on_stream=True)
     control.latency_s = 0.1
     tensor, work = reduce(groups[0], 1.0)
     reduce(groups[1], 2.0)
@@ -194,3 +194,17 @@ def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> No
     own.abort()
     with pytest.raises(GroupAborted):
         own.settle()
+
+
+def test_a_script_waits_through_the_patched_wait(groups: Any) -> None:
+    """torch's own wait is called by the package below: the test double must recognise it."""
+    patches.release_waits()
+    works = open_works(is_on_stream=True)
+    tensor, work = reduce(groups[0], 1.0)
+    reduce(groups[1], 2.0)
+    try:
+        assert work.wait()
+    finally:
+        patches.restore_waits()
+    works.settle()
+    assert tensor.item() == 3.0

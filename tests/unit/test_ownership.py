@@ -15,7 +15,8 @@ import pytest
 from checkpoints import LocalStorage
 from elastic.clock import ManualClock
 from elastic.errors import ConfigError
-from elastic.training.checkpointing.ownership import OWNER_FILE, WATCH_S, Ownership
+from elastic.training.checkpointing.ownership import OWNER_FILE, Ownership
+from elastic.tuning.worker_intervals import OWNER_WATCH_S
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_a_job_that_stands_still_is_taken_over_and_told(claim: Callable[..., Own
     slept: list[None] = []
     second = claim("two", meanwhile=lambda: slept.append(None))
     second.claim()
-    assert len(slept) * 0.25 >= WATCH_S
+    assert len(slept) * 0.25 >= OWNER_WATCH_S
     first._thread = threading.current_thread()  # it was only stopped, and goes on
     first.beat()
     assert first.is_lost

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.process_group.pending import Pending
+from elastic.process_group.pending import PendingWorks
 from elastic.world.faults import GroupAborted
 
 DEADLINE_S = 60.0
@@ -38,7 +38,7 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def start(pending: Pending, count: int) -> tuple[list[FakeWork], list[BaseException | None]]:
+def start(pending: PendingWorks, count: int) -> tuple[list[FakeWork], list[BaseException | None]]:
     told: list[BaseException | None] = []
     works: list[Any] = [FakeWork() for _ in range(count)]
     for work in works:
@@ -47,7 +47,7 @@ def start(pending: Pending, count: int) -> tuple[list[FakeWork], list[BaseExcept
 
 
 def test_what_has_ended_is_told_once_and_is_not_under_way() -> None:
-    pending = Pending()
+    pending = PendingWorks()
     (work,), told = start(pending, 1)
     assert not pending.drain(0.0)
     work.end()
@@ -58,7 +58,7 @@ def test_what_has_ended_is_told_once_and_is_not_under_way() -> None:
 
 
 def test_what_is_aborted_is_told_at_once_and_stays_under_way_until_it_ends() -> None:
-    pending = Pending()
+    pending = PendingWorks()
     (work,), told = start(pending, 1)
     pending.abort()
     assert isinstance(told[0], GroupAborted)
@@ -68,7 +68,7 @@ def test_what_is_aborted_is_told_at_once_and_stays_under_way_until_it_ends() -> 
 
 
 def test_a_collective_is_under_way_until_its_owner_has_been_told() -> None:
-    pending = Pending()
+    pending = PendingWorks()
     work: Any = FakeWork()
     drained: list[bool] = []
     pending.start(work, lambda error: drained.append(pending.drain(0.0)))
@@ -79,7 +79,7 @@ def test_a_collective_is_under_way_until_its_owner_has_been_told() -> None:
 @pytest.mark.usefixtures("restless")
 def test_an_abort_while_collectives_end_tells_each_once() -> None:
     for _ in range(20):
-        pending = Pending()
+        pending = PendingWorks()
         works, told = start(pending, 500)
         begun = threading.Event()
 

@@ -19,7 +19,8 @@ from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
 from elastic.membership.decision import Policy
-from elastic.membership.records import Done, Keys, NodeState, Outcome, World
+from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
+from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
@@ -147,14 +148,14 @@ def test_a_node_that_the_job_goes_on_without_extends_nothing(
     assert agent.turns() is None
 
 
-def switching(*names: str, at: int | None) -> World:
+def switching(*names: str, at: int | None) -> WorldRecord:
     return world(*names, generation=8, mode="in-process", switch_at_step=at)
 
 
 @pytest.mark.parametrize(
     "newer", [switching("n1", "n2", at=None), switching("n1", "n2", at=9), switching("n2", at=9)]
 )
-def test_a_world_to_change_to_extends_it(newer: World) -> None:
+def test_a_world_to_change_to_extends_it(newer: WorldRecord) -> None:
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0
@@ -185,24 +186,22 @@ def worlds_of(clock: ManualClock) -> Worlds:
 
 def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessage:
     return WorldMessage(
-        generation=generation,
-        nonce="ab",
-        member=True,
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
+        world=WorldSpec(
+            generation=generation,
+            nonce="ab",
+            lineage=(),
+            store_host="",
+            store_port=0,
+            switch_at_step=switch_at_step,
+            state=WorldState.ACTIVE,
+            cause=Cause.FIRST,
+            reason="",
+            committed_step=None,
+        ),
+        assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
         node_rank=0,
         nodes=1,
-        store_host="",
-        store_port=0,
         store_key="",
-        switch_at_step=switch_at_step,
-        state="active",
-        lineage=(),
-        cause="first",
-        reason="",
-        committed_step=None,
     )
 
 
@@ -242,7 +241,7 @@ def test_a_new_world_ends_the_wait_and_a_plan_does_not() -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
     worlds._on_message(message(1))
-    assert worlds.next().generation == 1
+    assert worlds.next().world.generation == 1
     worlds._on_message(Permit(until_s=99.0))
     worker = Waiting(worlds)
     worlds._on_message(message(2, switch_at_step=50))

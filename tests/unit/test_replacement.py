@@ -3,6 +3,7 @@ ended."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,9 +16,12 @@ import pytest
 
 from elastic.clock import ManualClock
 from elastic.events import Event
+from elastic.messages.environment import CALL_JOIN, identity_in
+from elastic.messages.world import NO_WORLD
 from elastic.rendezvous import torch_private
-from elastic.rendezvous.replacement import CALL_JOIN, DECIDED_WITHIN_S, Replacement
+from elastic.rendezvous.replacement import Replacement
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
+from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -136,7 +140,7 @@ def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
     clock = ManualClock()
     Replacement(Node(), Events(), nullcontext, clock).look(agent.supervision)
     assert agent.look() is None
-    clock.advance(DECIDED_WITHIN_S)
+    clock.advance(REPLACEMENT_DECIDED_S)
     assert agent.look() == 1
 
 
@@ -163,4 +167,5 @@ def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
         assert agent.look() is None
     assert agent.handler.proc.wait() == 0
     told = (tmp_path / "out").read_text()
-    assert f'"MASTER_PORT": "{CALL_JOIN}"' in told and '"ELASTIC_GENERATION": "0"' in told
+    assert f'"MASTER_PORT": "{CALL_JOIN}"' in told
+    assert identity_in(json.loads(told)) == NO_WORLD

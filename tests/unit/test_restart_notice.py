@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elastic.clock import ManualClock
-from elastic.rendezvous.restart_notice import JOINED_WITHIN_S, RestartNotice
+from elastic.rendezvous.restart_notice import RestartNotice
+from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
 
 def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:
@@ -12,13 +13,13 @@ def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:
     notice.workers_start(is_first_node=True)
     notice.look(have_joined=False)
     assert not said, "they may still import"
-    clock.advance(JOINED_WITHIN_S)
+    clock.advance(JOIN_EXPECTED_S)
     notice.look(have_joined=False)
     (sentence,) = said
     assert "no worker has called elastic.join()" in sentence
     assert "it changes with the world" in sentence
     notice.workers_start(is_first_node=True)
-    clock.advance(JOINED_WITHIN_S)
+    clock.advance(JOIN_EXPECTED_S)
     notice.look(have_joined=False)
     assert len(said) == 1
 
@@ -28,7 +29,7 @@ def test_scripts_that_join_and_other_nodes_say_nothing() -> None:
         clock, said = ManualClock(), list[str]()
         notice = RestartNotice("in-process", clock=clock, say=said.append)
         notice.workers_start(is_first_node=is_first_node)
-        clock.advance(JOINED_WITHIN_S)
+        clock.advance(JOIN_EXPECTED_S)
         notice.look(have_joined=have_joined)
         assert not said
 

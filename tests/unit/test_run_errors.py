@@ -177,8 +177,10 @@ def test_an_optimizer_of_other_parameters_may_do_what_it_likes() -> None:
         other = torch.optim.SGD(own.parameters(), lr=0.1)
         for x, y in script.loader:
             own(torch.ones(1, 1)).sum().backward()
+            before = own.weight.detach().clone()
             other.step()
             script.update(x, y)
+            assert not torch.equal(own.weight, before)
 
 
 def test_a_step_before_the_last_micro_batch() -> None:

@@ -361,9 +361,9 @@ def test_a_world_without_permission_to_train_does_not_commit(ranks: list[Rank]) 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_save, "PEERS_S", 0.3)
+    monkeypatch.setattr(last_save, "LAST_SAVE_PEERS_S", 0.3)
     monkeypatch.setattr(last_save, "PEERS_FACTOR", 0.0)
-    monkeypatch.setattr(last_save, "TURN_S", 0.05)
+    monkeypatch.setattr(last_save, "LAST_SAVE_TURN_S", 0.05)
 
 
 def test_the_last_save_of_a_rank_whose_peer_is_gone_is_whole(

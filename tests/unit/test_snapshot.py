@@ -84,7 +84,9 @@ def test_a_step_can_be_done_again_after_the_scaler_has_seen_it(job: Job) -> None
     job.scaler.step(job.optimizer)
     job.small.put_back(taken)
     job.optimizer.zero_grad()
+    before = [p.detach().clone() for p in job.module.parameters()]
     job.train()
+    assert not all(map(torch.equal, before, job.module.parameters()))
 
 
 def test_the_learning_rate_tensor_stays_the_same_object(job: Job) -> None:

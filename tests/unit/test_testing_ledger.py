@@ -9,12 +9,12 @@ import pytest
 
 from elastic.testing.ledger import (
     Coverage,
-    End,
-    Ledger,
+    LedgerEnd,
     LedgerError,
     LedgerReader,
+    LedgerStep,
+    RunLedger,
     Start,
-    Step,
     read_ledger,
 )
 
@@ -32,12 +32,12 @@ def step(
     rank: int = 0,
     node: str = "a",
     at: float = 0.0,
-) -> Step:
-    return Step(generation, number, epoch, rank, node, samples, time_s=at)
+) -> LedgerStep:
+    return LedgerStep(generation, number, epoch, rank, node, samples, time_s=at)
 
 
 def test_a_later_start_cuts_what_earlier_generations_did_from_there_on() -> None:
-    ledger = Ledger(
+    ledger = RunLedger(
         starts=(start(1, 0), start(2, 2)),
         steps=(step(1, 0), step(1, 1), step(1, 2), step(1, 3), step(2, 2), step(2, 3)),
     )
@@ -46,7 +46,7 @@ def test_a_later_start_cuts_what_earlier_generations_did_from_there_on() -> None
 
 
 def test_a_generation_that_falls_back_further_cuts_all_before_it() -> None:
-    ledger = Ledger(
+    ledger = RunLedger(
         starts=(start(1, 0), start(2, 5), start(3, 3)),
         steps=(step(1, 2), step(1, 4), step(2, 5), step(3, 3)),
     )
@@ -54,12 +54,14 @@ def test_a_generation_that_falls_back_further_cuts_all_before_it() -> None:
 
 
 def test_a_generation_that_died_before_its_first_step_still_cuts() -> None:
-    ledger = Ledger(starts=(start(1, 0), start(2, 1), start(3, 4)), steps=(step(1, 0), step(1, 3)))
+    ledger = RunLedger(
+        starts=(start(1, 0), start(2, 1), start(3, 4)), steps=(step(1, 0), step(1, 3))
+    )
     assert [s.step for s in ledger.surviving] == [0]
 
 
 def test_exactly_once_over_ranks_and_epochs() -> None:
-    ledger = Ledger(
+    ledger = RunLedger(
         starts=(start(1, 0, 0, 2), start(1, 0, 1, 2)),
         steps=(
             step(1, 0, (0, 2), rank=0),
@@ -80,14 +82,14 @@ def test_exactly_once_over_ranks_and_epochs() -> None:
     ],
 )
 def test_a_lost_repeated_or_strange_sample_is_found(samples: tuple[int, ...], says: str) -> None:
-    ledger = Ledger(starts=(start(1, 0),), steps=(step(1, 0, samples),))
+    ledger = RunLedger(starts=(start(1, 0),), steps=(step(1, 0, samples),))
     with pytest.raises(LedgerError, match="epoch 0") as error:
         ledger.assert_exactly_once(n=3, epochs=1)
     assert says in str(error.value)
 
 
 def test_a_missing_epoch_and_one_too_many_are_found() -> None:
-    ledger = Ledger(starts=(start(1, 0),), steps=(step(1, 0, (0,)), step(1, 1, (0,), epoch=2)))
+    ledger = RunLedger(starts=(start(1, 0),), steps=(step(1, 0, (0,)), step(1, 1, (0,), epoch=2)))
     with pytest.raises(LedgerError, match="epoch 1"):
         ledger.assert_exactly_once(n=1, epochs=3)
     with pytest.raises(LedgerError, match=r"epochs \[2\]"):
@@ -95,14 +97,14 @@ def test_a_missing_epoch_and_one_too_many_are_found() -> None:
 
 
 def test_samples_of_thrown_away_steps_do_not_count() -> None:
-    ledger = Ledger(
+    ledger = RunLedger(
         starts=(start(1, 0), start(2, 0)), steps=(step(1, 0, (0, 1)), step(2, 0, (1, 0)))
     )
     assert ledger.coverage(2, epoch=0) == Coverage(2, (), (), ())
 
 
 def test_the_pause_is_the_longest_gap_of_a_survivor() -> None:
-    ledger = Ledger(
+    ledger = RunLedger(
         starts=(start(1, 0), start(2, 2)),
         steps=(
             step(1, 0, at=9.0, node="a"),
@@ -122,38 +124,38 @@ def test_the_pause_is_the_longest_gap_of_a_survivor() -> None:
 
 def test_two_worlds_in_progress_are_found() -> None:
     apart = (step(1, 0, at=1.0), step(1, 1, at=2.0), step(2, 2, at=3.0))
-    Ledger(starts=(start(1, 0), start(2, 2)), steps=apart).assert_one_world_at_a_time()
+    RunLedger(starts=(start(1, 0), start(2, 2)), steps=apart).assert_one_world_at_a_time()
     late_writer = (*apart, step(1, 1, rank=1, at=9.0))
-    Ledger(starts=(start(1, 0), start(2, 2)), steps=late_writer).assert_one_world_at_a_time()
+    RunLedger(starts=(start(1, 0), start(2, 2)), steps=late_writer).assert_one_world_at_a_time()
     with pytest.raises(LedgerError, match="generation 1 still completed"):
-        Ledger(steps=(*apart, step(1, 2, at=3.5))).assert_one_world_at_a_time()
+        RunLedger(steps=(*apart, step(1, 2, at=3.5))).assert_one_world_at_a_time()
 
 
 def test_the_final_hash_needs_every_rank_and_no_difference() -> None:
     starts = (start(2, 0, 0, 2), start(2, 0, 1, 2))
-    same = (End(2, 0, "f00", 0.0), End(2, 1, "f00", 0.0))
-    assert Ledger(starts=starts, ends=same).final_hash() == "f00"
+    same = (LedgerEnd(2, 0, "f00", 0.0), LedgerEnd(2, 1, "f00", 0.0))
+    assert RunLedger(starts=starts, ends=same).final_hash() == "f00"
     with pytest.raises(LedgerError, match=r"finished: \[0\]"):
-        Ledger(starts=starts, ends=same[:1]).final_hash()
+        RunLedger(starts=starts, ends=same[:1]).final_hash()
     with pytest.raises(LedgerError, match="differ"):
-        Ledger(starts=starts, ends=(same[0], End(2, 1, "bad", 0.0))).final_hash()
+        RunLedger(starts=starts, ends=(same[0], LedgerEnd(2, 1, "bad", 0.0))).final_hash()
     with pytest.raises(LedgerError, match="no rank"):
-        Ledger(starts=starts).final_hash()
+        RunLedger(starts=starts).final_hash()
 
 
 def test_a_growing_file_is_followed_and_a_torn_last_line_waits(tmp_path: Path) -> None:
-    assert LedgerReader(tmp_path / "absent").read() == Ledger()
+    assert LedgerReader(tmp_path / "absent").read() == RunLedger()
     file = tmp_path / "worker.jsonl"
     first = {"event": "start", "generation": 1, "step": 0, "rank": 1, "size": 2, "node": "b"}
     done = {"event": "step", "generation": 1, "step": 0, "epoch": 0, "rank": 1, "samples": [4]}
     file.write_text(json.dumps({**first, "time": 1.5}) + "\n" + json.dumps(done)[:20])
     reader = LedgerReader(tmp_path)
-    assert reader.read() == Ledger(starts=(Start(1, 0, 1, 2, "b", 1.5),))
+    assert reader.read() == RunLedger(starts=(Start(1, 0, 1, 2, "b", 1.5),))
     file.write_text(
         json.dumps({**first, "time": 1.5}) + "\n" + json.dumps({**done, "time": 2.5}) + "\n"
     )
     grown = reader.read()
-    assert grown.steps == (Step(1, 0, 0, 1, "b", (4,), 2.5),)
+    assert grown.steps == (LedgerStep(1, 0, 0, 1, "b", (4,), 2.5),)
     assert grown == read_ledger(tmp_path)
 
 

@@ -14,7 +14,7 @@ from elastic.world.world import largest_world, world_from_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "1"}
-OURS = {"ELASTIC_GENERATION": "7", "ELASTIC_NONCE": "3f9c", "ELASTIC_LINEAGE": "1,2,5"}
+OURS = {"ELASTIC_WORLD": '{"generation":7,"nonce":"3f9c","lineage":[1,2,5]}'}
 OURS |= {"ELASTIC_NODE_NAME": "node-b", "ELASTIC_MAX_NODES": "3"}
 
 
@@ -44,8 +44,22 @@ def test_half_an_environment_is_an_error() -> None:
 
 
 def test_a_number_that_is_none_is_named() -> None:
-    with pytest.raises(ConfigError, match="ELASTIC_GENERATION='soon'"):
-        world_from_environment({**TORCHRUN, "ELASTIC_GENERATION": "soon"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE='soon'"):
+        world_from_environment({**TORCHRUN, "WORLD_SIZE": "soon"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("7", "is a JSON int"),
+        ('{"generation":7}', "missing 'nonce'"),
+        ('{"generation":"7","nonce":"","lineage":[]}', "generation='7', expected int"),
+        ('{"generation":7,"generation":8,"nonce":"","lineage":[]}', "duplicate field"),
+    ],
+)
+def test_a_variable_that_names_no_world_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"ELASTIC_WORLD=.* {said}"):
+        world_from_environment({**TORCHRUN, "ELASTIC_WORLD": text})
 
 
 def test_the_largest_world_bounds_the_default_batch() -> None:

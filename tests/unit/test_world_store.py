@@ -192,7 +192,9 @@ def test_without_the_runs_key_nobody_gets_in(client: Connect) -> None:
 
 def test_strangers_do_not_keep_a_rank_out(client: Connect, port: int) -> None:
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-    client().set("a", "1")
+    rank = client()
+    rank.set("a", "1")
+    assert rank.get("a") == b"1"
     for connection in idle:
         connection.close()
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.process_group.pending import pending
-from elastic.process_group.releasable import ReleasableGroup
+from elastic.process_group.pending import pending_works
+from elastic.process_group.reducer import ReleasableGroup
 from elastic.training.gradients import wrap
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.world.faults import GroupAborted
@@ -112,8 +112,8 @@ def test_a_pass_that_failed_says_so_until_the_next_step(monkeypatch: pytest.Monk
         raise GroupAborted("the group was taken down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pending, "begin", begun.append)
-        patch.setattr(pending, "finish", fail)
+        patch.setattr(pending_works(), "begin", begun.append)
+        patch.setattr(pending_works(), "finish", fail)
         with pytest.raises(GroupAborted):
             gradient(model)
     assert len(begun) == 2  # the bucket and the map: the group is not destroyed before them

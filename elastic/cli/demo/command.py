@@ -24,16 +24,17 @@ from rich.console import Console
 
 from elastic.cli import exit_codes
 from elastic.cli.demo import plan as demo_plan
-from elastic.cli.demo.journal import Entry, JournalReader
-from elastic.cli.demo.plan import Act, Plan, Position, position_of
+from elastic.cli.demo.journal import JournalEntry, JournalReader
+from elastic.cli.demo.plan import Act, JobPosition, Plan, position_of
 from elastic.cli.demo.summary import Summary, summarize
-from elastic.cli.demo.view import View, open_view, print_summary, rows_of, sentence
-from elastic.cli.launch.local_nodes import LocalNode, LocalNodes
+from elastic.cli.demo.view import DemoView, open_view, print_summary, rows_of, sentence
+from elastic.cli.launch.local_nodes import LocalNodes, NodeProcess
 from elastic.cli.launch.run import StopRequest, stop_on_signals
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.ledger import LedgerReader
+from elastic.tuning.agent_intervals import CLI_POLL_S
 from elastic.tuning.agent_options import MODES
 
 # A link to examples/digits.py, so that an installed wheel has the script, too. In a folder of
@@ -42,7 +43,6 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "digits.py"
 TRAIN_SAMPLES = 1437  # of 1,797: examples/digits.py keeps 360 for the test
 EPOCHS = 20
 STEPS_BETWEEN_CHECKPOINTS = 10
-POLL_S = 0.1
 TAIL_LINES = 15
 _RESULT = re.compile(r'\{"accuracy": ([0-9.]+)')
 
@@ -109,7 +109,7 @@ class Demo:
     def __init__(
         self,
         folder: Path,
-        view: View,
+        view: DemoView,
         *,
         mode: str,
         timeout_s: float,
@@ -123,7 +123,7 @@ class Demo:
         self._plan = Plan()
         self._ledger = LedgerReader(folder / "ledger")
         self._journal = JournalReader(folder / "journal")
-        self._entries: list[Entry] = []
+        self._entries: list[JournalEntry] = []
         self._said: set[str] = set()
         self._logs: dict[str, TextIO] = {}
         self._accuracy: float | None = None
@@ -142,7 +142,7 @@ class Demo:
                 self._start(nodes, name, etcd.endpoint)
             late = False
             while nodes.running and stop.signum is None and not late:
-                self._follow(nodes, POLL_S)
+                self._follow(nodes, CLI_POLL_S)
                 self._look(nodes, etcd.endpoint)
                 late = self._clock.monotonic() - began > self._timeout_s
             if late:
@@ -162,7 +162,7 @@ class Demo:
             duration_s=self._clock.monotonic() - began,
         )
 
-    def _start(self, nodes: LocalNodes, name: str, endpoint: str) -> LocalNode:
+    def _start(self, nodes: LocalNodes, name: str, endpoint: str) -> NodeProcess:
         path = self._folder / "logs" / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         self._logs[name] = path.open("w", buffering=1)
@@ -200,7 +200,7 @@ class Demo:
         formed = (e.fields["generation"] for e in self._entries if e.name == "world-formed")
         return max(formed, default=0)
 
-    def _do(self, act: Act, position: Position, nodes: LocalNodes, endpoint: str) -> None:
+    def _do(self, act: Act, position: JobPosition, nodes: LocalNodes, endpoint: str) -> None:
         if act is Act.KILL:
             nodes.kill(next(node for node in nodes.nodes if node.name == demo_plan.VICTIM))
             position = position_of(self._ledger.read()) or position  # where it really hit
@@ -210,7 +210,7 @@ class Demo:
             self._start(nodes, demo_plan.ADDED, endpoint)
         self._plan = self._plan.after(act, position)
 
-    def _step_rate(self, position: Position | None) -> None:
+    def _step_rate(self, position: JobPosition | None) -> None:
         """Slow the job down while a node is waited for: it must not end before."""
         if position is not None and not self._plan.waits_for_node(position):
             self._waiting_since_s = None

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One event of one process."""
 
     name: str  # in kebab case: "world-formed"
@@ -25,12 +25,12 @@ class JournalReader:
         self._folder = folder
         self._offsets: dict[Path, int] = {}
 
-    def read_new(self) -> list[Entry]:
+    def read_new(self) -> list[JournalEntry]:
         """What was written since the last call, in order of time."""
         entries = [entry for path in self._folder.glob("*.jsonl") for entry in self._new_of(path)]
         return sorted(entries, key=lambda entry: entry.time_s)
 
-    def _new_of(self, path: Path) -> list[Entry]:
+    def _new_of(self, path: Path) -> list[JournalEntry]:
         offset = self._offsets.get(path, 0)
         with path.open("rb") as file:
             file.seek(offset)
@@ -40,8 +40,8 @@ class JournalReader:
         return [_entry(json.loads(line)) for line in whole.splitlines()]
 
 
-def _entry(data: dict[str, Any]) -> Entry:
-    return Entry(
+def _entry(data: dict[str, Any]) -> JournalEntry:
+    return JournalEntry(
         name=str(data.pop("event")),
         node=str(data.pop("node", "?")),
         time_s=float(data.pop("time")),

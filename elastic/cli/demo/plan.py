@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic.testing.ledger import Ledger
+from elastic.testing.ledger import RunLedger
+from elastic.tuning.agent_intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 NODES = ("node-0", "node-1", "node-2")
 VICTIM = "node-1"
@@ -20,8 +21,6 @@ STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is
 STEPS_BEFORE_JOIN = 10  # of the world without the victim
 
 STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
-STEP_DELAY_S = 0.06
-PATIENCE_S = 180.0  # for a node to start and take part
 STEPS_AFTER_JOIN = 60  # kept for the world with the joining node
 STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, joining node
 
@@ -34,7 +33,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True)
-class Position:
+class JobPosition:
     """Where the job stands: its newest generation that completed a step."""
 
     generation: int
@@ -49,10 +48,10 @@ class Position:
 class Plan:
     """What was done already, and where the job stood then."""
 
-    killed_at: Position | None = None
-    joined_at: Position | None = None
+    killed_at: JobPosition | None = None
+    joined_at: JobPosition | None = None
 
-    def next_act(self, position: Position | None) -> Act | None:
+    def next_act(self, position: JobPosition | None) -> Act | None:
         """The next act, once its moment has come."""
         if position is None:
             return None
@@ -64,39 +63,39 @@ class Plan:
             return Act.JOIN if recovered and position.steps_done >= STEPS_BEFORE_JOIN else None
         return None
 
-    def waits_for_node(self, position: Position | None) -> bool:
+    def waits_for_node(self, position: JobPosition | None) -> bool:
         """Whether nothing more can be done until a node that was started takes part."""
         if position is None or self.killed_at is None:
             return position is None or len(position.nodes) < MAX_NODES
         return self.joined_at is not None and ADDED not in position.nodes
 
-    def step_delay_s(self, position: Position | None, waited_s: float) -> float:
+    def step_delay_s(self, position: JobPosition | None, waited_s: float) -> float:
         """How much to slow a step down, ``waited_s`` seconds after waiting for a node began.
 
         While waiting, the steps that can be spared last as long as the patience.
         """
-        left_s = PATIENCE_S - waited_s
+        left_s = DEMO_PATIENCE_S - waited_s
         if position is None or left_s <= 0 or not self.waits_for_node(position):
-            return STEP_DELAY_S
+            return DEMO_STEP_S
         kept = STEPS_AFTER_START if self.killed_at is None else STEPS_AFTER_JOIN
         spare = max(1, STEPS - 1 - position.step - kept)
-        return max(STEP_DELAY_S, left_s / spare)
+        return max(DEMO_STEP_S, left_s / spare)
 
-    def after(self, act: Act, position: Position) -> Plan:
+    def after(self, act: Act, position: JobPosition) -> Plan:
         """The plan once ``act`` was done at ``position``."""
         if act is Act.KILL:
             return replace(self, killed_at=position)
         return replace(self, joined_at=position)
 
 
-def position_of(ledger: Ledger) -> Position | None:
+def position_of(ledger: RunLedger) -> JobPosition | None:
     """Where the job stands, or None before its first step."""
     if not ledger.steps:
         return None
     generation = max(s.generation for s in ledger.steps)
     steps = [s for s in ledger.steps if s.generation == generation]
     last = max(steps, key=lambda s: s.step)
-    return Position(
+    return JobPosition(
         generation=generation,
         nodes=frozenset(s.node for s in ledger.starts if s.generation == generation),
         step=last.step,
@@ -106,7 +105,7 @@ def position_of(ledger: Ledger) -> Position | None:
     )
 
 
-def _in_mid_epoch(ledger: Ledger, step: int, epoch: int) -> bool:
+def _in_mid_epoch(ledger: RunLedger, step: int, epoch: int) -> bool:
     """Whether ``step`` lies in the middle half of its epoch; its length is that of epoch 0."""
     if epoch == 0:
         return False

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic.cli.demo.journal import Entry
-from elastic.cli.demo.plan import ADDED, MAX_NODES, PATIENCE_S, VICTIM, Plan, Position
-from elastic.testing.ledger import Ledger, LedgerError
+from elastic.cli.demo.journal import JournalEntry
+from elastic.cli.demo.plan import ADDED, MAX_NODES, VICTIM, JobPosition, Plan
+from elastic.testing.ledger import LedgerError, RunLedger
+from elastic.tuning.agent_intervals import DEMO_PATIENCE_S
 
 ACCURACY_NEEDED = 0.97
 
@@ -62,8 +63,8 @@ class Summary:
 
 
 def summarize(
-    ledger: Ledger,
-    journal: Iterable[Entry],
+    ledger: RunLedger,
+    journal: Iterable[JournalEntry],
     plan: Plan,
     *,
     mode: str,
@@ -97,7 +98,7 @@ def summarize(
     )
 
 
-def generations_of(ledger: Ledger, journal: Iterable[Entry]) -> tuple[Generation, ...]:
+def generations_of(ledger: RunLedger, journal: Iterable[JournalEntry]) -> tuple[Generation, ...]:
     """Every generation that began on a worker, with the cause that the journals name."""
     formed = {e.fields["generation"]: e.fields for e in journal if e.name == "world-formed"}
     pauses = {pause.after: pause.duration_s for pause in ledger.pauses}
@@ -122,7 +123,7 @@ def generations_of(ledger: Ledger, journal: Iterable[Entry]) -> tuple[Generation
     return tuple(result)
 
 
-def samples_of(ledger: Ledger, train_samples: int, epochs: int) -> tuple[EpochSamples, ...]:
+def samples_of(ledger: RunLedger, train_samples: int, epochs: int) -> tuple[EpochSamples, ...]:
     """The count of every epoch."""
     result = []
     for epoch in range(epochs):
@@ -138,7 +139,7 @@ def samples_of(ledger: Ledger, train_samples: int, epochs: int) -> tuple[EpochSa
     return tuple(result)
 
 
-def _where(node: str, at: Position | None) -> str | None:
+def _where(node: str, at: JobPosition | None) -> str | None:
     if at is None:
         return None
     return f"{node} at step {at.step} in epoch {at.epoch}, generation {at.generation}"
@@ -162,10 +163,11 @@ def _failed_plan(generations: Sequence[Generation], plan: Plan) -> Iterable[str]
     if not any(VICTIM not in g.nodes and ADDED not in g.nodes for g in smaller):
         yield f"no generation trained without {VICTIM} and before {ADDED}"
     if not any(ADDED in g.nodes and len(g.nodes) == MAX_NODES for g in smaller):
-        yield f"no generation trained with {ADDED}: it did not join within {PATIENCE_S:.0f} s"
+        waited = f"{DEMO_PATIENCE_S:.0f} s"
+        yield f"no generation trained with {ADDED}: it did not join within {waited}"
 
 
-def _failed_samples(ledger: Ledger, train_samples: int, epochs: int) -> Iterable[str]:
+def _failed_samples(ledger: RunLedger, train_samples: int, epochs: int) -> Iterable[str]:
     try:
         ledger.assert_exactly_once(train_samples, epochs)
         ledger.assert_one_world_at_a_time()
@@ -173,7 +175,7 @@ def _failed_samples(ledger: Ledger, train_samples: int, epochs: int) -> Iterable
         yield str(error)
 
 
-def _failed_weights(ledger: Ledger) -> Iterable[str]:
+def _failed_weights(ledger: RunLedger) -> Iterable[str]:
     try:
         ledger.final_hash()
     except LedgerError as error:

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.demo.journal import Entry
+from elastic.cli.demo.journal import JournalEntry
 from elastic.cli.demo.summary import Summary
 from elastic.clock import SYSTEM_CLOCK
-from elastic.testing.ledger import Ledger
+from elastic.testing.ledger import RunLedger
 
 EVENTS_SHOWN = 12
 _STYLES = {"training": "green", "killed": "bold red", "done": "bold green", "forming": "yellow"}
@@ -35,7 +35,7 @@ class NodeRow:
     epoch: int | None = None
 
 
-class View(Protocol):
+class DemoView(Protocol):
     """What the demo tells the person."""
 
     def say(self, text: str, time_s: float) -> None:
@@ -109,7 +109,7 @@ class TableView:
         return Group(table, *events)
 
 
-def open_view(*, json_wanted: bool) -> View:
+def open_view(*, json_wanted: bool) -> DemoView:
     """A table where a person looks, lines elsewhere; with -o json stdout is kept for the data."""
     if json_wanted:
         return LineView(sys.stderr)
@@ -117,7 +117,7 @@ def open_view(*, json_wanted: bool) -> View:
     return TableView(console) if console.is_terminal else LineView(sys.stdout)
 
 
-def sentence(entry: Entry) -> str | None:
+def sentence(entry: JournalEntry) -> str | None:
     """A journal entry as a sentence for people, or None if it would only distract."""
     f = entry.fields
     if entry.name == "world-formed":
@@ -134,7 +134,7 @@ def sentence(entry: Entry) -> str | None:
 
 
 def rows_of(
-    ledger: Ledger, exit_codes: dict[str, int | None], killed: set[str], *, newest: int
+    ledger: RunLedger, exit_codes: dict[str, int | None], killed: set[str], *, newest: int
 ) -> list[NodeRow]:
     """One row per node that was started; ``newest`` is the generation agreed on last."""
     rows = []

@@ -48,7 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Start a training job, or join one: torchrun with an etcd rendezvous, "
         "failures bounded by a budget and exit codes that tell why it ended.",
         epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
-        "one was required, 69 etcd unreachable, 70 failure budget spent, 75 preempted and saved",
+        "one was required, 69 etcd unreachable, 70 failure budget spent, 71 preflight failed, 75 "
+        "preempted and saved",
         parents=[torchrun_parser()],
         add_help=False,
     )

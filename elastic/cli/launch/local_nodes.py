@@ -23,7 +23,7 @@ _BOUND_TO_PARENT = Path(bound_to_parent.__file__)
 
 
 @dataclass
-class LocalNode:
+class NodeProcess:
     """One node: its agent, and through it the workers."""
 
     name: str
@@ -54,7 +54,7 @@ class LocalNodes:
         self._on_line = on_line
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._nodes: dict[str, LocalNode] = {}
+        self._nodes: dict[str, NodeProcess] = {}
 
     def __enter__(self) -> LocalNodes:
         return self
@@ -62,7 +62,9 @@ class LocalNodes:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> LocalNode:
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> NodeProcess:
         """Start an agent. It gets SIGTERM when this process dies, however it dies."""
         tied = [sys.executable, "-IS", str(_BOUND_TO_PARENT), str(os.getpid()), *command]
         process = subprocess.Popen(
@@ -73,7 +75,7 @@ class LocalNodes:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for us to forward, once
         )
-        node = self._nodes[name] = LocalNode(name, process)
+        node = self._nodes[name] = NodeProcess(name, process)
         for stream, file in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert file is not None
             os.set_blocking(file.fileno(), False)
@@ -81,12 +83,12 @@ class LocalNodes:
         return node
 
     @property
-    def nodes(self) -> tuple[LocalNode, ...]:
+    def nodes(self) -> tuple[NodeProcess, ...]:
         """All that were started, in that order."""
         return tuple(self._nodes.values())
 
     @property
-    def running(self) -> tuple[LocalNode, ...]:
+    def running(self) -> tuple[NodeProcess, ...]:
         return tuple(node for node in self._nodes.values() if node.exit_code is None)
 
     def pump(self, timeout_s: float) -> None:
@@ -101,7 +103,7 @@ class LocalNodes:
         """Send a signal to every running agent (not to workers: agents pass it on)."""
         processes.send([node.pid for node in self.running], signum)
 
-    def kill(self, node: LocalNode) -> None:
+    def kill(self, node: NodeProcess) -> None:
         """SIGKILL a whole node, agent, workers and all, as if its machine had died."""
         processes.kill_tree(node.pid)
         node.process.wait()

@@ -19,8 +19,7 @@ from types import FrameType
 from elastic.cli import exit_codes
 from elastic.cli.launch import flags
 from elastic.cli.launch.local_nodes import LocalNodes
-
-POLL_S = 0.1
+from elastic.tuning.agent_intervals import CLI_POLL_S
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,7 +153,7 @@ def follow(nodes: LocalNodes, stop: StopRequest) -> None:
     passed_on = False
     reported: set[str] = set()
     while running := nodes.running:
-        nodes.pump(POLL_S)
+        nodes.pump(CLI_POLL_S)
         if stop.urgent:
             say(f"killing {len(running)} nodes")
             for node in running:

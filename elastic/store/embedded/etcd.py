@@ -26,11 +26,16 @@ from elastic.store.embedded.process import (
     find_binary,
     reserve_port,
 )
+from elastic.tuning.agent_intervals import (
+    EMBEDDED_ELECTION_MS,
+    EMBEDDED_HEARTBEAT_MS,
+    EMBEDDED_POLL_S,
+    EMBEDDED_PROBE_S,
+    EMBEDDED_READY_S,
+    EMBEDDED_STOP_S,
+)
 
 LOOPBACK = "127.0.0.1"
-_POLL_S = 0.03
-_READY_WITHIN_S = 30.0
-_STOP_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +62,8 @@ class EmbeddedEtcd:
         data_dir: str | os.PathLike[str] | None = None,
         certificates: EtcdCertificates | None = None,
         name: str = "embedded",
-        heartbeat_ms: int = 100,
-        election_ms: int = 1000,
+        heartbeat_ms: int = EMBEDDED_HEARTBEAT_MS,
+        election_ms: int = EMBEDDED_ELECTION_MS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -107,7 +112,7 @@ class EmbeddedEtcd:
         if self.pid is None:
             self._process = BoundProcess(self._command(), self.log_path)
 
-    def wait_ready(self, timeout_s: float = _READY_WITHIN_S) -> None:
+    def wait_ready(self, timeout_s: float = EMBEDDED_READY_S) -> None:
         """Wait until a linearizable read succeeds. Raises StoreUnreachable."""
         deadline_s = self._clock.monotonic() + timeout_s
         while not self.healthy:
@@ -115,13 +120,15 @@ class EmbeddedEtcd:
                 raise self._failed("ended before it served")
             if self._clock.monotonic() > deadline_s:
                 raise self._failed(f"was not ready within {timeout_s:g} s")
-            self._clock.sleep(_POLL_S)
+            self._clock.sleep(EMBEDDED_POLL_S)
 
     @property
     def healthy(self) -> bool:
         """Whether etcd itself says that it can serve: it has a leader and reads work."""
         try:
-            connection = http.client.HTTPConnection(LOOPBACK, self._metrics_port, timeout=2)
+            connection = http.client.HTTPConnection(
+                LOOPBACK, self._metrics_port, timeout=EMBEDDED_PROBE_S
+            )
             with contextlib.closing(connection):
                 connection.request("GET", "/health")
                 return bool(json.loads(connection.getresponse().read())["health"] == "true")
@@ -220,7 +227,7 @@ class EmbeddedEtcd:
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.end(how, _STOP_WITHIN_S)
+            process.end(how, EMBEDDED_STOP_S)
 
     def _running(self) -> BoundProcess:
         if self._process is None or not self._process.running:
@@ -245,8 +252,8 @@ class EmbeddedCluster:
         size: int = 3,
         *,
         certificates: EtcdCertificates | None = None,
-        heartbeat_ms: int = 100,
-        election_ms: int = 1000,
+        heartbeat_ms: int = EMBEDDED_HEARTBEAT_MS,
+        election_ms: int = EMBEDDED_ELECTION_MS,
     ) -> None:
         self.members: Sequence[EmbeddedEtcd] = tuple(
             EmbeddedEtcd(

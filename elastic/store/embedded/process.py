@@ -18,6 +18,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
+from elastic.tuning.agent_intervals import EMBEDDED_VERSION_S
 
 OLDEST = (3, 4)
 _REMEDY = "install etcd 3.4 or later, or: pip install 'torch-elastic-harness[embedded]'"
@@ -74,7 +75,11 @@ def _is_script(path: Path) -> bool:
 def _version_of(path: Path) -> tuple[int, int] | None:
     try:
         said = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=20, check=True
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=EMBEDDED_VERSION_S,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None

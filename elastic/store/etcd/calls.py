@@ -11,11 +11,10 @@ import tenacity
 
 from elastic.clock import Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
-from elastic.store.etcd.connection import Connection, Connections
-from elastic.store.etcd.failures import Failure, Remedy
+from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
+from elastic.store.etcd.failures import CallFailure, Remedy
+from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_FIRST_ATTEMPT_S
 
-BACKOFF_CAP_S = 1.0  # PROTOCOL section 3 builds on it
-_FIRST_ATTEMPT_S = 1.5  # then twice as long each time, within the deadline of the call
 _AGAIN = frozenset({Remedy.RETRY, Remedy.DOUBT, Remedy.MOVE, Remedy.LOGIN})
 
 
@@ -30,7 +29,7 @@ class Reply:
 class Calls:
     """Makes unary calls on whatever connection is current; thread-safe."""
 
-    def __init__(self, connections: Connections, clock: Clock, closed: threading.Event) -> None:
+    def __init__(self, connections: EtcdConnections, clock: Clock, closed: threading.Event) -> None:
         self._connections = connections
         self._clock = clock
         self._closed = closed  # ends the pauses between attempts
@@ -38,12 +37,12 @@ class Calls:
     def __call__(
         self,
         what: str,
-        method: Callable[[Connection], Callable[..., Any]],
+        method: Callable[[EtcdConnection], Callable[..., Any]],
         request: Any,
         *,
         timeout_s: float | None = None,
         tolerate: frozenset[Remedy] = frozenset(),
-    ) -> Reply | Failure:
+    ) -> Reply | CallFailure:
         """Call until there is an answer or the time is up.
 
         Returns a Failure only if its remedy is in ``tolerate``; raises CoordinationError.
@@ -58,19 +57,19 @@ class Calls:
             left_s = max(ends_s - self._clock.monotonic(), 0.05)
             in_doubt = sent > 0
             sent += 1
-            patience_s = min(left_s, _FIRST_ATTEMPT_S * 2 ** (sent - 1))
+            patience_s = min(left_s, STORE_FIRST_ATTEMPT_S * 2 ** (sent - 1))
             message = self._connections.invoke(connection, method(connection), request, patience_s)
             return Reply(message, in_doubt)
 
         try:
             return self._retrying(limit_s)(attempt)
-        except Failure as failure:
+        except CallFailure as failure:
             if failure.remedy in tolerate:
                 return failure
             raise self._error(what, failure) from None
 
     def _retrying(self, limit_s: float) -> tenacity.Retrying:
-        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=BACKOFF_CAP_S)
+        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=STORE_BACKOFF_CAP_S)
 
         def wait(state: tenacity.RetryCallState) -> float:
             return max(0.0, min(backoff(state), limit_s - (state.seconds_since_start or 0.0)))
@@ -88,13 +87,13 @@ class Calls:
 
     def _worth_retrying(self, error: BaseException) -> bool:
         return (
-            isinstance(error, Failure)
+            isinstance(error, CallFailure)
             and error.remedy in _AGAIN
             and not self._closed.is_set()
             and not self._connections.hopeless
         )
 
-    def _error(self, what: str, failure: Failure) -> CoordinationError:
+    def _error(self, what: str, failure: CallFailure) -> CoordinationError:
         if failure.remedy is Remedy.LEASE_GONE:
             return LeaseGone(f"{what}: the lease is gone")
         if failure.remedy is Remedy.REFUSED:

@@ -17,10 +17,9 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import StoreRefused, StoreTooOld, StoreUnreachable
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, read_pem
-from elastic.store.etcd.failures import Failure, Remedy, classify, explain
+from elastic.store.etcd.failures import CallFailure, Remedy, classify, explain
+from elastic.tuning.agent_intervals import STORE_PROBE_S, STORE_SLOWEST_PROBE_S
 
-PROBE_S = 1.0  # a member that does not answer Status in this time is not used
-_SLOWEST_PROBE_S = 4.0  # on an overloaded machine the probe gets more patient
 _OLDEST = (3, 4)
 
 # Keepalive: etcd refuses pings more often than every 5 s. The store's pulse is quicker; this
@@ -37,7 +36,7 @@ _OPTIONS = (
 )
 
 
-class Connection:
+class EtcdConnection:
     """An open channel to one member, with the stubs in use."""
 
     def __init__(self, endpoint: Endpoint, channel: Any) -> None:
@@ -58,7 +57,7 @@ class Connection:
         return (("hasleader", "true"), *token)
 
 
-class Connections:
+class EtcdConnections:
     """Hands out the current connection; thread-safe."""
 
     def __init__(self, config: EtcdConfig, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -69,16 +68,16 @@ class Connections:
         self._credentials = _credentials(config)
         self._connecting = threading.Lock()  # held while a round of attempts runs
         self._state = threading.Lock()  # guards the fields below, never held across I/O
-        self._current: Connection | None = None
+        self._current: EtcdConnection | None = None
         self._next = 0  # index of the endpoint to try first
         self._rounds = 0  # failed rounds so far
         self._failed_in_a_row = 0
-        self._reasons: dict[Endpoint, Failure] = {}
+        self._reasons: dict[Endpoint, CallFailure] = {}
         self._closed = False
 
     # -- for callers -----------------------------------------------------------------------
 
-    def current(self, ends_s: float | None = None) -> Connection:
+    def current(self, ends_s: float | None = None) -> EtcdConnection:
         """The current connection, made now if there is none: one attempt per endpoint.
 
         All of them end by ``ends_s`` (monotonic), if given. Raises Failure; the reasons are in
@@ -91,7 +90,7 @@ class Connections:
         with self._connecting:
             with self._state:
                 if self._closed:
-                    raise Failure(Remedy.FATAL, "the store is closed")
+                    raise CallFailure(Remedy.FATAL, "the store is closed")
                 if self._current is not None:
                     return self._current
                 if self._rounds != rounds:  # somebody else tried while this thread waited
@@ -100,7 +99,7 @@ class Connections:
 
     def invoke(
         self,
-        connection: Connection,
+        connection: EtcdConnection,
         method: Callable[..., Any],
         request: Any,
         timeout_s: float,
@@ -115,7 +114,7 @@ class Connections:
         self.touch()
         return reply
 
-    def react(self, connection: Connection, failure: Failure) -> None:
+    def react(self, connection: EtcdConnection, failure: CallFailure) -> None:
         """Do what a failure asks of the connection itself: check it, leave it, log in."""
         if failure.remedy is Remedy.MOVE:
             self.drop(connection, failure)
@@ -123,22 +122,22 @@ class Connections:
             self.verify(connection)
         elif failure.remedy is Remedy.LOGIN and connection.token is not None:
             try:
-                self._log_in(connection, PROBE_S)
-            except Failure as refused:
+                self._log_in(connection, STORE_PROBE_S)
+            except CallFailure as refused:
                 self.drop(connection, refused)
 
-    def verify(self, connection: Connection) -> bool:
+    def verify(self, connection: EtcdConnection) -> bool:
         """Ask the member whether it is there and has a leader; drop it if not."""
         alone = len(self.config.endpoints) == 1  # there is nowhere to go: be patient
         try:
-            self._status(connection, 2 * PROBE_S if alone else PROBE_S)
-        except Failure as failure:
+            self._status(connection, 2 * STORE_PROBE_S if alone else STORE_PROBE_S)
+        except CallFailure as failure:
             self.drop(connection, failure)
             return False
         self.touch()
         return True
 
-    def drop(self, connection: Connection, failure: Failure) -> None:
+    def drop(self, connection: EtcdConnection, failure: CallFailure) -> None:
         """Close the connection and let the next user try the next endpoint."""
         with self._state:
             self._reasons[connection.endpoint] = failure
@@ -151,7 +150,7 @@ class Connections:
         """Note that etcd just answered."""
         self.last_contact_s = self._clock.monotonic()
 
-    def peek(self) -> Connection | None:
+    def peek(self) -> EtcdConnection | None:
         """The current connection if there is one; connects to nothing."""
         return self._current
 
@@ -165,7 +164,7 @@ class Connections:
 
     # -- what went wrong, for people -------------------------------------------------------
 
-    def error(self, what: str, last: Failure) -> StoreUnreachable | StoreRefused | StoreTooOld:
+    def error(self, what: str, last: CallFailure) -> StoreUnreachable | StoreRefused | StoreTooOld:
         """The error to raise when ``what`` failed for good: every endpoint with its reason."""
         with self._state:
             reasons = dict(self._reasons)
@@ -200,9 +199,9 @@ class Connections:
 
     # -- one round over the endpoints ------------------------------------------------------
 
-    def _try_all(self, ends_s: float | None) -> Connection:
+    def _try_all(self, ends_s: float | None) -> EtcdConnection:
         endpoints = self.config.endpoints
-        patience_s = min(PROBE_S * 2 ** min(self._failed_in_a_row, 10), _SLOWEST_PROBE_S)
+        patience_s = min(STORE_PROBE_S * 2 ** min(self._failed_in_a_row, 10), STORE_SLOWEST_PROBE_S)
         for step in range(len(endpoints)):
             endpoint = endpoints[(self._next + step) % len(endpoints)]
             timeout_s = patience_s
@@ -211,13 +210,13 @@ class Connections:
                 timeout_s = max(0.1, min(patience_s, left_s))
             try:
                 connection = self._try(endpoint, timeout_s)
-            except Failure as failure:
+            except CallFailure as failure:
                 self._note(endpoint, failure)
                 continue
             with self._state:
                 if self._closed:
                     connection.channel.close()
-                    raise Failure(Remedy.FATAL, "the store is closed")
+                    raise CallFailure(Remedy.FATAL, "the store is closed")
                 self._current = connection
                 self._failed_in_a_row = 0
                 self._reasons.pop(endpoint, None)
@@ -228,24 +227,24 @@ class Connections:
             self._next = (self._next + 1) % len(endpoints)
             raise self._worst()
 
-    def _note(self, endpoint: Endpoint, failure: Failure) -> None:
+    def _note(self, endpoint: Endpoint, failure: CallFailure) -> None:
         with self._state:
             known = self._reasons.get(endpoint)
             if known is None or known.remedy is not failure.remedy or known.remedy != Remedy.DOUBT:
                 self._reasons[endpoint] = failure  # of several silences tell the first one
 
-    def _worst(self) -> Failure:
+    def _worst(self) -> CallFailure:
         """What to tell who asked for a connection and got none."""
         reasons = "; ".join(f"{e}: {f.reason}" for e, f in self._reasons.items())
-        return Failure(Remedy.MOVE, reasons or "no endpoint answers")
+        return CallFailure(Remedy.MOVE, reasons or "no endpoint answers")
 
-    def _try(self, endpoint: Endpoint, timeout_s: float) -> Connection:
-        connection = Connection(endpoint, self._open_channel(str(endpoint)))
+    def _try(self, endpoint: Endpoint, timeout_s: float) -> EtcdConnection:
+        connection = EtcdConnection(endpoint, self._open_channel(str(endpoint)))
         try:
             self._status(connection, timeout_s)
             if self.config.user:
                 self._log_in(connection, timeout_s)
-        except Failure as failure:
+        except CallFailure as failure:
             connection.channel.close()
             raise explain(failure, endpoint, tls=self.config.tls, timeout_s=timeout_s) from None
         self.touch()
@@ -257,16 +256,16 @@ class Connections:
             return grpc.insecure_channel(target, options=_OPTIONS)
         return grpc.secure_channel(target, self._credentials, options=_OPTIONS)
 
-    def _status(self, connection: Connection, timeout_s: float) -> None:
+    def _status(self, connection: EtcdConnection, timeout_s: float) -> None:
         try:
             status = connection.maintenance.Status(self._rpc.StatusRequest(), timeout=timeout_s)
         except (load_grpc().RpcError, ValueError) as error:
             raise classify(error) from None
         check_version(status.version)
         if not status.leader:
-            raise Failure(Remedy.MOVE, "the member has no leader (is a majority up?)")
+            raise CallFailure(Remedy.MOVE, "the member has no leader (is a majority up?)")
 
-    def _log_in(self, connection: Connection, timeout_s: float) -> None:
+    def _log_in(self, connection: EtcdConnection, timeout_s: float) -> None:
         request = self._rpc.AuthenticateRequest(
             name=self.config.user, password=self.config.password
         )
@@ -285,7 +284,7 @@ def check_version(version: str) -> None:
     """Raises Failure(NOT_ETCD) for anything before etcd 3.4."""
     match = re.match(r"v?(\d+)\.(\d+)", version)
     if match is None or (int(match[1]), int(match[2])) < _OLDEST:
-        raise Failure(Remedy.NOT_ETCD, f"etcd {version or 'of unknown version'}, before 3.4")
+        raise CallFailure(Remedy.NOT_ETCD, f"etcd {version or 'of unknown version'}, before 3.4")
 
 
 def _credentials(config: EtcdConfig) -> Any:

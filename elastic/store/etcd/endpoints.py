@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
+from elastic.tuning.agent_intervals import STORE_CALL_S, STORE_CONNECT_S
 
 DEFAULT_PORT = 2379
 _HINT = "write host, host:port, [ipv6]:port or http(s)://host:port, separated by commas"
@@ -57,8 +58,8 @@ class EtcdConfig:
     key: str | None = None  # its private key, PEM file
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    connect_timeout_s: float = 5.0  # for the first contact
-    request_timeout_s: float = 5.0  # for one call, retries included
+    connect_timeout_s: float = STORE_CONNECT_S  # for the first contact
+    request_timeout_s: float = STORE_CALL_S  # for one call, retries included
 
     def __post_init__(self) -> None:
         if not self.endpoints:

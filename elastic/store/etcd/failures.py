@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from elastic.store.etcd.endpoints import Endpoint
+from elastic.tuning.agent_intervals import STORE_DIAGNOSIS_S
 
 
 class Remedy(Enum):
@@ -31,7 +32,7 @@ class Remedy(Enum):
     FATAL = "fatal"  # etcd understood and will not
 
 
-class Failure(Exception):
+class CallFailure(Exception):
     """One failed attempt; ``str()`` is the reason. Never leaves this package."""
 
     def __init__(self, remedy: Remedy, reason: str) -> None:
@@ -78,69 +79,70 @@ _BY_CODE = {
 
 _UNRESOLVED = ("DNS", "name resolution", "lookup", "not known", "Domain name")
 _SILENT = ("imed out", "timeout", "SETTINGS")  # TCP may have connected; nobody spoke
-_HANDSHAKE_S = 0.5
 
 
-def classify(error: Any) -> Failure:
+def classify(error: Any) -> CallFailure:
     """Read a ``grpc.RpcError`` (or the ValueError of a call on a closed channel)."""
     if isinstance(error, ValueError):
-        return Failure(Remedy.MOVE, "the connection was closed")
+        return CallFailure(Remedy.MOVE, "the connection was closed")
     code, text = error.code().name, error.details() or ""
     return classify_text(text or code, otherwise=_BY_CODE.get(code, Remedy.FATAL))
 
 
-def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> Failure:
+def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> CallFailure:
     """Read an error that comes as text alone, like the reason of a cancelled watch."""
     for part, remedy in _BY_TEXT:
         if part in text:
-            return Failure(remedy, text)
-    return Failure(otherwise, text)
+            return CallFailure(remedy, text)
+    return CallFailure(otherwise, text)
 
 
-def explain(failure: Failure, endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Failure:
+def explain(
+    failure: CallFailure, endpoint: Endpoint, *, tls: bool, timeout_s: float
+) -> CallFailure:
     """Say for people why the first contact failed; tells a TLS quarrel from a dead host."""
     if failure.remedy is Remedy.DOUBT or any(part in failure.reason for part in _SILENT):
-        return Failure(Remedy.DOUBT, f"no answer within {timeout_s:.2g} s")
+        return CallFailure(Remedy.DOUBT, f"no answer within {timeout_s:.2g} s")
     if "Hostname Verification" in failure.reason or "peer certificate" in failure.reason:
-        return Failure(
+        return CallFailure(
             Remedy.REFUSED, f"the server's certificate is not made out to {endpoint.host}"
         )
     if "CERTIFICATE_VERIFY_FAILED" in failure.reason:
-        return Failure(Remedy.REFUSED, "the server's certificate is not signed by cacert")
+        return CallFailure(Remedy.REFUSED, "the server's certificate is not signed by cacert")
     if failure.remedy is not Remedy.MOVE:
         return failure
     if "Connection refused" in failure.reason:
-        return Failure(Remedy.MOVE, "connection refused")
+        return CallFailure(Remedy.MOVE, "connection refused")
     if any(part in failure.reason for part in _UNRESOLVED):
-        return Failure(Remedy.MOVE, f"the name {endpoint.host!r} cannot be resolved")
+        return CallFailure(Remedy.MOVE, f"the name {endpoint.host!r} cannot be resolved")
     if "no leader" in failure.reason:
         return failure
     return _explain_handshake(failure, endpoint, tls=tls)
 
 
-def _explain_handshake(failure: Failure, endpoint: Endpoint, *, tls: bool) -> Failure:
+def _explain_handshake(failure: CallFailure, endpoint: Endpoint, *, tls: bool) -> CallFailure:
     """TCP works and gRPC does not: find out whether the two sides agree on TLS."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection(endpoint[:2], timeout=_HANDSHAKE_S) as plain:
-            plain.settimeout(_HANDSHAKE_S)
+        with socket.create_connection(endpoint[:2], timeout=STORE_DIAGNOSIS_S) as plain:
+            plain.settimeout(STORE_DIAGNOSIS_S)
             with context.wrap_socket(plain, server_hostname=endpoint.host):
                 speaks_tls = True
     except ssl.SSLError as error:
         speaks_tls = "ALERT" in str(error.reason)  # it refused us, in TLS's own words
     except OSError:
-        return Failure(failure.remedy, _first_line(failure.reason))
+        return CallFailure(failure.remedy, _first_line(failure.reason))
     if tls and not speaks_tls:
-        return Failure(Remedy.REFUSED, "the server does not speak TLS")
+        return CallFailure(Remedy.REFUSED, "the server does not speak TLS")
     if speaks_tls and not tls:
-        return Failure(Remedy.REFUSED, "the server speaks TLS: cacert (or https://) is needed")
+        return CallFailure(Remedy.REFUSED, "the server speaks TLS: cacert (or https://) is needed")
     if tls:
-        return Failure(
+        return CallFailure(
             Remedy.REFUSED,
             f"the TLS handshake failed: certificate not accepted ({_first_line(failure.reason)})",
         )
-    return Failure(failure.remedy, _first_line(failure.reason))
+    return CallFailure(failure.remedy, _first_line(failure.reason))
 
 
 def _first_line(text: str) -> str:

@@ -17,17 +17,21 @@ from typing import Any
 
 from elastic.clock import Clock
 from elastic.errors import CoordinationError
-from elastic.store.etcd.calls import BACKOFF_CAP_S, Calls, Reply
+from elastic.store.etcd.calls import Calls, Reply
 from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.connection import Connections
-from elastic.store.etcd.failures import Failure, Remedy, classify
+from elastic.store.etcd.connection import EtcdConnections
+from elastic.store.etcd.failures import CallFailure, Remedy, classify
+from elastic.tuning.agent_intervals import (
+    STORE_BACKOFF_CAP_S,
+    STORE_LONGEST_RENEWAL_S,
+    STORE_REVOKE_S,
+    STORE_SHORTEST_RENEWAL_S,
+)
 
 # A member may freeze right after a renewal. With these, and a second to see that it is frozen, the
 # next member is asked after 0.25 + 0.17 of the TTL and a second: in time for the default of 4 s.
 _RENEWALS_PER_TTL = 4
 _TIMEOUTS_PER_TTL = 6
-_SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.3, 1.5
-_REVOKE_TIMEOUT_S = 1.0
 
 
 class EtcdLease:
@@ -35,7 +39,7 @@ class EtcdLease:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: EtcdConnections,
         calls: Calls,
         clock: Clock,
         ttl_s: float,
@@ -54,7 +58,7 @@ class EtcdLease:
         self._renewed_s = clock.boottime()
         self._id, self._ttl_s = self._grant(ttl_s)
         self._timeout_s = min(
-            max(self._ttl_s / _TIMEOUTS_PER_TTL, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S
+            max(self._ttl_s / _TIMEOUTS_PER_TTL, STORE_SHORTEST_RENEWAL_S), STORE_LONGEST_RENEWAL_S
         )
         self._thread = threading.Thread(
             target=guard(self._keep), name=f"elastic-lease-{self._id:x}", daemon=True
@@ -96,7 +100,7 @@ class EtcdLease:
                     f"revoke lease {self._id:x}",
                     lambda connection: connection.leases.LeaseRevoke,
                     self._rpc.LeaseRevokeRequest(ID=self._id),
-                    timeout_s=_REVOKE_TIMEOUT_S,
+                    timeout_s=STORE_REVOKE_S,
                 )
             except CoordinationError:
                 return  # best effort: etcd ends it by itself after the TTL
@@ -125,7 +129,7 @@ class EtcdLease:
         while True:
             pause_s = self._ttl_s / _RENEWALS_PER_TTL
             if failures:
-                longest_s = min(BACKOFF_CAP_S, 0.05 * 2 ** min(failures, 10))
+                longest_s = min(STORE_BACKOFF_CAP_S, 0.05 * 2 ** min(failures, 10))
                 pause_s = min(pause_s, random.uniform(longest_s / 2, longest_s))
             self._clock.wait(self._wake, pause_s)
             self._wake.clear()
@@ -134,7 +138,7 @@ class EtcdLease:
             asked_s = self._clock.boottime()
             try:
                 alive = self._renew() or self._confirm()
-            except Failure:
+            except CallFailure:
                 failures += 1  # not a loss; the store's last_contact_s tells how long
                 continue
             failures = 0
@@ -163,7 +167,7 @@ class EtcdLease:
         finally:
             self._stream = None
         if reply is None:
-            raise Failure(Remedy.RETRY, "the renewal was not answered")
+            raise CallFailure(Remedy.RETRY, "the renewal was not answered")
         self._connections.touch()
         return bool(reply.TTL > 0)
 

@@ -16,16 +16,15 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
 from elastic.store.etcd.calls import Calls, Reply
 from elastic.store.etcd.compat import load_rpc
-from elastic.store.etcd.connection import Connection, Connections
+from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
 from elastic.store.etcd.keys import bytes_of, entry_of, range_of
 from elastic.store.etcd.lease import EtcdLease
 from elastic.store.etcd.watch import EtcdWatch
 from elastic.store.keyvalue import Entry, Lease, Snapshot, Watch, WatchEvent
+from elastic.tuning.agent_intervals import STORE_PULSE_S
 
 __all__ = ["Endpoint", "EtcdConfig", "EtcdStore", "parse_endpoints"]
-
-_PULSE_S = 1.0  # silence longer than this is questioned
 
 
 class EtcdStore:
@@ -50,7 +49,7 @@ class EtcdStore:
         self._clock = clock
         self._on_crash = on_crash
         self._closed = threading.Event()
-        self._connections = Connections(config, clock)
+        self._connections = EtcdConnections(config, clock)
         self._calls = Calls(self._connections, clock, self._closed)
         self._lock = threading.Lock()
         self._closing = False
@@ -126,6 +125,20 @@ class EtcdStore:
         reply = self._call(f"delete {key}", lambda c: c.kv.DeleteRange, request)
         return bool(reply.message.deleted) or reply.in_doubt
 
+    # -- the server ------------------------------------------------------------------------
+
+    def version(self) -> str:
+        """etcd's version, as the member in use has it."""
+        request = self._rpc.StatusRequest()
+        reply = self._call("ask for the version", lambda c: c.maintenance.Status, request)
+        return str(reply.message.version)
+
+    def alarms(self) -> tuple[str, ...]:
+        """Alarms of all members, like ``NOSPACE``: a member that has one refuses writes."""
+        request = self._rpc.AlarmRequest(action=self._rpc.AlarmRequest.GET)
+        found = self._call("list alarms", lambda c: c.maintenance.Alarm, request).message.alarms
+        return tuple(sorted({str(self._rpc.AlarmType.Name(member.alarm)) for member in found}))
+
     # -- leases and watches ----------------------------------------------------------------
 
     def lease(self, ttl_s: float, *, on_lost: Callable[[], None] | None = None) -> EtcdLease:
@@ -182,7 +195,7 @@ class EtcdStore:
     def _call(
         self,
         what: str,
-        method: Callable[[Connection], Callable[..., Any]],
+        method: Callable[[EtcdConnection], Callable[..., Any]],
         request: Any,
         *,
         lease: Lease | None = None,
@@ -217,10 +230,10 @@ class EtcdStore:
 
     def _watch_silence(self) -> None:
         """A member that stops answering keeps its TCP connections: ask it, leave it."""
-        while not self._clock.wait(self._closed, _PULSE_S / 4):
+        while not self._clock.wait(self._closed, STORE_PULSE_S / 4):
             connection = self._connections.peek()
             silent_s = self._clock.monotonic() - self._connections.last_contact_s
-            if connection is not None and silent_s > _PULSE_S:
+            if connection is not None and silent_s > STORE_PULSE_S:
                 self._connections.verify(connection)
 
     def _guard(self, run: Callable[[], None]) -> Callable[[], None]:

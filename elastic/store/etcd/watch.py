@@ -23,10 +23,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from elastic.clock import Clock
-from elastic.store.etcd.calls import BACKOFF_CAP_S
 from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.connection import Connection, Connections
-from elastic.store.etcd.failures import Failure, Remedy, classify, classify_text
+from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
+from elastic.store.etcd.failures import CallFailure, Remedy, classify, classify_text
 from elastic.store.etcd.followed_prefix import (
     Followed,
     Untold,
@@ -44,9 +43,7 @@ from elastic.store.keyvalue import (
     Snapshot,
     WatchEvent,
 )
-
-_READ_TIMEOUT_S = 2.0
-_SETTLING_S = 1.0
+from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_READ_S, STORE_SETTLING_S
 
 
 class EtcdWatch:
@@ -54,7 +51,7 @@ class EtcdWatch:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: EtcdConnections,
         clock: Clock,
         prefixes: Sequence[str],
         callback: Callable[[WatchEvent], None],
@@ -90,11 +87,11 @@ class EtcdWatch:
         while not self._closed.is_set():
             try:
                 self._follow()
-            except Failure as failure:
+            except CallFailure as failure:
                 if self._connected and self._cluster_id is not None:
                     self._connected = False
                     self._emit(Disconnected(str(failure)))
-                longest_s = min(BACKOFF_CAP_S, 0.05 * 2 ** min(self._failures, 10))
+                longest_s = min(STORE_BACKOFF_CAP_S, 0.05 * 2 ** min(self._failures, 10))
                 self._failures += 1
                 self._clock.wait(self._closed, random.uniform(longest_s / 2, longest_s))
 
@@ -107,7 +104,7 @@ class EtcdWatch:
         with contextlib.closing(self._responses(connection)) as responses:
             self._read(connection, responses)
 
-    def _responses(self, connection: Connection) -> Generator[Any, None, None]:
+    def _responses(self, connection: EtcdConnection) -> Generator[Any, None, None]:
         """What etcd says on a new stream, until it breaks. Raises Failure, nothing else.
 
         A generator, so that an exception of the callback is not taken for one of the stream.
@@ -129,12 +126,12 @@ class EtcdWatch:
                     # A passed compaction is found again, and told, by _why_start_over.
                     raise classify_text(response.cancel_reason or "etcd cancelled the watch")
                 yield response
-            raise Failure(Remedy.MOVE, "etcd ended the watch")
+            raise CallFailure(Remedy.MOVE, "etcd ended the watch")
         except (load_grpc().RpcError, ValueError) as error:
             failure = classify(error)
             self._react(connection, failure)
             raise failure from None
-        except Failure as failure:
+        except CallFailure as failure:
             self._react(connection, failure)
             raise
         finally:
@@ -144,19 +141,19 @@ class EtcdWatch:
                     self._stream.cancel()
                 self._stream = None
 
-    def _react(self, connection: Connection, failure: Failure) -> None:
+    def _react(self, connection: EtcdConnection, failure: CallFailure) -> None:
         if not self._closed.is_set():  # closing cancels the stream; that is no failure
             self._connections.react(connection, failure)
 
     # -- is it still the store we knew? ----------------------------------------------------
 
-    def _why_start_over(self, connection: Connection) -> str | None:
+    def _why_start_over(self, connection: EtcdConnection) -> str | None:
         if self._cluster_id is None:
             return "started"
         for followed in self._followed:
             try:
                 reply = self._range(connection, followed.prefix, revision=followed.revision)
-            except Failure as failure:
+            except CallFailure as failure:
                 if failure.remedy is Remedy.FUTURE:
                     return "wiped"
                 if failure.remedy is Remedy.COMPACTED:
@@ -167,7 +164,7 @@ class EtcdWatch:
                 return "wiped"
         return None
 
-    def _start_over(self, connection: Connection, reason: str) -> None:
+    def _start_over(self, connection: EtcdConnection, reason: str) -> None:
         """List everything at one revision and make that the new knowledge."""
         header, listed = self._read_all(connection)
         if reason == "compacted" and (
@@ -185,7 +182,7 @@ class EtcdWatch:
         self._emit(Reset(Snapshot(header.revision, tuple(everything)), reason))
 
     def _read_all(
-        self, connection: Connection, *, revision: int = 0
+        self, connection: EtcdConnection, *, revision: int = 0
     ) -> tuple[Any, list[dict[str, Entry]]]:
         """All prefixes at one revision: now, or an earlier one that this member has told of."""
         rpc, reads = self._rpc, []
@@ -196,13 +193,13 @@ class EtcdWatch:
             )
             reads.append(rpc.RequestOp(request_range=read))
         request = rpc.TxnRequest(success=reads)
-        reply = self._connections.invoke(connection, connection.kv.Txn, request, _READ_TIMEOUT_S)
+        reply = self._connections.invoke(connection, connection.kv.Txn, request, STORE_READ_S)
         return reply.header, [entries_of(r.response_range.kvs) for r in reply.responses]
 
-    def _range(self, connection: Connection, prefix: str, *, revision: int) -> Any:
+    def _range(self, connection: EtcdConnection, prefix: str, *, revision: int) -> Any:
         key, end = range_of(prefix)
         request = self._rpc.RangeRequest(key=key, range_end=end, revision=revision)
-        return self._connections.invoke(connection, connection.kv.Range, request, _READ_TIMEOUT_S)
+        return self._connections.invoke(connection, connection.kv.Range, request, STORE_READ_S)
 
     # -- following -------------------------------------------------------------------------
 
@@ -214,7 +211,7 @@ class EtcdWatch:
             )
         )
 
-    def _read(self, connection: Connection, responses: Iterable[Any]) -> None:
+    def _read(self, connection: EtcdConnection, responses: Iterable[Any]) -> None:
         """Tell what comes, in order. Raises Failure when nothing comes any more."""
         watched: dict[int, Followed] = {}
         untold: list[Untold] = []
@@ -228,7 +225,7 @@ class EtcdWatch:
                 self._tell(untold)
                 untold = []
 
-    def _in_order(self, connection: Connection, untold: Sequence[Untold]) -> bool:
+    def _in_order(self, connection: EtcdConnection, untold: Sequence[Untold]) -> bool:
         """Whether no earlier change of another prefix can still be on its way."""
         settled = self._clock.monotonic() >= self._settled_at_s
         if len(self._followed) == 1 or settled or not untold:
@@ -242,7 +239,7 @@ class EtcdWatch:
 
     def _established(self) -> None:
         self._failures = 0
-        self._settled_at_s = self._clock.monotonic() + _SETTLING_S
+        self._settled_at_s = self._clock.monotonic() + STORE_SETTLING_S
         if not self._connected:
             self._connected = True
             self._emit(Reconnected())

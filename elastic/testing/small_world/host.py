@@ -34,6 +34,15 @@ from elastic.link.protocol import (
     WorldMessage,
 )
 from elastic.link.server import LinkServer, WorkerDeath
+from elastic.messages.environment import CALL_JOIN, world_variables
+from elastic.messages.world import (
+    NO_WORLD,
+    Cause,
+    RankAssignment,
+    WorldIdentity,
+    WorldSpec,
+    WorldState,
+)
 from elastic.node.ports import PortReserve
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.small_world.worker import become_worker
@@ -147,28 +156,23 @@ class SmallJob:
         is told its place over the link (elastic/rendezvous/handler.py)."""
         comes_later = rank < 0
         size = 1 if comes_later else self._size
+        identity = WorldIdentity(generation=self._generation, nonce=self._nonce, lineage=())
         values: dict[str, object] = {
-            "RANK": max(0, rank),
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "GROUP_RANK": max(0, rank),
-            "GROUP_WORLD_SIZE": size,
-            "ROLE_RANK": max(0, rank),
-            "ROLE_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "call elastic.join()" if comes_later else self._store_port,
             "TORCHELASTIC_RUN_ID": "small-world",
             "TORCHELASTIC_RESTART_COUNT": int(comes_later),
             "TORCHELASTIC_MAX_RESTARTS": 1000,
-            "ELASTIC_GENERATION": 0 if comes_later else self._generation,
-            "ELASTIC_NONCE": "" if comes_later else self._nonce,
-            "ELASTIC_LINEAGE": "",
             "ELASTIC_LINK": link,
             "ELASTIC_MAX_NODES": self._size,
             "ELASTIC_NODE_NAME": f"node-{len(self._processes)}",
         }
-        return {name: str(value) for name, value in values.items()}
+        return {name: str(value) for name, value in values.items()} | world_variables(
+            NO_WORLD if comes_later else identity,
+            RankAssignment(rank=max(0, rank), size=size, local_rank=0, local_size=1),
+            node_rank=max(0, rank),
+            nodes=size,
+            store_host="127.0.0.1",
+            store_port=CALL_JOIN if comes_later else self._store_port,
+        )
 
     @property
     def _store_port(self) -> int:
@@ -266,24 +270,27 @@ class SmallJob:
         if not process.has_said_hello:
             return  # not yet here: it is told when it says hello
         message = WorldMessage(
-            generation=self._generation,
-            nonce=self._nonce,
-            member=True,
-            rank=self._members.index(process),
-            size=len(self._members),
-            local_rank=0,
-            local_size=1,
+            world=WorldSpec(
+                generation=self._generation,
+                nonce=self._nonce,
+                lineage=tuple(range(1, self._generation)),
+                store_host="127.0.0.1",
+                store_port=self._store_port,
+                switch_at_step=None,
+                state=WorldState.ACTIVE,
+                cause=Cause.FIRST if self._generation == 1 else Cause.LOST,
+                reason="a small world",
+                committed_step=self._step or None,
+            ),
+            assignment=RankAssignment(
+                rank=self._members.index(process),
+                size=len(self._members),
+                local_rank=0,
+                local_size=1,
+            ),
             node_rank=self._members.index(process),
             nodes=len(self._members),
-            store_host="127.0.0.1",
-            store_port=self._store_port,
             store_key=self._store_key.text,
-            switch_at_step=None,
-            state="active",
-            lineage=tuple(range(1, self._generation)),
-            cause="first" if self._generation == 1 else "lost",
-            reason="a small world",
-            committed_step=self._step or None,
         )
         process.server.send(message)
 

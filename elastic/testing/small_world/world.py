@@ -44,7 +44,7 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class WorkerResult:
     """What became of one process."""
 
     name: str
@@ -63,16 +63,16 @@ class Worker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What a run left behind."""
 
-    workers: tuple[Worker, ...]  # by their first rank; a replacement comes last
+    workers: tuple[WorkerResult, ...]  # by their first rank; a replacement comes last
     worlds: int  # formed
     problem: str  # why the host has ended the run; "" if it has not
     died_at: str  # the line where the victim ended itself, for people; "": nobody did
 
     @property
-    def survivors(self) -> tuple[Worker, ...]:
+    def survivors(self) -> tuple[WorkerResult, ...]:
         """Those who have a result."""
         return tuple(worker for worker in self.workers if worker.ended_well)
 
@@ -136,7 +136,7 @@ class SmallWorld:
         death: Death | None = None,
         is_replaced: bool = False,
         limit_s: float = 120.0,
-    ) -> Outcome:
+    ) -> RunOutcome:
         """Run ``script`` to its end.
 
         ``size`` 1 is plain ``python script``: no agent, no link. After a death the others go on
@@ -162,18 +162,20 @@ class SmallWorld:
         return _outcome(json.loads(line), folder)
 
 
-def _outcome(told: dict[str, Any], folder: Path) -> Outcome:
+def _outcome(told: dict[str, Any], folder: Path) -> RunOutcome:
     death = folder / "death.json"
     died_at = json.loads(death.read_text()) if death.exists() else ""
     workers = tuple(_worker(w, folder) for w in told["workers"])
-    return Outcome(workers=workers, worlds=told["worlds"], problem=told["problem"], died_at=died_at)
+    return RunOutcome(
+        workers=workers, worlds=told["worlds"], problem=told["problem"], died_at=died_at
+    )
 
 
-def _worker(told: dict[str, Any], folder: Path) -> Worker:
+def _worker(told: dict[str, Any], folder: Path) -> WorkerResult:
     name = told["name"]
     log, report, result = (folder / f"{name}.{kind}" for kind in ("log", "json", "safetensors"))
     numbers = json.loads(report.read_text()) if report.exists() else {}
-    return Worker(
+    return WorkerResult(
         name=name,
         pid=told["pid"],
         exit_code=told["exit_code"],

@@ -17,15 +17,11 @@ from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.checkpointing.saver import Saver
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import LAST_SAVE_PEERS_S, LAST_SAVE_TURN_S, SAVE_SLICE_S
 
-# At the end of training nothing presses; a peer that dies in its last second must not hold up
-# the others for long, and a slow disk may.
-END_S = 600.0
-# How much longer than its own share a rank waits for those of others, at least and in relation.
-PEERS_S, PEERS_FACTOR = 10.0, 2.0
-TURN_S = 0.25  # from one rank's look into the folder to the next one's
+# How much longer than for its own share a rank waits for those of others.
+PEERS_FACTOR = 2.0
 LAST_TURN = 8  # ranks after that look together: so many do not die at once
-_SLICE_S = 0.02
 
 
 class _Seen(Enum):
@@ -68,17 +64,19 @@ class LastSave:
         committed."""
         if self._saver.has_committed(self._step):
             return True
-        turn_s = self._clock.monotonic() + TURN_S * min(self._saver.rank, LAST_TURN)
+        turn_s = self._clock.monotonic() + LAST_SAVE_TURN_S * min(self._saver.rank, LAST_TURN)
         while self._left_s() > 0:
             # Also before one's turn: who sees the step committed need not wait any longer.
-            self._wait(lambda: False, at_most_s=min(TURN_S, turn_s - self._clock.monotonic()))
+            self._wait(
+                lambda: False, at_most_s=min(LAST_SAVE_TURN_S, turn_s - self._clock.monotonic())
+            )
             seen = self._look()
             if seen is _Seen.NOTHING and self._clock.monotonic() >= turn_s:
                 return self._write_all()
             if seen in (_Seen.COMMITTED, _Seen.NO_ANSWER):
                 return seen is _Seen.COMMITTED
             if seen is _Seen.BEGUN:
-                self._wait(lambda: False, at_most_s=TURN_S)
+                self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
         return False
 
     def share(self) -> bool:
@@ -103,7 +101,8 @@ class LastSave:
         self._wait(lambda: handle.is_written)
         took_s = self._clock.monotonic() - began_s
         self._wait(
-            lambda: handle.outcome is not None, at_most_s=max(PEERS_S, PEERS_FACTOR * took_s)
+            lambda: handle.outcome is not None,
+            at_most_s=max(LAST_SAVE_PEERS_S, PEERS_FACTOR * took_s),
         )
         self._saver.poll()
         return self._saver.has_committed(self._step)
@@ -135,7 +134,7 @@ class LastSave:
             if self._clock.monotonic() >= until_s:
                 return False
             self._saver.poll()  # notices what hangs, or died
-            self._clock.sleep(_SLICE_S)
+            self._clock.sleep(SAVE_SLICE_S)
         return True
 
 

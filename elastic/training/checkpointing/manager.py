@@ -16,7 +16,7 @@ from checkpoints import Lineage, Root
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import TrainingError
 from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.last_save import END_S, LastSave
+from elastic.training.checkpointing.last_save import LastSave
 from elastic.training.checkpointing.options import (
     Checkpoints,
     KeepGiven,
@@ -30,13 +30,17 @@ from elastic.training.state.job_state import JobState
 from elastic.tuning import timeouts
 from elastic.world.world import World
 
-__all__ = ["END_S", "LEAVING_S", "SHARE_S", "CheckpointManager", "Peers"]
+__all__ = ["CheckpointManager", "Peers", "leaving_s"]
 
-# The budget of a process that ends with an exception or on request; on SIGTERM it is what remains
-# of the grace period.
-LEAVING_S = timeouts.of_environment(os.environ).checkpoint_budget_s
-# In-process, peers that continue wait for this process's end before they can.
-SHARE_S = 3.0
+
+def leaving_s() -> float:
+    """The budget of a process that ends with an exception or on request, as the pod's grace period
+    leaves it; on SIGTERM it is what remains of that period.
+
+    Raises:
+        ConfigError: the pod is told a grace period that is not one.
+    """
+    return timeouts.of_environment(os.environ).checkpoint_budget_s
 
 
 class Peers(Enum):
@@ -53,6 +57,7 @@ class CheckpointManager:
     def __init__(
         self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
     ) -> None:
+        leaving_s()  # a grace period that is not one is refused now, not at the end
         self._journal = journal
         self._clock = clock
         self._is_superseded: Callable[[], bool] = lambda: False

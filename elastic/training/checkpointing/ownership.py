@@ -7,7 +7,7 @@ two machines nor of one machine at two moments, so a clock that jumps changes no
 The same run id is welcome, a record that was given back is free, and so is that of a job on one
 node whose process is gone: the launcher's, or that of a plain ``python train.py``. If that is
 there, it is another job even with the same run id (torchrun's default is "none" for all).
-Anything else is taken over once it has stood still for :data:`WATCH_S`.
+Anything else is taken over once it has stood still for :data:`OWNER_WATCH_S`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from checkpoints import CheckpointError, Storage
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
+from elastic.tuning.worker_intervals import (
+    OWNER_HEARTBEAT_S,
+    OWNER_JOIN_S,
+    OWNER_LOOK_S,
+    OWNER_WATCH_S,
+)
 from elastic.world.world import is_launched, node_name
 
 OWNER_FILE = ".owner.json"
-BEAT_S = 5.0
-# Restarted workers are back within seconds; their job must not lose its folder meanwhile.
-WATCH_S = 30.0
-_LOOK_S = 0.25
-_JOIN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Ownership:
     def claim(self) -> Owner | None:
         """Make the folder this job's; what is known of the job from before, if anything.
 
-        Raises ConfigError if another job saves into it, after at most WATCH_S.
+        Raises ConfigError if another job saves into it, after at most OWNER_WATCH_S.
         """
         found = self._read()
         if found is not None and self._is_anothers(found):
@@ -123,7 +124,7 @@ class Ownership:
         if self._thread is None:
             return
         self._stop.set()
-        self._thread.join(timeout=_JOIN_S)  # a disk may hang: the thread is a daemon
+        self._thread.join(timeout=OWNER_JOIN_S)  # a disk may hang: the thread is a daemon
         if release and not self._thread.is_alive() and not self.is_lost:
             self.beat(release=True)
 
@@ -131,7 +132,7 @@ class Ownership:
         if not self._has_claimed:  # an earlier rank 0 of this job has
             with contextlib.suppress(CheckpointError):  # told by the saves
                 self._adopt(self._read())
-        while not self.is_lost and not self._stop.wait(BEAT_S):
+        while not self.is_lost and not self._stop.wait(OWNER_HEARTBEAT_S):
             self.beat()
 
     def _is_anothers(self, found: Owner) -> bool:
@@ -142,9 +143,9 @@ class Ownership:
         return _lives(found) is not False
 
     def _watch(self, found: Owner) -> None:
-        until_s = self._clock.monotonic() + WATCH_S
+        until_s = self._clock.monotonic() + OWNER_WATCH_S
         while self._clock.monotonic() < until_s:
-            self._clock.sleep(_LOOK_S)
+            self._clock.sleep(OWNER_LOOK_S)
             now = self._read()
             if now is None or not self._is_anothers(now):
                 return

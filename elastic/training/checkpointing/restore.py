@@ -15,7 +15,7 @@ from checkpoints.format.state_tree import Node, flatten, unflatten
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateRestored
-from elastic.process_group.collectives import broadcast_json, broadcast_tensors
+from elastic.process_group import broadcast_json, broadcast_tensors
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.folder import Source
 from elastic.training.checkpointing.saver import Saver

@@ -29,11 +29,8 @@ from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.checkpointing.outcomes import OutcomeLog
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import BUSY_WAIT_S
 from elastic.world.world import World
-
-# A disk that is slower than the policy slows training down to its speed. One that hangs does not:
-# after one wait of this length saves are skipped until it responds.
-BUSY_WAIT_S = 5.0
 
 
 @dataclass(eq=False)

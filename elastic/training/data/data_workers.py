@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from elastic.process_group import torch_private
+from elastic import torch_private
 
 
 def make_ready_to_fork() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.errors import ConfigError
-from elastic.process_group.torch_private import forget_iterator
+from elastic.torch_private import forget_iterator
 from elastic.training.data.data_workers import make_ready_to_fork
 from elastic.training.data.draws import Draw, WholeDataset, draw_of
 from elastic.training.data.sampler import ElasticSampler, size_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.process_group.collectives import all_sum
+from elastic.process_group import all_sum
 
 _COUNT = 3
 

@@ -4,7 +4,7 @@ A rank that holds n of the N samples of a step has the gradient of the mean over
 over all N is the sum over ranks of n/N times that, for any split, down to a rank with nothing.
 
 On the CPU the reducer divides by the world's size while it fills its buckets, and hands them to
-:class:`elastic.process_group.releasable.ReleasableGroup`: where all shares are equal nothing is
+:class:`elastic.process_group.ReleasableGroup`: where all shares are equal nothing is
 left to multiply. On other devices buckets come to a communication hook.
 """
 
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from elastic.process_group.pending import pending
-from elastic.process_group.torch_private import call_after_backward, current_backward
-from elastic.process_group.wait_phase import queued
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
+from elastic.process_group import pending_works, queued
+from elastic.torch_private import call_after_backward, current_backward
 from elastic.training.gradients.control_flags import ControlFlags, Room
 
 _OUTSIDE = -1  # of every backward pass
@@ -116,7 +117,7 @@ class Reduction:
             if self._divisor > 1:
                 tensor = self.with_words(tensor)
         work = group.allreduce([tensor], options)
-        pending.begin(work)
+        pending_works().begin(work)
         backward = current_backward()
         if backward == _OUTSIDE or self._is_late(backward):  # DDP.join() calls this outside
             self.finish()
@@ -145,10 +146,11 @@ class Reduction:
         The reducer waits right after this, where nothing could release it.
         """
         try:
-            pending.finish()
+            pending_works().finish()
         except Exception as error:
             self.failure = error.with_traceback(None)  # its frames hold the group
             raise
+        phases.enter(Phase.SCRIPT)  # the backward pass is over, but for what takes no time
 
     def speak_again(self) -> None:
         """Say this rank's words with the next bucket, too: peers begin another step."""
@@ -177,7 +179,7 @@ class Reduction:
         aborted: a collective that ends of that says nothing (PROTOCOL section 6).
         """
         for work in self.works:
-            pending.finish_on_stream(work)
+            pending_works().finish_on_stream(work)
         if self.works and self.flags is not None:
             self.flags.settle()
         self.works.clear()

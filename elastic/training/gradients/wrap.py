@@ -16,14 +16,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from elastic import torch_private
+from elastic.compiling import not_compiled, not_compiled_itself
 from elastic.errors import ConfigError, TrainingError
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
-from elastic.process_group import torch_private
-from elastic.process_group.collectives import broadcast_tensors
-from elastic.process_group.compiling import not_compiled, not_compiled_itself
-from elastic.process_group.releasable import ReleasableGroup
-from elastic.process_group.semantics import semantics_of
+from elastic.process_group import (
+    ReleasableGroup,
+    broadcast_tensors,
+    remove_reducer_hooks,
+    semantics_of,
+)
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
 # Module.__init__ starts these afresh; they belong to the user.
@@ -96,13 +99,13 @@ class ElasticDDP(DDP):
         if self.device_type == "cpu" and not is_on_stream:
             reduction.enter(group, is_divided=True)
             self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
-            torch_private.give_group(self.reducer, self._releasable)
+            self._releasable.replace(self.reducer)
         else:  # nobody waits on the host, and an abort releases the stream
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
             if is_on_stream:
                 self._releasable = ReleasableGroup(group, reduction.queue, is_on_stream=True)
-                torch_private.give_group(self.reducer, self._releasable)
+                self._releasable.replace(self.reducer)
 
     def leave_world(self) -> None:
         """Back to a plain module, with nothing left of the group.
@@ -113,7 +116,7 @@ class ElasticDDP(DDP):
         the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
         """
         if "reducer" in self.__dict__:
-            torch_private.remove_hooks(self.reducer)
+            remove_reducer_hooks(self.reducer)
         for name in ("reducer", "logger", "process_group"):
             self.__dict__.pop(name, None)
         self.reduction.leave()

@@ -11,7 +11,6 @@ import torch
 
 from elastic.errors import TrainingError
 from elastic.hangs.phases import phases
-from elastic.process_group.pending import pending
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
@@ -127,7 +126,7 @@ class Commits:
         """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
         for callback in self._callbacks.last(left):
             callback(step)
-            pending.settle()  # it may have used what an abort has left of a collective
+            self._lifecycle.settle()  # it may have used what an abort has left of a collective
             left -= 1
             if self._strategies.active.can_roll_back:
                 self._progress.called_back(left)

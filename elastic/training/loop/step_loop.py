@@ -7,7 +7,6 @@ from typing import Any
 
 from elastic.errors import TrainingError
 from elastic.hangs.phases import phases
-from elastic.process_group.pending import pending
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
@@ -143,7 +142,7 @@ class StepLoop:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._strategies.active
         if self.current.accumulation.since is None:
-            pending.settle()  # what the script has done since the last step counts from here on
+            self.lifecycle.settle()  # what the script has done since the last step counts now
             self._commits.call_back_again()
             if self._worlds is not None:
                 self._worlds.wait_until_permitted()
@@ -195,7 +194,7 @@ class StepLoop:
             if module.reduction.failure is not None:
                 raise module.reduction.failure  # the script has swallowed it
             module.reduction.wait()
-        pending.settle()  # what was queued may have ended because the group was aborted
+        self.lifecycle.settle()  # what was queued may have ended because the group was aborted
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
@@ -209,7 +208,7 @@ class StepLoop:
         """Training is complete so far: save what is not saved yet."""
         self.settle()
         if self.scope.in_retry:
-            pending.settle()
+            self.lifecycle.settle()
         if not self.lifecycle.is_restored or self.current.step is not None:
             return
         self._commits.finish()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.process_group.collectives import all_gather_json
+from elastic.process_group import all_gather_json
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,10 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ElasticError, WorldChanged, WorldLost
 from elastic.events import Recovered, WorldFault
 from elastic.link.protocol import WorldMessage
-from elastic.process_group.collectives import all_sum
-from elastic.process_group.group import GroupSpec, ProcessGroup
-from elastic.process_group.pending import pending
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.tls import TlsFiles
+from elastic.messages.world import WorldState
+from elastic.process_group import ProcessGroup, all_sum
 from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.manager import LEAVING_S, SHARE_S, CheckpointManager, Peers
+from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.current_step import CurrentStep
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.lifecycle import Lifecycle
@@ -25,12 +22,11 @@ from elastic.training.recovery.reconfiguration import Reconfiguration
 from elastic.training.recovery.step_timer import StepTimer
 from elastic.training.state.job_state import JobState
 from elastic.training.step import Step
-from elastic.worker.worlds import Worlds, world_of, write_environment
+from elastic.tuning.worker_intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
+from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
 from elastic.world.faults import causes, is_world_fault, may_come_of_garbage
 
-BUILD_TIMEOUT_S = 30.0  # a group is built in milliseconds once every rank is there
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s")
-_LEAVE_SLICE_S = 0.2
 
 
 class InProcess:
@@ -97,7 +93,7 @@ class InProcess:
         if is_world_fault(error) or _is_switch(error):
             return True
         # Whatever the script makes of results that an abort has left is not its mistake.
-        return pending.may_be_garbage and may_come_of_garbage(error)
+        return self._group.may_be_garbage and may_come_of_garbage(error)
 
     def recover(self, error: BaseException) -> None:
         """Leave the world that is over, enter the next one, and restore the state of a commit."""
@@ -155,7 +151,7 @@ class InProcess:
         while True:
             with self._lap("wait_s"):
                 message = self._worlds.next()
-            if not message.member:
+            if message.assignment is None:
                 self._leave_job(message)
             try:
                 self._form(message)
@@ -166,7 +162,7 @@ class InProcess:
                 self._lifecycle.end(broken=True)
                 continue
             self._worlds.entered(self._job.progress.step)
-            if message.state != "paused":
+            if message.world.state is not WorldState.PAUSED:
                 return
             # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
             self._lifecycle.pause()
@@ -176,21 +172,12 @@ class InProcess:
 
     def _form(self, message: WorldMessage) -> None:
         worlds = self._worlds
-        spec = GroupSpec(
-            generation=message.generation,
-            nonce=message.nonce,
-            rank=message.rank,
-            size=message.size,
-            store_host=message.store_host,
-            store_port=message.store_port,
-            store_key=SecretKey.parse(message.store_key),
-            store_tls=TlsFiles(*message.store_tls) if message.store_tls else None,
-        )
+        spec = group_spec(message)
         with self._lap("build_s"):
             self._group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
         write_environment(message)
         with self._lap("agree_s"):
-            world = self._reconfiguration.enter(world_of(message), message.committed_step)
+            world = self._reconfiguration.enter(world_of(message), message.world.committed_step)
         self._lifecycle.begin(world)
         if self._progress.has_committed or self._job.progress.step:
             self._progress.expect_weights()
@@ -199,13 +186,13 @@ class InProcess:
         """The job continues without this node, or ends here: wait for the agent to end it."""
         if self._lifecycle.is_restored and self._checkpoints.is_open:
             if message.nodes == 0:
-                self._checkpoints.flush(self._job, LEAVING_S)
+                self._checkpoints.flush(self._job, leaving_s())
                 self._checkpoints.release()
             else:
-                self._checkpoints.finish_writing(LEAVING_S)
+                self._checkpoints.finish_writing(leaving_s())
         self._worlds.left(self._job.progress.step)
         while True:
-            SYSTEM_CLOCK.sleep(_LEAVE_SLICE_S)
+            SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
 
     def end_attempt(self) -> None:
         """No rank is done before all are: one that fails in the last step still finds peers that

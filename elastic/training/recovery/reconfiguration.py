@@ -17,7 +17,7 @@ from checkpoints.format.state_tree import flatten, unflatten
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired
 from elastic.events import StateReceived, StateSent, WorldJoined
-from elastic.process_group.collectives import all_gather_json
+from elastic.process_group import all_gather_json
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.recovery.agreement import Agreement, Tag, agree

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.telemetry.log import get_logger
-from elastic.training.checkpointing.manager import LEAVING_S, CheckpointManager, Peers
+from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
@@ -101,7 +101,7 @@ class Restart:
         if is_received and not self._halt.is_preempted:
             self._checkpoints.save(self._job)
         if self._halt.is_preempted and (is_received or self._checkpoints.world_size == 1):
-            self._checkpoints.flush(self._job, LEAVING_S)
+            self._checkpoints.flush(self._job, leaving_s())
             self._checkpoints.release()
             self._halt.has_left = True
             raise SystemExit(EXIT_CODE)
@@ -114,7 +114,7 @@ class Restart:
 
     def flush_after_error(self) -> None:
         """One of the remaining ranks writes the whole state."""
-        self._checkpoints.flush(self._job, LEAVING_S, Peers.ARE_GONE)
+        self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
 
     def release_peers(self) -> None:
         """Nothing: torchrun ends the peers."""

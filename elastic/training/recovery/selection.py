@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.process_group.group import ProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.training.recovery.in_process import InProcess
 from elastic.training.recovery.restart import Restart
 from elastic.training.recovery.strategy import RecoveryStrategy

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import xxhash
 
 from elastic.errors import TrainingError
-from elastic.process_group.collectives import broadcast_json, complete, control_device
+from elastic.process_group import broadcast_json, complete, control_device
 
 # A state travels in some chunks at least, so that one is on its way while another is hashed and put
 # in place, and in none so long that three of them would need memory that is missed.

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from checkpoints import CheckpointError
 from elastic.errors import ElasticError, TrainingError, WorldLost
-from elastic.process_group.collectives import all_gather_json
+from elastic.process_group import all_gather_json
 from elastic.world.world import World
 
 T = TypeVar("T")

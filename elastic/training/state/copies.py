@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic.process_group.torch_private import copy_each
+from elastic.torch_private import copy_each
 
 
 def copied(value: Any) -> Any:

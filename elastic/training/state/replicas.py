@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from elastic.errors import TrainingError
-from elastic.process_group.collectives import all_gather_json, broadcast_tensors
+from elastic.process_group import all_gather_json, broadcast_tensors
 from elastic.telemetry.log import get_logger
 from elastic.training.state.change_watch import compares_content, contents
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from elastic.process_group import torch_private
+from elastic import torch_private
 from elastic.training.data.plan import Position
 from elastic.training.state.copies import are_alike, copied, tensors_in
 from elastic.training.state.job_state import JobState, Stateful

@@ -89,8 +89,20 @@ def wait_for_nobody(orders: Orders, step: int) -> None:
     torch.distributed.recv(torch.zeros(1), src=(rank + 1) % size)
 
 
+class Hanging(nn.Module):
+    """A layer that hangs in its forward pass when it is told to."""
+
+    def __init__(self, orders: Orders) -> None:
+        super().__init__()
+        self.orders = orders
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hang(self.orders)
+        return x
+
+
 def hang(orders: Orders) -> None:
-    """In the forward pass."""
+    """In every way."""
     if orders.take("loop"):
         while True:
             pass
@@ -128,7 +140,8 @@ def main() -> None:
         )
     )
     hurry = options.folder / "hurry"
-    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    layers = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)
+    module = nn.Sequential(*layers, Hanging(orders)).double()
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(optimizer=optimizer)
@@ -143,7 +156,8 @@ def main() -> None:
             for step in run.steps(loader):
                 (x, y), *_ = step
                 optimizer.zero_grad()
-                hang(orders)
+                if orders.take("before-forward"):
+                    time.sleep(EVALUATION_S)
                 wait_for_nobody(orders, step.number)
                 loss = F.mse_loss(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -108,7 +108,6 @@ def main() -> None:
 if __name__ == "__main__":
     RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Other backends than etcd-v3 count restarts at least.
-    GENERATION = int(
-        os.environ.get("ELASTIC_GENERATION", int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
-    )
+    RESTARTS = {"generation": int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1}
+    GENERATION = json.loads(os.environ.get("ELASTIC_WORLD", json.dumps(RESTARTS)))["generation"]
     main()

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.process_group.compiling import not_compiled
-from elastic.process_group.pending import pending
+from elastic.compiling import not_compiled
+from elastic.process_group import patches
+from elastic.process_group.pending import pending_works
 
 AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
 
@@ -34,7 +35,12 @@ class ReleasableGroup(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._all_reduce = all_reduce
-        self._finish = pending.finish_on_stream if is_on_stream else pending.finish_one
+        works = pending_works()
+        self._finish = works.finish_on_stream if is_on_stream else works.finish_one
+
+    def replace(self, reducer: Any) -> None:
+        """Have the reducer ask this group from now on. It does not keep this group alive."""
+        patches.replace_reducer_group(reducer, self)
 
     @not_compiled
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]

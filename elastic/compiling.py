@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from elastic.process_group.torch_private import keep_dynamo_out
+from elastic.torch_private import keep_dynamo_out
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -24,12 +24,13 @@ from contextlib import contextmanager
 from elastic.clock import SYSTEM_CLOCK
 from elastic.process_group.deadline import CallDeadline
 from elastic.tuning import timeouts
+from elastic.tuning.worker_intervals import ABORT_AGAIN_S, BUILD_GRACE_S
 
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
 _TCP = (socket.AF_INET, socket.AF_INET6)
-_AGAIN_S = 0.005
-_GRACE_S = 0.5  # after its time a build ends by itself, and says who is missing, unless it hangs
+_AGAIN_S = ABORT_AGAIN_S
+_GRACE_S = BUILD_GRACE_S
 
 
 class Footprint:

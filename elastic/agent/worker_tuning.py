@@ -1,0 +1,113 @@
+"""The variables of NCCL, torch and gloo that this agent gives its workers.
+
+Decided in :mod:`elastic.tuning.worker_environment`; here the facts come from: this machine, the
+options, the environment the agent was started with, and the addresses in the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic.events import WorkersTuned
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.network import Network, read_network
+from elastic.tuning.worker_environment import (
+    Given,
+    WorkerEnvironment,
+    choose_route,
+    effective,
+    given_settings,
+)
+
+IN_PROCESS = "in-process"
+
+
+def check(options: AgentOptions, environ: Mapping[str, str], *, max_nodes: int) -> None:
+    """Before etcd is asked: raise ConfigError for a profile or an interface that cannot be."""
+    network = read_network()
+    given = given_settings(environ)
+    _effective(options, network, given, (), max_nodes, own_address="", is_told=False)
+
+
+class WorkerTuning:
+    """One per launch."""
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        environ: Mapping[str, str],
+        journal: EventSink,
+        *,
+        max_nodes: int,
+        own_address: str,
+        is_told: bool,
+        network: Network | None = None,
+    ) -> None:
+        self._options = options
+        self._given = given_settings(environ)
+        self._journal = journal
+        self._max_nodes = max_nodes
+        self._own_address = own_address
+        self._is_told = is_told
+        self._network = network if network is not None else read_network()
+        self._last: WorkerEnvironment | None = None
+
+    def variables(self, peers: Sequence[str]) -> dict[str, str | None]:
+        """For workers that are started now, in a world with nodes at these addresses (without
+        this node, the leader first)."""
+        found = _effective(
+            self._options,
+            self._network,
+            self._given,
+            peers,
+            self._max_nodes,
+            own_address=self._own_address,
+            is_told=self._is_told,
+        )
+        if found != self._last:
+            self._report(found)
+        self._last = found
+        return found.variables()
+
+    def _report(self, found: WorkerEnvironment) -> None:
+        self._journal.emit(
+            WorkersTuned(
+                profile=found.profile.name,
+                reason=found.profile.reason,
+                interface=found.route.interface if found.route is not None else None,
+                interface_reason=found.route.reason if found.route is not None else None,
+            )
+        )
+        if self._last is None:
+            for warning in found.warnings:
+                get_logger().warning("%s (`elastic env` shows all variables)", warning)
+
+
+def _effective(
+    options: AgentOptions,
+    network: Network,
+    given: Mapping[str, Given],
+    peers: Sequence[str],
+    max_nodes: int,
+    *,
+    own_address: str,
+    is_told: bool,
+) -> WorkerEnvironment:
+    route = choose_route(
+        network,
+        max_nodes=max_nodes,
+        own_address=own_address,
+        is_told=is_told,
+        peers=peers,
+        interface=options.interface,
+    )
+    return effective(
+        given,
+        network,
+        profile=options.profile,
+        is_in_process=options.mode == IN_PROCESS,
+        max_nodes=max_nodes,
+        route=route,
+    )

@@ -1,0 +1,250 @@
+"""``elastic doctor``: whether this machine, its etcd and the links between nodes can train."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+from elastic.doctor.collectives.outcomes import rate
+from elastic.doctor.examination import Plan, Report, examine
+from elastic.doctor.findings import HEALTHY, Finding, Status, exit_code, summary
+from elastic.errors import ConfigError
+from elastic.tuning.agent_options import read_options
+from elastic.tuning.memory import human
+
+_COLOURS = {
+    Status.OK: "green",
+    Status.WARNING: "yellow",
+    Status.FAILED: "bold red",
+    Status.SKIPPED: "dim",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic doctor ARGV``; 0: nothing has failed, 1: something has."""
+    args = parser().parse_args(argv)
+    report = examine(_plan(args), _say)
+    if args.output == "json":
+        print(json.dumps(as_json(report), indent=1))
+    else:
+        _print_tables(report)
+    return exit_code(report.findings)
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """What ``-o json`` prints."""
+    return {
+        "healthy": exit_code(report.findings) == HEALTHY,
+        "nodes": list(report.nodes),
+        "findings": [{**asdict(f), "status": f.status.value} for f in report.findings],
+        "speeds": [asdict(speed) for speed in report.speeds],
+    }
+
+
+def _say(text: str) -> None:
+    """Progress, for a person who waits."""
+    if sys.stderr.isatty():
+        print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+
+# The tables ----------------------------------------------------------------------------------
+
+
+def _print_tables(report: Report) -> None:
+    from rich.console import Console  # not for -h
+
+    console = Console()
+    several = len(report.nodes) > 1
+    console.print(_findings_table(report.findings, several=several))
+    if report.speeds:
+        console.print(_speeds_table(report))
+    console.print(summary(report.findings), highlight=False)
+
+
+def _findings_table(findings: Sequence[Finding], *, several: bool) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", *(["node"] if several else []), "status", "measured, → remedy")
+    for one in folded(findings):
+        measured = f"{one.measured}\n→ {one.remedy}" if one.remedy else one.measured
+        status = Text(one.status.value, style=_COLOURS[one.status])
+        table.add_row(
+            Text(one.name), *([Text(one.node)] if several else []), status, Text(measured)
+        )
+    return table
+
+
+def folded(findings: Sequence[Finding]) -> list[Finding]:
+    """What is well on several nodes takes one row: that of the first, and how many more."""
+    rows: dict[tuple[str, ...], list[Finding]] = {}
+    for number, one in enumerate(findings):
+        is_well = one.node and one.status in (Status.OK, Status.SKIPPED)
+        key = (one.name, one.status.value) if is_well else (str(number),)
+        rows.setdefault(key, []).append(one)
+    return [
+        replace(same[0], node=f"{same[0].node} +{len(same) - 1}") if same[1:] else same[0]
+        for same in rows.values()
+    ]
+
+
+def _speeds_table(report: Report) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        *("backend", "ranks", "size", "torch", "raw TCP"),
+        title="one way between two ranks",
+        title_justify="left",
+    )
+    for row in report.speeds:
+        table.add_row(
+            row.backend,
+            f"0-{row.peer}",
+            human(row.size_bytes),
+            *(
+                f"{one_way_ms:.3f} ms, {rate(row.size_bytes, one_way_ms):.3f} GB/s"
+                for one_way_ms in (row.torch_ms, row.raw_ms)
+            ),
+        )
+    return table
+
+
+# The command line --------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="`elastic doctor -h` lists the flags")
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic doctor``."""
+    parser = _Parser(
+        prog="elastic doctor",
+        description="Check this machine, etcd, and every operation of torch.distributed. With "
+        "--nnodes=N, started on each of N nodes, also what lies between them.",
+        epilog="exit codes: 0 nothing has failed (there may be warnings), 1 a check has failed, "
+        "2 usage. Options of the agents (certificates, user, prefix) are read from the same "
+        "ELASTIC_* variables.",
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--endpoint",
+        default=environ.get("PET_RDZV_ENDPOINT"),
+        metavar="HOST:PORT",
+        help="etcd, as torchrun is told it (default: PET_RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--rdzv-id",
+        "--run-id",
+        default=environ.get("PET_RDZV_ID"),
+        help="the job's name, below which keys are written (default: PET_RDZV_ID)",
+    )
+    parser.add_argument(
+        "--rdzv-conf",
+        "--conf",
+        default=environ.get("PET_RDZV_CONF", ""),
+        metavar="KEY=VALUE,...",
+        help="options, as torchrun takes them: cacert, cert, key, user, password_file, prefix",
+    )
+    parser.add_argument(
+        "--nnodes", type=_positive, default=1, metavar="N", help="nodes that run this (default: 1)"
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=_positive,
+        metavar="N",
+        help="processes on this node (default: 2 on one node, 1 on several)",
+    )
+    parser.add_argument("--local-addr", default="", metavar="ADDR", help="this node's address")
+    parser.add_argument(
+        "--checkpoints", metavar="DIR", help="also check this folder: space, fsync, file://"
+    )
+    parser.add_argument(
+        "--ports",
+        default="",
+        metavar="PORT,...",
+        help="also try these TCP ports between all nodes (MASTER_PORT, for example)",
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="only machine and etcd: no process groups, seconds"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=_seconds,
+        default=Plan.deadline_s,
+        metavar="S",
+        help="the longest that one operation may be silent (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=_seconds,
+        default=Plan.join_timeout_s,
+        metavar="S",
+        help="how long to wait for the other nodes (default: %(default)g)",
+    )
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """What to examine. Raises ConfigError."""
+    if args.nnodes > 1 and not (args.rdzv_endpoint and args.rdzv_id):
+        lacking = "--rdzv-endpoint" if not args.rdzv_endpoint else "--rdzv-id"
+        raise ConfigError(
+            f"--nnodes={args.nnodes} without {lacking}: the nodes find each other through etcd",
+            hint="give all of them the same --rdzv-endpoint=HOST:PORT and --rdzv-id=NAME",
+        )
+    return Plan(
+        options=read_options(_conf(args.rdzv_conf), os.environ),
+        endpoint=args.rdzv_endpoint,
+        run_id=args.rdzv_id,
+        nnodes=args.nnodes,
+        nproc=args.nproc_per_node or (2 if args.nnodes == 1 else 1),
+        local_addr=args.local_addr,
+        folder=args.checkpoints,
+        ports=_ports(args.ports),
+        only_local=args.local,
+        deadline_s=args.deadline,
+        join_timeout_s=args.join_timeout,
+    )
+
+
+def _conf(text: str) -> dict[str, str]:
+    """torchrun's ``key=value,key=value``."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    for key, equals, value in pairs:
+        if not (key.strip() and equals and value.strip()):
+            raise ConfigError(
+                f"--rdzv-conf={text}: {key!r} is not KEY=VALUE",
+                hint="for example --rdzv-conf=prefix=/elastic",
+            )
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    numbers = [part.strip() for part in text.split(",") if part.strip()]
+    for number in numbers:
+        if not (number.isdigit() and 1 <= int(number) <= 65535):
+            raise ConfigError(f"--ports={text}: {number!r} is no port", hint="--ports=29500,29501")
+    return tuple(map(int, numbers))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return number

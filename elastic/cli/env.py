@@ -1,0 +1,155 @@
+"""``elastic env``: the variables of NCCL, torch and gloo that workers on this machine would get.
+
+What an agent started here with the same options would set, where each value comes from, and why.
+Reads the machine and the environment; imports no torch, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from elastic.cli.launch.flags import node_range
+from elastic.errors import ConfigError
+from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.network import Network, read_network, source_address
+from elastic.tuning.worker_environment import (
+    DEFAULT,
+    WorkerEnvironment,
+    choose_route,
+    effective,
+    given_settings,
+)
+
+IN_PROCESS = "in-process"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic env ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    options = read_options(_conf(args.rdzv_conf), os.environ)
+    found = of_this_machine(args, options, os.environ, read_network())
+    if args.output == "json":
+        print(json.dumps(_document(found), indent=2))
+    else:
+        _print_table(found, is_wide=args.sources)
+    for warning in found.warnings:
+        print(f"elastic: {warning}", file=sys.stderr)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic env``."""
+    own = _Parser(
+        prog="elastic env",
+        description="Print the variables of NCCL, torch and gloo that workers on this machine get: "
+        "the value, where it comes from, and why.",
+    )
+    own.add_argument(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        default="",
+        metavar="NAME=VALUE,...",
+        help="the agent's options, as for torchrun: profile, interface, mode, ...",
+    )
+    own.add_argument(
+        "--nnodes", default="1:2", metavar="MIN:MAX", help="as for torchrun (default: 1:2)"
+    )
+    own.add_argument(
+        "--local-addr",
+        "--local_addr",
+        metavar="ADDRESS",
+        help="where the other nodes reach this one, as for torchrun",
+    )
+    own.add_argument(
+        "--leader",
+        metavar="ADDRESS",
+        help="of the leader, or of another node: the interface is the one on the route to it",
+    )
+    own.add_argument("--sources", action="store_true", help="say where each was read, too")
+    own.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    return own
+
+
+def of_this_machine(
+    args: argparse.Namespace, options: AgentOptions, environ: Mapping[str, str], network: Network
+) -> WorkerEnvironment:
+    """What an agent with these options gives its workers."""
+    _, max_nodes = node_range(args.nnodes)
+    told = args.local_addr or options.pod_ip
+    peers = [args.leader] if args.leader else []
+    if args.leader and source_address(args.leader) is None:
+        raise ConfigError(
+            f"--leader={args.leader}: there is no route to it from here, or no such name",
+            hint="give the address of another node of the job",
+        )
+    route = choose_route(
+        network,
+        max_nodes=max_nodes,
+        own_address=told or "",
+        is_told=bool(told),
+        peers=peers,
+        interface=options.interface,
+    )
+    return effective(
+        given_settings(environ),
+        network,
+        profile=options.profile,
+        is_in_process=options.mode == IN_PROCESS,
+        max_nodes=max_nodes,
+        route=route,
+    )
+
+
+def _conf(text: str) -> dict[str, str]:
+    """``name=value,...``, as torchrun reads it."""
+    found = {}
+    for pair in filter(None, text.split(",")):
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise ConfigError(
+                f"--rdzv-conf={text}: {pair!r} is not NAME=VALUE",
+                hint="for example --rdzv-conf=profile=ethernet,interface=eth1",
+            )
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _document(found: WorkerEnvironment) -> dict[str, Any]:
+    return {
+        "profile": found.profile._asdict(),
+        "interface": found.route._asdict() if found.route is not None else None,
+        "variables": [
+            {**asdict(variable), "is_set": variable.origin != DEFAULT} for variable in found.entries
+        ],
+        "warnings": list(found.warnings),
+    }
+
+
+def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    print(f"profile {found.profile.name}: {found.profile.reason}")
+    if found.route is None:
+        print("interface: not known before there is a leader; --leader=ADDRESS tells")
+    else:
+        print(f"interface {found.route.interface}: {found.route.reason}")
+    columns = ("variable", "value", "from", "why", *(("source",) if is_wide else ()))
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in ("variable", "value", "from"))
+    for variable in found.entries:
+        row = [variable.name, variable.value, variable.origin, variable.reason]
+        table.add_row(*row, *((variable.source,) if is_wide else ()))
+    Console(markup=False, highlight=False).print(table)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="`elastic env -h` tells more")

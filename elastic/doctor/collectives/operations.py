@@ -1,0 +1,343 @@
+"""One rank: runs groups of operations as it is told on stdin, and reports as JSON on stdout.
+
+It may hang in any of them, so it reports what it enters, and whoever started it ends it. Run as
+``python -m elastic.doctor.collectives.operations CONFIG``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.collectives import speed
+from elastic.doctor.machine import die_with_parent, has_gpu_driver
+
+COUNT = 1000  # elements of the tensors whose results are checked
+_GPU_SIDE = 256
+_UNSUPPORTED = ("not support", "not implement", "unsupported")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What an operation works with. ``entered(peer)`` reports whom it waits for next."""
+
+    rank: int
+    size: int
+    device: str
+    entered: Callable[[int | None], None]
+
+    def tensor(self, value: float, count: int = COUNT) -> torch.Tensor:
+        return torch.full((count,), float(value), device=self.device)
+
+    @property
+    def others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+
+def wrong(found: torch.Tensor, expected: float) -> str:
+    """What is wrong with a result, "" if nothing."""
+    if bool((found == float(expected)).all()):
+        return ""
+    off = found[found != float(expected)]
+    return f"{off.numel()} of {found.numel()} elements are wrong: {off[0]:g}, not {expected:g}"
+
+
+def first_wrong(*sentences: str) -> str:
+    return next((sentence for sentence in sentences if sentence), "")
+
+
+# The operations: each returns what is wrong with its result ---------------------------------------
+
+
+def send_recv(me: Rank) -> str:
+    """Every pair, both ways: the lower rank sends first."""
+    said = []
+    for peer in me.others:
+        me.entered(peer)
+        received = me.tensor(-1)
+        if me.rank < peer:
+            dist.send(me.tensor(me.rank), peer)
+            dist.recv(received, peer)
+        else:
+            dist.recv(received, peer)
+            dist.send(me.tensor(me.rank), peer)
+        said.append(wrong(received, peer))
+    return first_wrong(*said)
+
+
+def isend_irecv(me: Rank) -> str:
+    """A ring: everybody sends to the next one and receives from the one before."""
+    before, after = (me.rank - 1) % me.size, (me.rank + 1) % me.size
+    me.entered(before)
+    received = me.tensor(-1)
+    # As one batch: on NCCL a send alone may wait for its receiver.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, me.tensor(me.rank), after),
+            dist.P2POp(dist.irecv, received, before),
+        ]
+    )
+    for work in works:
+        work.wait()
+    return wrong(received, before)
+
+
+def broadcast(me: Rank) -> str:
+    said = []
+    for source in range(me.size):
+        tensor = me.tensor(10 + source if me.rank == source else -1)
+        dist.broadcast(tensor, source)
+        said.append(wrong(tensor, 10 + source))
+    return first_wrong(*said)
+
+
+def reduce(me: Rank) -> str:
+    tensor = me.tensor(me.rank + 1)
+    dist.reduce(tensor, 0)
+    return wrong(tensor, _sum_of_ranks(me)) if me.rank == 0 else ""
+
+
+def all_reduce(me: Rank) -> str:
+    total, largest = me.tensor(me.rank + 1), me.tensor(me.rank)
+    dist.all_reduce(total)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return first_wrong(wrong(total, _sum_of_ranks(me)), wrong(largest, me.size - 1))
+
+
+def all_gather(me: Rank) -> str:
+    found = [me.tensor(-1) for _ in range(me.size)]
+    dist.all_gather(found, me.tensor(me.rank))
+    return first_wrong(*(wrong(tensor, rank) for rank, tensor in enumerate(found)))
+
+
+def reduce_scatter(me: Rank) -> str:
+    received = me.tensor(-1)
+    dist.reduce_scatter(received, [me.tensor(part + me.rank) for part in range(me.size)])
+    return wrong(received, me.size * me.rank + sum(range(me.size)))
+
+
+def scatter(me: Rank) -> str:
+    received = me.tensor(-1)
+    parts = [me.tensor(20 + rank) for rank in range(me.size)] if me.rank == 0 else None
+    dist.scatter(received, parts, src=0)
+    return wrong(received, 20 + me.rank)
+
+
+def gather(me: Rank) -> str:
+    found = [me.tensor(-1) for _ in range(me.size)] if me.rank == 0 else None
+    dist.gather(me.tensor(me.rank), found, dst=0)
+    return first_wrong(*(wrong(tensor, rank) for rank, tensor in enumerate(found or [])))
+
+
+def all_to_all(me: Rank) -> str:
+    parts = torch.cat([me.tensor(100 * me.rank + peer) for peer in range(me.size)])
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return first_wrong(
+        *(wrong(part, 100 * peer + me.rank) for peer, part in enumerate(received.chunk(me.size)))
+    )
+
+
+def barrier(me: Rank) -> str:
+    dist.barrier()
+    return ""
+
+
+def own_groups(me: Rank) -> str:
+    """A group of every two neighbours, and one of all ranks in reverse order."""
+    said = []
+    for first in range(0, me.size - 1, 2):
+        group = dist.new_group([first, first + 1])
+        if me.rank in (first, first + 1):
+            tensor = me.tensor(me.rank)
+            dist.all_reduce(tensor, group=group)
+            said.append(wrong(tensor, 2 * first + 1))
+            dist.destroy_process_group(group)
+    everyone = dist.new_group(list(range(me.size)))
+    tensor = me.tensor(1)
+    dist.all_reduce(tensor, group=everyone)
+    dist.destroy_process_group(everyone)
+    return first_wrong(*said, wrong(tensor, me.size))
+
+
+def _sum_of_ranks(me: Rank) -> float:
+    return me.size * (me.size + 1) / 2
+
+
+OPERATIONS: Mapping[str, Callable[[Rank], str]] = {
+    "send/recv": send_recv,
+    "isend/irecv": isend_irecv,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "scatter": scatter,
+    "gather": gather,
+    "all_to_all": all_to_all,
+    "barrier": barrier,
+    "new_group": own_groups,
+}
+
+
+# The program ----------------------------------------------------------------------------------
+
+
+class Program:
+    """A rank's life: one group of operations for each line on stdin."""
+
+    def __init__(self, config: Mapping[str, Any], out: TextIO) -> None:
+        self._rank, self._size = int(config["rank"]), int(config["world_size"])
+        self._backend = str(config["backend"])
+        self._addresses: list[str] = config["addresses"]
+        self._is_first = int(config["local_rank"]) == 0
+        self._device = "cpu"
+        self._out = out
+        if self._backend == "nccl":
+            local = int(config["local_rank"])
+            torch.cuda.set_device(local)
+            self._device = f"cuda:{local}"
+
+    def run(self) -> None:
+        """Until stdin ends."""
+        self._tell(event="ready", **_build(), gpu_errors=_gpu_errors() if self._is_first else [])
+        for line in sys.stdin:
+            command = json.loads(line)
+            self._run_group(command)
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            self._tell(event="end", group=command["group"], peak_bytes=peak_bytes)
+
+    def _run_group(self, command: Mapping[str, Any]) -> None:
+        """Its operations in order; the first that fails ends it: the ranks are out of step then."""
+        methods: list[str] = command["methods"]
+        is_initialisation = command["group"] == "initialisation"
+        for method in methods:
+            name = method.partition("://")[0] + "://"
+            steps: list[tuple[str, Callable[[Rank], str]]]
+            if is_initialisation:
+                steps = [(f"init {name}", all_reduce)]
+            elif command["group"] == "speed":
+                steps = [("speed", self._measure)]
+            else:
+                steps = list(OPERATIONS.items())
+            if not self._with_group(method, float(command["timeout_s"]), steps):
+                return
+
+    def _with_group(
+        self, method: str, timeout_s: float, steps: list[tuple[str, Callable[[Rank], str]]]
+    ) -> bool:
+        self._tell(event="entered", operation=steps[0][0], peer=None)
+        try:
+            self._initialise(method, timeout_s)
+        except Exception as error:  # noqa: BLE001 (reported)
+            self._tell(event="error", operation=steps[0][0], text=f"initialisation: {_said(error)}")
+            return False
+        well = all(self._run_one(name, operation) for name, operation in steps)
+        if well:
+            dist.destroy_process_group()
+        return well
+
+    def _initialise(self, method: str, timeout_s: float) -> None:
+        if method.startswith("env://"):  # env://HOST:PORT: what a launcher puts into variables
+            host, _, port = method.removeprefix("env://").rpartition(":")
+            os.environ.update(
+                MASTER_ADDR=host.strip("[]"),
+                MASTER_PORT=port,
+                RANK=str(self._rank),
+                WORLD_SIZE=str(self._size),
+            )
+            method = "env://"
+        dist.init_process_group(
+            self._backend,
+            init_method=method,
+            rank=self._rank,
+            world_size=self._size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+
+    def _run_one(self, name: str, operation: Callable[[Rank], str]) -> bool:
+        def entered(peer: int | None) -> None:
+            self._tell(event="entered", operation=name, peer=peer)
+
+        me = Rank(rank=self._rank, size=self._size, device=self._device, entered=entered)
+        entered(None)
+        began = SYSTEM_CLOCK.monotonic()
+        try:
+            is_wrong = operation(me)
+            if self._device != "cpu":
+                torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 (reported)
+            said = _said(error)
+            if any(part in said for part in _UNSUPPORTED):
+                self._tell(event="unsupported", operation=name, text=said)
+                return True
+            self._tell(event="error", operation=name, text=said)
+            return False
+        took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
+        self._tell(event="done", operation=name, wrong=is_wrong, took_ms=took_ms)
+        return True
+
+    def _measure(self, me: Rank) -> str:
+        for measured in speed.measure(me.rank, me.size, me.device, self._addresses[0], me.entered):
+            self._tell(event="speed", **measured)
+        return ""
+
+    def _tell(self, **message: Any) -> None:
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+
+def _build() -> dict[str, Any]:
+    """What this torch was built with, and sees."""
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version  # torch has no types for it
+    nccl = ".".join(map(str, version())) if dist.is_nccl_available() else ""
+    return {
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or ""),
+        "nccl": nccl,
+        "gpus": torch.cuda.device_count(),
+        "has_driver": has_gpu_driver(),
+        "mpi": dist.is_mpi_available(),
+    }
+
+
+def _gpu_errors() -> list[str]:
+    """What is wrong with the devices of this node, by a small product on each."""
+    found = []
+    for device in range(torch.cuda.device_count()):
+        try:
+            ones = torch.ones(_GPU_SIDE, _GPU_SIDE, device=f"cuda:{device}")
+            is_wrong = wrong(ones @ ones, _GPU_SIDE)
+        except Exception as error:  # noqa: BLE001 (reported)
+            is_wrong = _said(error)
+        if is_wrong:
+            found.append(f"GPU {device}: {is_wrong}")
+    return found
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def main(argv: list[str]) -> None:
+    """Run as one rank; prints of libraries go to stderr."""
+    config = json.loads(argv[0])
+    die_with_parent(int(config["parent"]))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    Program(config, out).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,239 @@
+"""This node's ranks: started, told what to run, and killed at a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, Progress, Result, Speed
+
+# torch's import on a machine that is busy with other things.
+START_WITHIN_S = 120.0
+# After one rank has failed the others cannot succeed; they may still say what they saw.
+_OTHERS_WITHIN_S = 2.0
+_END_WITHIN_S = 2.0
+# Of a launcher around us: not for these ranks.
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which of all ranks are this node's, and where rank r's node is reached."""
+
+    backend: str
+    first_rank: int
+    local: int
+    addresses: tuple[str, ...]  # one for each rank
+    node: str
+
+    @property
+    def size(self) -> int:
+        return len(self.addresses)
+
+
+@dataclass
+class _Process:
+    process: subprocess.Popen[str]
+    log: IO[str]
+    progress: Progress
+    build: Mapping[str, Any] | None = None
+    reader: threading.Thread = field(init=False)
+
+
+class Ranks:
+    """Processes of one node. Not thread-safe; close it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._messages: queue.SimpleQueue[tuple[int, Mapping[str, Any] | None]] = (
+            queue.SimpleQueue()
+        )
+        self._processes = {
+            layout.first_rank + local: self._start(local) for local in range(layout.local)
+        }
+
+    # -- for callers -----------------------------------------------------------------------
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(one.process.pid for one in self._processes.values())
+
+    def wait_until_ready(self, within_s: float = START_WITHIN_S) -> bool:
+        """Until all have imported torch."""
+        ends_s = SYSTEM_CLOCK.monotonic() + within_s
+        while any(one.build is None for one in self._processes.values()):
+            if not self._take(ends_s) or self._has_failed():
+                return False
+        return True
+
+    @property
+    def builds(self) -> list[Mapping[str, Any]]:
+        """What the torch of each rank was built with; without those that have not come up."""
+        return [one.build for one in self._processes.values() if one.build is not None]
+
+    def run(self, group: str, methods: Sequence[str], silence_s: float) -> tuple[Progress, ...]:
+        """Run a group of operations; returns once all are through, or one has failed, or nobody
+        has reported anything for ``silence_s``. Who is not through cannot be used again."""
+        # gloo's own timeout comes later: ours names the rank.
+        command = {"group": group, "methods": list(methods), "timeout_s": 2 * silence_s}
+        for one in self._processes.values():
+            one.progress = _fresh(one.progress)
+            with contextlib.suppress(OSError):  # it has ended, and its reader knows
+                assert one.process.stdin is not None
+                one.process.stdin.write(json.dumps(command) + "\n")
+                one.process.stdin.flush()
+        while not all(one.progress.is_done for one in self._processes.values()):
+            failed_before = self._has_failed()
+            patience_s = _OTHERS_WITHIN_S if failed_before else silence_s
+            if not self._take(SYSTEM_CLOCK.monotonic() + patience_s):
+                break
+        return self.progress()
+
+    def progress(self) -> tuple[Progress, ...]:
+        """Where all are now."""
+        return tuple(_with_state(one.progress) for one in self._processes.values())
+
+    def close(self) -> None:
+        """Kill them all. A process that is stuck inside the kernel is not waited for."""
+        for one in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)
+        for one in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.process.wait(_END_WITHIN_S)
+                one.reader.join()
+            with contextlib.suppress(OSError):
+                assert one.process.stdin is not None
+                one.process.stdin.close()
+            one.log.close()
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _start(self, local: int) -> _Process:
+        layout = self._layout
+        rank = layout.first_rank + local
+        config = {
+            "parent": os.getpid(),
+            "rank": rank,
+            "local_rank": local,
+            "world_size": layout.size,
+            "backend": layout.backend,
+            "addresses": layout.addresses,
+        }
+        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elastic.doctor.collectives.operations", json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=_environment(),
+            start_new_session=True,
+        )
+        progress = Progress(rank=rank, node=layout.node, pid=process.pid, state=RUNNING)
+        one = _Process(process, log, progress)
+        one.reader = threading.Thread(
+            target=self._read, args=(rank, process), name=f"elastic-doctor-rank-{rank}", daemon=True
+        )
+        one.reader.start()
+        return one
+
+    def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self._messages.put((rank, json.loads(line)))
+        self._messages.put((rank, None))
+
+    def _take(self, ends_s: float) -> bool:
+        """Wait for one message and note it; False if none came in time."""
+        try:
+            left_s = max(ends_s - SYSTEM_CLOCK.monotonic(), 0.001)
+            rank, message = self._messages.get(timeout=left_s)
+        except queue.Empty:
+            return False
+        one = self._processes[rank]
+        if message is None:
+            one.progress = replace(one.progress, state=ENDED, how_ended=_how_ended(one))
+        elif message["event"] == "ready":
+            one.build = message
+        else:
+            one.progress = noted(one.progress, message)
+        return True
+
+    def _has_failed(self) -> bool:
+        return any(p.progress.error or p.progress.state == ENDED for p in self._processes.values())
+
+
+def noted(progress: Progress, message: Mapping[str, Any]) -> Progress:
+    """The progress after one message of the rank."""
+    operation = message.get("operation", progress.operation)
+    match message["event"]:
+        case "entered":
+            entered = progress.entered + 1
+            return replace(progress, entered=entered, operation=operation, peer=message["peer"])
+        case "done":
+            result = Result(operation=operation, took_ms=message["took_ms"], wrong=message["wrong"])
+            return replace(progress, results=(*progress.results, result))
+        case "unsupported":
+            result = Result(operation=operation, unsupported=message["text"])
+            return replace(progress, results=(*progress.results, result))
+        case "error":
+            return replace(progress, operation=operation, error=message["text"])
+        case "speed":
+            speed = Speed(**{k: v for k, v in message.items() if k != "event"})
+            return replace(progress, speeds=(*progress.speeds, speed))
+        case "end":
+            return replace(progress, is_done=True, peak_bytes=message["peak_bytes"])
+    raise AssertionError(f"a rank reports {message}")
+
+
+def _fresh(progress: Progress) -> Progress:
+    return Progress(
+        rank=progress.rank,
+        node=progress.node,
+        pid=progress.pid,
+        state=progress.state,
+        how_ended=progress.how_ended,
+    )
+
+
+def _with_state(progress: Progress) -> Progress:
+    """A rank that is being stopped cannot say so; the kernel does."""
+    if progress.state != RUNNING:
+        return progress
+    try:
+        state = Path(f"/proc/{progress.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return progress
+    return replace(progress, state=STOPPED) if state in "Tt" else progress
+
+
+def _how_ended(one: _Process) -> str:
+    try:
+        code = one.process.wait(_END_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        return "has closed its output"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    one.log.seek(0)
+    said = one.log.read().strip().splitlines()
+    return f"ended with exit code {code}" + (f": {said[-1][:300]}" if said else "")
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept

@@ -1,0 +1,273 @@
+"""All checks in order, on one machine or on several at once, every one with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from elastic.doctor import etcd, pairs, verdicts
+from elastic.doctor.collectives.session import Measured, Session, torch_findings
+from elastic.doctor.findings import Finding, Status, skipped
+from elastic.doctor.meeting import Exchange, Meeting, MeetingFailed, Participant, alone
+from elastic.doctor.probes import Probe
+from elastic.errors import CoordinationError
+from elastic.membership.keys import Keys
+from elastic.store.etcd.options import etcd_config
+from elastic.store.etcd.store import EtcdStore
+from elastic.tuning.agent_options import AgentOptions
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to examine."""
+
+    options: AgentOptions
+    endpoint: str | None = None
+    run_id: str | None = None  # None: one of its own
+    nnodes: int = 1
+    nproc: int = 2
+    local_addr: str = ""
+    folder: str | None = None
+    ports: tuple[int, ...] = ()  # to be tried between all nodes, beside ephemeral ones
+    only_local: bool = False  # no process groups
+    # Longest silence of one operation, and of one probe. Starts of processes get more.
+    deadline_s: float = 20.0
+    join_timeout_s: float = 60.0
+    name: str = field(
+        default_factory=lambda: os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Findings of all nodes, and the measured speeds."""
+
+    findings: tuple[Finding, ...]
+    speeds: tuple[Measured, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+def examine(plan: Plan, say: Say) -> Report:
+    """Run every check. Never raises for what it finds, and never waits for longer than the sum of
+    its deadlines. Raises ConfigError for options that cannot be used."""
+    keys = Keys.of(plan.options.prefix, plan.run_id or f"doctor-{secrets.token_hex(4)}")
+    config = etcd_config(plan.endpoint, plan.options) if plan.endpoint else None
+    first = config.endpoints[0] if config else None
+    probes = _start_probes(plan, (first.host, first.port) if first else ("", 0))
+    say("checking this machine")
+    own = verdicts.of_certificates(etcd.own_certificates(plan.options))
+    if config is None:
+        own.append(skipped("etcd", "no --rdzv-endpoint"))
+    else:
+        say(f"checking etcd at {plan.endpoint}")
+        facts = etcd.inspect(config, keys.root)
+        own = verdicts.of_etcd(facts) + own
+        if not facts.reachable:
+            config = None  # nothing more can be asked of it
+    results = {name: probe.result() for name, probe in probes.items()}
+    own += _of_machine(plan, results)
+    address = getattr(results["network"], "address", "") or "127.0.0.1"
+    if plan.nnodes == 1:
+        return _examine_alone(plan, own, address, say)
+    if config is None:
+        return Report(findings=(*own, skipped("other nodes", "they are found through etcd")))
+    try:
+        store = EtcdStore(etcd.quick(config))
+    except CoordinationError as error:  # it went away a moment ago
+        return Report(findings=(*own, verdicts.lost_etcd(error)))
+    return _examine_together(plan, store, keys, own, results, address, say)
+
+
+def _start_probes(plan: Plan, endpoint: tuple[str, int]) -> dict[str, Probe]:
+    wanted: dict[str, Sequence[object]] = {
+        "network": (plan.local_addr or plan.options.pod_ip or "", *endpoint),
+        "shm": (),
+        "limits": (),
+        "gpu": (),
+        "versions": (),
+    }
+    if plan.folder:
+        wanted["folder"] = (plan.folder,)
+    return {name: Probe(name, a, deadline_s=plan.deadline_s) for name, a in wanted.items()}
+
+
+def _of_machine(plan: Plan, results: Mapping[str, Any]) -> list[Finding]:
+    found = [
+        *verdicts.of_network(results["network"]),
+        verdicts.of_shm(results["shm"]),
+        *verdicts.of_limits(results["limits"]),
+        *verdicts.of_gpu(results["gpu"]),
+        verdicts.of_versions(results["versions"]),
+    ]
+    if plan.folder:
+        return [*found, *verdicts.of_folder(plan.folder, results["folder"])]
+    return [*found, skipped("checkpoint folder", "no --checkpoints")]
+
+
+# One machine ---------------------------------------------------------------------------------
+
+
+def _examine_alone(plan: Plan, own: list[Finding], address: str, say: Say) -> Report:
+    if plan.only_local:
+        return Report(findings=tuple(own), nodes=(plan.name,))
+    me = _participant(plan, address)
+    with tempfile.TemporaryDirectory(prefix="elastic-doctor-") as shared:
+        session = Session((me,), 0, alone, plan.deadline_s, shared, say)
+        found, speeds = torch_findings(session)
+    return Report(findings=(*own, *found), speeds=tuple(speeds), nodes=(plan.name,))
+
+
+def _participant(plan: Plan, address: str) -> Participant:
+    return Participant(
+        node_id=secrets.token_hex(6),
+        name=plan.name,
+        host_name=socket.gethostname(),
+        address=address,
+        nproc=plan.nproc,
+    )
+
+
+# Several -------------------------------------------------------------------------------------
+
+
+def _examine_together(
+    plan: Plan,
+    store: EtcdStore,
+    keys: Keys,
+    own: list[Finding],
+    results: Mapping[str, Any],
+    address: str,
+    say: Say,
+) -> Report:
+    with contextlib.closing(store):
+        try:
+            meeting = Meeting(store, keys.root, _participant(plan, address))
+        except CoordinationError as error:
+            return Report(findings=(*own, verdicts.lost_etcd(error)))
+        with meeting:
+            say(f"waiting for {plan.nnodes} nodes below {keys.root}")
+            try:
+                members = meeting.join(plan.nnodes, plan.join_timeout_s)
+                names = _distinct([member.name for member in members])
+                own = [replace(finding, node=names[meeting.number]) for finding in own]
+                shared, speeds = _between(plan, meeting, names, results, say)
+                say("collecting the findings of all nodes")
+                everything = _collect(meeting, own, names, plan.deadline_s)
+            except MeetingFailed as failure:
+                return Report(findings=(*own, failure.finding), nodes=(plan.name,))
+            except CoordinationError as error:
+                return Report(findings=(*own, verdicts.lost_etcd(error)), nodes=(plan.name,))
+    return Report(findings=(*everything, *shared), speeds=tuple(speeds), nodes=tuple(names))
+
+
+def _between(
+    plan: Plan, meeting: Meeting, names: list[str], results: Mapping[str, Any], say: Say
+) -> tuple[list[Finding], list[Measured]]:
+    """What is found between the nodes; the same on all of them."""
+    members = meeting.members
+    found = list(_of_equality(meeting, names, results, plan.deadline_s))
+    say("comparing clocks")
+    offsets = meeting.clocks(plan.deadline_s)
+    found += [verdicts.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
+    say("connecting to the other nodes")
+    found += _of_pairs(plan, meeting, names)
+    if plan.only_local:
+        return found, []
+    shared = _shared_folder(plan, meeting)
+    session = Session(members, meeting.number, meeting, plan.deadline_s, shared, say)
+    try:
+        torch_found, speeds = torch_findings(session)
+    finally:
+        if shared is not None and meeting.number == 0:
+            shutil.rmtree(shared, ignore_errors=True)
+    return found + torch_found, speeds
+
+
+def _of_equality(
+    meeting: Exchange, names: list[str], results: Mapping[str, Any], within_s: float
+) -> Iterator[Finding]:
+    facts = {
+        "python": getattr(results["versions"], "python", "unknown"),
+        "torch": getattr(results["versions"], "torch", "unknown"),
+        "torch-elastic-harness": getattr(results["versions"], "library", "unknown"),
+        "GPU driver": getattr(results["gpu"], "driver", "unknown") or "none",
+        "MTU": str(getattr(results["network"], "mtu", "unknown")),
+    }
+    everyone = meeting("versions", facts, within_s)
+    for what in facts:
+        values = {names[n]: value[what] for n, value in everyone.items()}
+        yield verdicts.equal_over_nodes(
+            f"equal {what}",
+            values,
+            "use one image and one configuration on all nodes",
+            fatal=what in ("torch", "torch-elastic-harness"),
+        )
+
+
+def _of_pairs(plan: Plan, meeting: Meeting, names: list[str]) -> list[Finding]:
+    members, me = meeting.members, meeting.number
+    host_names = sorted({m.host_name for n, m in enumerate(members) if n != me})
+    with pairs.listening(members[me].address, plan.ports) as listeners:
+        served = meeting("ports", asdict(listeners), plan.deadline_s)
+        lookup = Probe("names", host_names, deadline_s=plan.deadline_s)
+        attempts = pairs.connect_to_all(
+            [
+                (n, members[n].address, port)
+                for n, told in sorted(served.items())
+                for port in told["ports"]
+                if n != me
+            ]
+        )
+        of_names = verdicts.of_names(host_names, lookup.result())
+        value = {"connections": pairs.as_values(attempts), "names": asdict(of_names)}
+        everyone = meeting("connections", value, plan.deadline_s)  # until then all listen
+    found = [
+        verdicts.unbound(names[n], error) for n, told in served.items() for error in told["errors"]
+    ]
+    missing = [name for n, name in enumerate(names) if n not in everyone]
+    if missing:
+        found.append(verdicts.missing_nodes("nodes", missing, plan.deadline_s))
+    found += [_finding(value["names"], names[n]) for n, value in sorted(everyone.items())]
+    return found + pairs.findings(names, {n: v["connections"] for n, v in everyone.items()})
+
+
+def _shared_folder(plan: Plan, meeting: Meeting) -> str | None:
+    """The folder of checkpoints, if all nodes see in it what the first one wrote."""
+    if plan.folder is None:
+        return None
+    token = Path(plan.folder) / f".elastic-doctor-{meeting.members[0].node_id}"
+    if meeting.number == 0:
+        with contextlib.suppress(OSError):
+            token.mkdir()
+    meeting("shared folder is there", None, plan.deadline_s)
+    seen = meeting("shared folder is seen", token.is_dir(), plan.deadline_s)
+    return str(token) if all(seen.values()) else None
+
+
+def _collect(
+    meeting: Exchange, own: list[Finding], names: list[str], within_s: float
+) -> list[Finding]:
+    everyone = meeting("findings", [asdict(finding) for finding in own], within_s)
+    found = [_finding(one) for n in sorted(everyone) for one in everyone[n]]
+    missing = [name for n, name in enumerate(names) if n not in everyone]
+    return [*found, verdicts.missing_nodes("report", missing, within_s)] if missing else found
+
+
+def _finding(value: Mapping[str, Any], node: str | None = None) -> Finding:
+    finding = Finding(**{**value, "status": Status(value["status"])})
+    return finding if node is None else replace(finding, node=node)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Two nodes of one machine have one name: say which is which."""
+    return [f"{n}#{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]

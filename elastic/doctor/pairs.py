@@ -1,0 +1,174 @@
+"""TCP between every two nodes: a port answers, and a payload larger than any MTU comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.findings import Finding, failed, ok
+
+PAYLOAD_BYTES = 64 << 10
+CONNECT_WITHIN_S = 3.0
+_NAMED_AT_MOST = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """One attempt from this node to a port of another one."""
+
+    to: int  # the other node's number
+    address: str
+    port: int
+    took_ms: float
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """The ports that a node serves, and those that it could not bind, with the reason."""
+
+    ports: tuple[int, ...]
+    errors: tuple[str, ...]
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        stream: socket.socket = self.request
+        stream.settimeout(CONNECT_WITHIN_S)
+        with contextlib.suppress(OSError):  # the other node reports it
+            stream.sendall(_receive(stream))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+@contextlib.contextmanager
+def listening(address: str, wanted: Sequence[int]) -> Iterator[Listeners]:
+    """Serve an ephemeral port and those wanted, for the time of the block."""
+    kind = _ServerV6 if ":" in address else _Server
+    servers, errors = [], []
+    for port in (0, *wanted):
+        try:
+            servers.append(kind((address, port), _Echo))
+        except OSError as error:
+            errors.append(f"port {port}: {error.strerror}")
+    threads = [
+        threading.Thread(
+            target=s.serve_forever, args=(0.05,), name=f"elastic-doctor-port-{s.server_address[1]}"
+        )
+        for s in servers
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        ports = tuple(int(server.server_address[1]) for server in servers)
+        yield Listeners(ports=ports, errors=tuple(errors))
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+        for thread in threads:
+            thread.join()
+
+
+def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[Connection]:
+    """``targets``: number, address and port. All at once: those that drop take their time."""
+    if not targets:
+        return []
+    with ThreadPoolExecutor(min(len(targets), 64), "elastic-doctor-connect") as pool:
+        return list(pool.map(lambda target: _connect(*target), targets))
+
+
+def _connect(to: int, address: str, port: int) -> Connection:
+    began = SYSTEM_CLOCK.monotonic()
+    said, took_ms = "", 0.0
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_WITHIN_S) as stream:
+            took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
+            stream.sendall(bytes(PAYLOAD_BYTES))
+            _receive(stream)
+    except TimeoutError:
+        answers = f"connects, and {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
+        said = answers or f"no answer within {CONNECT_WITHIN_S:g} s"
+    except OSError as error:
+        said = error.strerror or str(error)
+    return Connection(to=to, address=address, port=port, took_ms=took_ms, error=said)
+
+
+def _receive(stream: socket.socket) -> bytes:
+    received = bytearray()
+    while len(received) < PAYLOAD_BYTES:
+        part = stream.recv(PAYLOAD_BYTES)
+        if not part:
+            raise ConnectionResetError("closed by the other node")
+        received += part
+    return bytes(received)
+
+
+def connection_error(address: str, port: int, within_s: float) -> OSError | None:
+    """Why a port cannot be connected to; None: it can."""
+    try:
+        socket.create_connection((address, port), timeout=within_s).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Finding]:
+    """``attempts``: number of a node → its :class:`Connection`, as dictionaries.
+
+    One for each pair that fails; those that a node reaches share one.
+    """
+    found: list[Finding] = []
+    for number, raw in sorted(attempts.items()):
+        tried = [Connection(**one) for one in raw]
+        broken = sorted({one.to for one in tried if one.error})
+        well = [one for one in tried if one.to not in broken]
+        if well:
+            found.append(_of_reached(names, number, well))
+        found += [
+            _of_broken(names[number], names[to], [t for t in tried if t.to == to and t.error])
+            for to in broken
+        ]
+    return found
+
+
+def _of_reached(names: Sequence[str], number: int, tried: Sequence[Connection]) -> Finding:
+    targets = [names[to] for to in sorted({one.to for one in tried})]
+    shown = ", ".join(targets) if len(targets) <= _NAMED_AT_MOST else f"{len(targets)} nodes"
+    slowest = max(one.took_ms for one in tried)
+    return ok(
+        f"TCP {names[number]} → {shown}",
+        f"{len(tried)} ports answer, connected in at most {slowest:.1f} ms",
+    )
+
+
+def _of_broken(source: str, target: str, broken: Sequence[Connection]) -> Finding:
+    measured = "; ".join(f"{one.address}:{one.port}: {one.error}" for one in broken)
+    if any("do not come back" in one.error for one in broken):
+        remedy = (
+            "large packets are lost: use the same MTU on every interface and switch between them"
+        )
+    elif any("no answer" in one.error for one in broken):
+        remedy = "a firewall drops packets: let all TCP ports pass between the nodes, both ways"
+    else:
+        remedy = "compare the address with that of the node (--local-addr), and its firewall"
+    return failed(f"TCP {source} → {target}", measured, remedy)
+
+
+def as_values(attempts: Sequence[Connection]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in attempts]

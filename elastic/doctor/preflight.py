@@ -1,0 +1,92 @@
+"""The short form, which an agent runs before its node may join: no process groups, no disk.
+
+A healthy node takes a few tenths of a second, most of them for processes to start. What hangs is
+given longer: a node that is merely busy must not be sent away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from elastic.doctor import etcd, machine, pairs, verdicts
+from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
+from elastic.doctor.probes import Probe
+from elastic.errors import CoordinationError, NodeUnfit
+from elastic.membership.records import Keys, Leader, Node, decode
+from elastic.store.etcd.endpoints import Endpoint
+from elastic.store.keyvalue import KeyValue
+from elastic.tuning.agent_options import AgentOptions
+
+PROBES_WITHIN_S = 10.0
+CONNECT_WITHIN_S = 1.5
+
+
+def preflight(
+    store: KeyValue,
+    keys: Keys,
+    options: AgentOptions,
+    *,
+    endpoint: Endpoint | None,
+    local_addr: str,
+) -> list[Finding]:
+    """Check this node, its rights in etcd, and the way to the job's leader."""
+    told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
+    arguments = (local_addr or options.pod_ip or "", *told)
+    # Processes only for what may hang: names that are looked up, and a driver that is there.
+    network = Probe("network", arguments, deadline_s=PROBES_WITHIN_S)
+    gpu = Probe("gpu", (), deadline_s=PROBES_WITHIN_S) if machine.has_gpu_driver() else None
+    found = [
+        verdicts.of_permissions(keys.root, tuple(etcd.permissions(store, keys.root))),
+        *verdicts.of_certificates(etcd.own_certificates(options)),
+        *_of_leader(store, keys),
+    ]
+    return [
+        *found,
+        *verdicts.of_network(network.result()),
+        verdicts.of_shm(machine.shm()),
+        *verdicts.of_limits(machine.limits()),
+        *(verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
+    ]
+
+
+def require_fit(findings: Sequence[Finding], node: str) -> None:
+    """Raise NodeUnfit if any check has failed: it names all that have, and what to do."""
+    bad = [finding for finding in findings if finding.status is Status.FAILED]
+    if bad:
+        raise NodeUnfit(
+            f"preflight: node {node} does not join the job: "
+            + "; ".join(f"{finding.name}: {finding.measured}" for finding in bad),
+            hint="; ".join(dict.fromkeys(finding.remedy for finding in bad))
+            + " (`elastic doctor` on this node tells more)",
+        )
+
+
+def _of_leader(store: KeyValue, keys: Keys) -> Iterator[Finding]:
+    """Whether this node reaches the agent that would admit it."""
+    with contextlib.suppress(CoordinationError):  # the permissions say it
+        entry = store.get(keys.leader)
+        if entry is None:
+            yield skipped("leader", "the job has none yet")
+            return
+        leader = decode(Leader, entry.key, entry.value)
+        ports = [leader.liveness_port]
+        if (of_node := store.get(keys.node(leader.node_id))) is not None:
+            memory_port = decode(Node, of_node.key, of_node.value).memory_port
+            ports += [memory_port] if memory_port else []
+        yield _of_ports(leader.address, ports)
+
+
+def _of_ports(address: str, ports: Sequence[int]) -> Finding:
+    name = "leader"
+    errors = {port: pairs.connection_error(address, port, CONNECT_WITHIN_S) for port in ports}
+    closed = {port: error for port, error in errors.items() if error is not None}
+    if not closed:
+        return ok(name, f"{address} answers on {', '.join(map(str, ports))}")
+    measured = "; ".join(f"{address}:{port}: {error}" for port, error in closed.items())
+    if all(isinstance(error, ConnectionRefusedError) for error in closed.values()):
+        # It may have ended a moment ago: the next one is elected while this node joins.
+        return warning(name, measured, "look whether the leader's agent runs")
+    return failed(
+        name, measured, "let all TCP ports pass between the nodes, both ways; check --local-addr"
+    )

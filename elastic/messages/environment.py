@@ -1,0 +1,81 @@
+"""The environment of a worker: at its start, and after each change of worlds.
+
+torchrun has variables of its own; what it does not know about a world is in ``ELASTIC_WORLD``, as
+JSON. A script may read both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+
+from elastic.errors import ConfigError
+from elastic.messages.world import RankAssignment, WorldIdentity, derive
+
+WORLD_VARIABLE = "ELASTIC_WORLD"
+# What MASTER_PORT says to a script that builds a group without having a world yet.
+CALL_JOIN = "call elastic.join()"
+
+
+def identity_variable(world: WorldIdentity) -> dict[str, str]:
+    """What the agent adds to the environment that torchrun makes.
+
+    >>> identity_variable(WorldIdentity(generation=3, nonce="3f9c", lineage=(1, 2)))
+    {'ELASTIC_WORLD': '{"generation":3,"nonce":"3f9c","lineage":[1,2]}'}
+    """
+    fields = dataclasses.asdict(derive(WorldIdentity, world))
+    return {WORLD_VARIABLE: json.dumps(fields, separators=(",", ":"))}
+
+
+def world_variables(
+    world: WorldIdentity,
+    assignment: RankAssignment,
+    *,
+    node_rank: int,
+    nodes: int,
+    store_host: str,
+    store_port: int | str,
+) -> dict[str, str]:
+    """All variables of a world: as if torchrun had started this worker in it."""
+    standard: dict[str, object] = {
+        "RANK": assignment.rank,
+        "WORLD_SIZE": assignment.size,
+        "LOCAL_RANK": assignment.local_rank,
+        "LOCAL_WORLD_SIZE": assignment.local_size,
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": assignment.rank,
+        "ROLE_WORLD_SIZE": assignment.size,
+        "MASTER_ADDR": store_host,
+        "MASTER_PORT": store_port,
+    }
+    return {name: str(value) for name, value in standard.items()} | identity_variable(world)
+
+
+def identity_in(env: Mapping[str, str]) -> WorldIdentity | None:
+    """The world that the agent has named; None under another rendezvous backend.
+
+    Raises:
+        ConfigError: the variable holds something else.
+
+    >>> identity_in(identity_variable(WorldIdentity(generation=3, nonce="3f9c", lineage=(1, 2))))
+    WorldIdentity(generation=3, nonce='3f9c', lineage=(1, 2))
+    """
+    text = env.get(WORLD_VARIABLE)
+    return _parsed(text) if text is not None else None
+
+
+@functools.lru_cache(maxsize=1)  # log lines ask, too
+def _parsed(text: str) -> WorldIdentity:
+    from elastic.messages import typed_json  # msgspec: not for those that only write
+
+    try:
+        data = typed_json.parse(text.encode(errors="surrogateescape"))
+        return typed_json.convert(WorldIdentity, data)
+    except typed_json.DecodeError as error:
+        raise ConfigError(
+            f"{WORLD_VARIABLE}={text[:200]!r} in the environment {error}",
+            hint="the agent sets it; unset it to train alone",
+        ) from None

@@ -1,0 +1,125 @@
+"""JSON as typed records: dataclasses whose fields are all there, each of exactly its type.
+
+``secure_channel.strict_json`` parses, since msgspec keeps the last of two equal keys and knows no
+limit of depth. msgspec checks the types. Its dataclasses may lack a field that has a default, and
+have unknown ones; here they may not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import reprlib
+import typing
+from collections.abc import Iterable
+from enum import Enum
+from types import NoneType
+from typing import Any, TypeVar
+
+import msgspec
+
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.errors import ProtocolError
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+# A hostile value must not fill the log, nor recurse too deep to be shown.
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 120
+# "Expected `int`, got `str` - at `$.members[0].nproc`" (msgspec 0.19 to 0.22, _core.c).
+_AT = re.compile(r" - at `\$(.*)`$", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_MISSING = re.compile(r"^Object missing required field `(.*)`$")
+
+
+class DecodeError(ValueError):
+    """Not the record that was expected: a clause that names the field and its value."""
+
+
+def parse(data: bytes | bytearray) -> Json:
+    """The object in ``data``, strictly (:mod:`elastic.secure_channel.strict_json`).
+
+    Raises:
+        DecodeError: it is something else.
+    """
+    try:
+        return strict_json.decode(data)
+    except ProtocolError as error:
+        raise DecodeError(f"is {error}") from None
+
+
+def convert(cls: type[T], data: Json) -> T:
+    """The dataclass ``cls`` from a parsed object.
+
+    Raises:
+        DecodeError: a field is unknown, missing or of another type.
+    """
+    try:
+        record = msgspec.convert(data, cls)
+    except msgspec.ValidationError as error:
+        raise DecodeError(_explain(cls, data, str(error))) from None
+    except UnicodeEncodeError as error:  # half of a surrogate pair, but in a text that is wanted
+        raise DecodeError(f"has {shown(error.object)}, which is not valid Unicode") from None
+    _check_fields(data, record, "")
+    return record
+
+
+def to_json(record: object) -> Any:
+    """The record as objects, lists and plain values that ``json`` can write."""
+    return msgspec.to_builtins(record)
+
+
+def shown(value: object) -> str:
+    """Its ``repr``, of bounded length."""
+    return _shown.repr(value)
+
+
+def _explain(cls: type[Any], data: Json, said: str) -> str:
+    """msgspec's text with the value, which it leaves out, and the names of an enum."""
+    at = _AT.search(said)
+    path = at.group(1) if at else ""
+    said = _AT.sub("", said)
+    if missing := _MISSING.match(said):
+        return _differs(path, set(), {missing.group(1)})
+    value: Any = data
+    hint: Any = cls
+    for name, index in _STEP.findall(path):
+        value = value[name] if name else value[int(index)]
+        hint = typing.get_type_hints(hint)[name] if name else typing.get_args(hint)[0]
+        if NoneType in typing.get_args(hint):
+            hint = typing.get_args(hint)[0]
+    expected = said[:1].lower() + said[1:].replace("`", "")
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        expected = f"expected one of: {', '.join(str(member.value) for member in hint)}"
+    return f"has {path.lstrip('.')}={shown(value)}, {expected}"
+
+
+def _check_fields(data: Any, record: object, path: str) -> None:
+    """That the objects in ``data`` have the names of the fields that were made of them."""
+    if isinstance(record, tuple):
+        for index, item in enumerate(record):
+            _check_fields(data[index], item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(record):
+        kind: Any = type(record)
+        names = _names_of(kind)
+        if data.keys() != names:
+            raise DecodeError(_differs(path, data.keys() - names, names - data.keys()))
+        for name, value in data.items():
+            if isinstance(value, (dict, list)):
+                _check_fields(value, getattr(record, name), f"{path}.{name}")
+
+
+@functools.cache
+def _names_of(cls: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))
+
+
+def _differs(path: str, unknown: Iterable[str], missing: Iterable[str]) -> str:
+    names = [
+        f"{word} {', '.join(map(shown, sorted(fields)))}"
+        for word, fields in (("unknown", unknown), ("missing", missing))
+        if fields
+    ]
+    return f"has in {path.lstrip('.') or 'the top'}: {'; '.join(names)}"

@@ -1,0 +1,307 @@
+"""Python processes that are forked from one that has imported torch: seconds of CPU time less each.
+
+``import torch`` and what torch's optimizers import take three seconds, and a test cluster starts
+dozens of agents and workers. A fork server imports torch once; a :class:`ForkedPopen` is a Popen of
+``python -m module`` or ``python script.py`` whose process is a fork of the server instead of a new
+interpreter. In everything that a program can observe it is as good as new: it is a child of the
+process that asked for it, it has the environment, arguments, descriptors and session that were
+asked for (``/proc`` shows them, too). Nothing of this project is imported in the server but the
+entry point that torchrun looks up, so that the product's modules are imported as they always are.
+Torch's modules are there already: what they read from the environment at import is the server's.
+
+An agent that was started so starts its workers so: it forks a server of its own first.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import gc
+import importlib
+import inspect
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_WARM = (
+    "numpy",
+    "safetensors.torch",
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "torch.optim.swa_utils",
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+)
+_READ_AT_IMPORT = ("ELASTIC_STOCK_ETCD", "PYTHONPATH", "TORCH_LOGS")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PADDING = "FORK_SERVER_PADDING"
+_PADDING_BYTES = 64 << 10  # room for the environment of any process
+_ARGUMENTS_BYTES = 4 << 10
+_SIZE_BYTES = 4  # of a message, before it
+
+
+class ForkServer:
+    """A process that forks others; it ends with the last process that can ask it to."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number, room = str(theirs.fileno()), "-" * _ARGUMENTS_BYTES
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "elastic.testing.fork_server", number, room],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", _PADDING: "-" * _PADDING_BYTES},
+                start_new_session=True,
+            )
+        self.client = Client(ours)
+
+    def close(self) -> None:
+        """End the server; what it forked lives on."""
+        self.client.close()
+        self._process.wait()
+
+
+class Client:
+    """Asks a fork server for processes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def fork(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str, fds: Sequence[int]
+    ) -> int:
+        """Pid of a process that runs ``command``, a child of this one; ``fds``: its first three."""
+        order = json.dumps({"command": list(command), "env": dict(env), "cwd": cwd}).encode()
+        libc = ctypes.CDLL(None)
+        with self._lock:
+            # The server's child leaves it an orphan, which the kernel gives to the next ancestor
+            # that wants them: prctl(2).
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                _send(self._connection, order, fds)
+                answer = _receive(self._connection)
+            finally:
+                libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if answer is None:
+            raise RuntimeError("the fork server has ended: its error is on stderr")
+        return int(answer[0])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@functools.cache
+def shared_fork_server() -> ForkServer | None:
+    """One for all tests of this process; None, so that all start processes as in production, if
+    the environment has ``COLD_STARTS``."""
+    return None if os.environ.get("COLD_STARTS") else ForkServer()
+
+
+class ForkedPopen(subprocess.Popen[bytes]):
+    """A Popen whose process is forked by the server of ``client``. The session is its own."""
+
+    def __init__(self, client: Client, command: Sequence[str], **options: Any) -> None:
+        self._client = client
+        super().__init__(command, **options)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        # Of subprocess.Popen on POSIX, 3.10 to 3.13: its descriptors are numbers or -1.
+        signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+        told = signature.bind(self, *arguments).arguments
+        if any(told[pipe] != -1 for pipe in ("p2cwrite", "c2pread", "errread")):
+            raise ValueError("a forked process takes files, no pipes")
+        wanted = (told["p2cread"], told["c2pwrite"], told["errwrite"])
+        fds = [number if fd == -1 else fd for number, fd in enumerate(wanted)]
+        env = os.environ if told["env"] is None else told["env"]
+        cwd = os.getcwd() if told["cwd"] is None else os.fspath(told["cwd"])
+        self.pid = self._client.fork(told["args"], env, cwd, fds)
+        self._child_created = True
+        if (devnull := getattr(self, "_devnull", None)) is not None:
+            os.close(devnull)
+
+
+def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether it is a program of this interpreter, with the packages of this process."""
+    is_same = all(env.get(name) == os.environ.get(name) for name in _READ_AT_IMPORT)
+    return command[0] == sys.executable and is_same
+
+
+# The server ---------------------------------------------------------------------------------------
+
+
+def serve(connection: socket.socket) -> Callable[[], None] | None:
+    """Fork until nobody can ask any more; None. In a fork: what it is to run."""
+    while (received := _receive(connection)) is not None:
+        order, fds = received
+        started, start = os.pipe()
+        read, write = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            pid = os.fork()
+            if pid:
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            os.close(start)
+            os.read(started, 1)  # until it is the child of who asked for it
+            connection.detach()
+            return _become(json.loads(order), fds)
+        os.close(write)
+        os.waitpid(middle, 0)
+        _send(connection, os.read(read, 64), ())
+        for fd in (read, started, start, *fds):
+            os.close(fd)
+    return None
+
+
+def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
+    """Nothing of the server is left but its modules."""
+    os.setsid()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+    os.closerange(3, 1 << 16)
+    os.chdir(order["cwd"])
+    interpreter, *arguments = order["command"]
+    _show(_ARGUMENTS, [interpreter, *arguments])
+    _show(_ENVIRONMENT, [f"{k}={v}" for k, v in order["env"].items()])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    if arguments[0] == "-u":
+        del arguments[0]
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = os.fdopen(number, "w", buffering=1, closefd=False)
+        stream.reconfigure(write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    if arguments[0] == "-m":
+        return lambda: _run_module(arguments[1], arguments[2:])
+    return lambda: _run_script(arguments[0], arguments[1:])
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    if name == "torch.distributed.run":
+        _fork_workers()
+    sys.argv = [name, *arguments]
+    sys.path[0] = os.getcwd()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path[0] = str(Path(path).resolve().parent)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+
+
+def _fork_workers() -> None:
+    """Have this agent's workers forked from a server of its own, which ends with it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    ours, theirs = socket.socketpair()
+    agent = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != agent:
+            os._exit(0)
+        os.setsid()
+        # Not one of the node's processes: it does nothing but fork.
+        _show(_ENVIRONMENT, [])
+        _leave(serve(theirs))
+    theirs.close()
+    client = Client(ours)
+    names = vars(subprocess_handler)
+    start = names["Popen"]
+
+    def popen(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        if can_fork(args, options["env"]):
+            return ForkedPopen(client, args, **options)
+        process: subprocess.Popen[bytes] = start(args, **options)
+        return process
+
+    names["Popen"] = popen
+
+
+class _Area:
+    """Memory that ``/proc`` shows as a process's arguments or environment: proc(5)."""
+
+    def __init__(self, fields: tuple[int, int]) -> None:
+        stat = Path("/proc/self/stat").read_text()
+        values = stat[stat.rindex(")") + 2 :].split()  # the third field first
+        self.start, end = (int(values[field - 3]) for field in fields)
+        self.size = end - self.start
+
+
+_ARGUMENTS: _Area
+_ENVIRONMENT: _Area
+
+
+def _show(area: _Area, strings: Sequence[str]) -> None:
+    """As far as there is room."""
+    block = b"".join(os.fsencode(text) + b"\0" for text in strings)
+    if area is _ENVIRONMENT and len(block) > area.size:
+        raise ValueError(f"an environment of {len(block)} bytes has no room in {area.size}")
+    ctypes.memmove(area.start, block[: area.size - 1].ljust(area.size, b"\0"), area.size)
+
+
+def _send(connection: socket.socket, message: bytes, fds: Sequence[int]) -> None:
+    data = len(message).to_bytes(_SIZE_BYTES, "big") + message
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = connection.sendmsg([data], rights)
+    connection.sendall(data[sent:])
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
+    """A message and the descriptors that came with it; None at the connection's end."""
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    except ConnectionResetError:
+        return None
+    if not data:
+        return None
+    size = int.from_bytes(data[:_SIZE_BYTES], "big") + _SIZE_BYTES
+    while len(data) < size:
+        data += connection.recv(1 << 16)
+    return data[_SIZE_BYTES:], fds
+
+
+def _leave(run: Callable[[], None] | None) -> NoReturn:
+    """Run it and end as an interpreter does."""
+    if run is not None:
+        run()
+    sys.exit(0)
+
+
+def main(connection: socket.socket) -> None:
+    """Import torch and serve."""
+    global _ARGUMENTS, _ENVIRONMENT
+    _ARGUMENTS, _ENVIRONMENT = _Area((48, 49)), _Area((50, 51))
+    own = dict(os.environ)
+    os.environ.clear()  # the strings of the kernel's block are nobody's from now on
+    os.environ.update(own)
+    for name in _WARM:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # forks share what is here
+    _leave(serve(connection))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,219 @@
+"""What this machine is connected with: interfaces, RDMA devices, drivers, and the way to a peer.
+
+Facts only, read from the kernel once; :mod:`elastic.tuning.profiles` decides what follows from
+them. The standard library alone: ``elastic env`` prints this without torch.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# <linux/sockios.h>. Each entry is a name of 16 bytes and an address of 16, padded to 40.
+_SIOCGIFCONF = 0x8912
+_ENTRY_BYTES, _NAME_BYTES = 40, 16
+_MOST_ADDRESSES = 1024
+# Any port: a connected datagram socket sends nothing, it makes the kernel choose the route.
+_ANY_PORT = 9
+
+LOOPBACK = "lo"
+INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"  # as the kernel writes them (link_layer)
+_ACTIVE = "ACTIVE"
+
+# Network drivers that only clouds have: AWS, Google and Azure.
+_CLOUD_DRIVERS = {"ena": "AWS", "efa": "AWS", "gve": "Google Cloud", "mana": "Azure"}
+# What firmware says of virtual machines of clouds: file in /sys/class/dmi/id and its beginning,
+# as cloud-init's tools/ds-identify reads them.
+_CLOUD_FIRMWARE = (
+    ("sys_vendor", "Amazon EC2", "AWS"),
+    ("product_name", "Google Compute Engine", "Google Cloud"),
+    ("product_name", "Alibaba Cloud", "Alibaba Cloud"),
+    ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77", "Azure"),
+    ("chassis_asset_tag", "OracleCloud.com", "Oracle Cloud"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface that has an address."""
+
+    name: str
+    addresses: tuple[str, ...]
+    speed_mbps: int | None = None  # None: the driver does not say
+    driver: str = ""  # "": virtual
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaDevice:
+    """A device under ``/sys/class/infiniband`` with an active port."""
+
+    name: str
+    link_layer: str  # INFINIBAND, ETHERNET (RoCE), or another
+    driver: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The facts of one machine, or of one container."""
+
+    interfaces: tuple[Interface, ...]
+    rdma: tuple[RdmaDevice, ...] = ()
+    # Devices that the kernel shows, and this process may not open: a container without them.
+    rdma_out_of_reach: tuple[str, ...] = ()
+    cloud: str | None = None
+    has_nvidia: bool = False
+
+    def interface(self, name: str) -> Interface | None:
+        """The interface of that name."""
+        return next((i for i in self.interfaces if i.name == name), None)
+
+    def with_address(self, address: str) -> Interface | None:
+        """The interface that has this address."""
+        wanted = _normal(address)
+        return next((i for i in self.interfaces if wanted in map(_normal, i.addresses)), None)
+
+    def link_layers(self) -> frozenset[str]:
+        """Of the RDMA devices."""
+        return frozenset(device.link_layer for device in self.rdma)
+
+
+def read_network(
+    root: Path = Path("/"), addresses: Mapping[str, tuple[str, ...]] | None = None
+) -> Network:
+    """This machine, from ``/sys``, ``/dev`` and the kernel's list of addresses.
+
+    Args:
+        root: where ``sys`` and ``dev`` are (for tests).
+        addresses: of each interface, instead of the kernel's.
+    """
+    found = local_addresses() if addresses is None else addresses
+    interfaces = tuple(_interface(root, name, found[name]) for name in sorted(found))
+    devices = tuple(_rdma_devices(root / "sys/class/infiniband"))
+    may_open = any((root / "dev/infiniband").glob("uverbs*"))
+    return Network(
+        interfaces=interfaces,
+        rdma=devices if may_open else (),
+        rdma_out_of_reach=() if may_open else tuple(device.name for device in devices),
+        cloud=_cloud(root, interfaces, devices),
+        has_nvidia=(root / "dev/nvidiactl").exists(),
+    )
+
+
+def local_addresses() -> dict[str, tuple[str, ...]]:
+    """The addresses of each interface of this network namespace, IPv4 first."""
+    found: dict[str, list[str]] = {}
+    for name, address in [*_ipv4_addresses(), *_ipv6_addresses()]:
+        found.setdefault(name, []).append(address)
+    return {name: tuple(addresses) for name, addresses in found.items()}
+
+
+def source_address(towards: str) -> str | None:
+    """The address of this machine that the kernel would use to reach another; None: no route."""
+    try:
+        found = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_towards(
+    network: Network, towards: str, source: Callable[[str], str | None] = source_address
+) -> Interface | None:
+    """The interface on the route to an address; None: there is no route."""
+    own = source(towards)
+    return network.with_address(own) if own is not None else None
+
+
+def _ipv4_addresses() -> list[tuple[str, str]]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        buffer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ADDRESSES))
+        where, size = buffer.buffer_info()
+        filled = fcntl.ioctl(any_socket, _SIOCGIFCONF, struct.pack("iL", size, where))
+    length = struct.unpack("iL", filled)[0]
+    entries = bytes(buffer)[:length]
+    found = []
+    for start in range(0, length, _ENTRY_BYTES):
+        label = entries[start : start + _NAME_BYTES].partition(b"\0")[0].decode()
+        address = socket.inet_ntoa(entries[start + _NAME_BYTES + 4 : start + _NAME_BYTES + 8])
+        found.append((label.partition(":")[0], address))  # a second address may have a label
+    return found
+
+
+def _ipv6_addresses(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple[str, str]]:
+    """Without link-local ones, which say nothing of a network."""
+    found = []
+    for line in _text(table).splitlines():
+        digits, *_, name = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if not address.is_link_local:
+            found.append((name, str(address)))
+    return found
+
+
+def _interface(root: Path, name: str, addresses: tuple[str, ...]) -> Interface:
+    folder = root / "sys/class/net" / name
+    speed = _text(folder / "speed")
+    return Interface(
+        name=name,
+        addresses=addresses,
+        speed_mbps=int(speed) if speed.isdecimal() and int(speed) > 0 else None,
+        driver=_driver(folder),
+    )
+
+
+def _rdma_devices(folder: Path) -> list[RdmaDevice]:
+    """Those that have an active port."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for device in sorted(folder.iterdir()):
+        active = [p for p in sorted(device.glob("ports/*")) if _ACTIVE in _text(p / "state")]
+        if active:
+            layer = _text(active[0] / "link_layer")
+            found.append(RdmaDevice(name=device.name, link_layer=layer, driver=_driver(device)))
+    return found
+
+
+def _cloud(
+    root: Path, interfaces: tuple[Interface, ...], devices: tuple[RdmaDevice, ...]
+) -> str | None:
+    drivers = [i.driver for i in interfaces] + [d.driver for d in devices]
+    for driver in drivers:
+        if driver in _CLOUD_DRIVERS:
+            return _CLOUD_DRIVERS[driver]
+    for file, beginning, cloud in _CLOUD_FIRMWARE:
+        if _text(root / "sys/class/dmi/id" / file).startswith(beginning):
+            return cloud
+    return None
+
+
+def _driver(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (folder / "device" / "driver").resolve(strict=True).name
+    return ""
+
+
+def _text(file: Path) -> str:
+    """What it says; nothing, if it cannot be read (the speed of an interface that is down)."""
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _normal(address: str) -> str:
+    """In one spelling, without the zone of an IPv6 address."""
+    try:
+        return str(ipaddress.ip_address(address.partition("%")[0]))
+    except ValueError:
+        return address

@@ -1,0 +1,116 @@
+"""The fixed intervals of workers, each with its reason.
+
+What users set, and what is checked against each other, is in :mod:`elastic.tuning.timeouts`; what
+agents wait for in :mod:`elastic.tuning.agent_intervals`. docs/timeouts.md is generated from the
+three (scripts/timeouts_table.py): the comment above a constant is its reason there.
+"""
+
+from __future__ import annotations
+
+# The link to the agent ---------------------------------------------------------------------------
+
+# A worker reports its step to its agent this often; the agent takes reports of the last 1.5 s
+# (EXTRAPOLATE_S) for present ones.
+LINK_HEARTBEAT_S = 0.2
+# To connect to the agent, tries included: it may be busy with starting workers.
+LINK_CONNECT_S = 10.0
+# Between two attempts to connect again: the first pause,
+LINK_FIRST_PAUSE_S = 0.05
+# and the longest: an agent that comes back is found within this.
+LINK_LONGEST_PAUSE_S = 1.0
+# What close() waits for an agent that does not read.
+LINK_CLOSE_S = 0.5
+# A worker waits in slices of this for the end of an attempt to send, and looks for messages.
+LINK_FLUSH_S = 0.01
+# A scheduler may signal the worker before the agent knows: ask again for so long.
+SIGTERM_ASK_S = 0.3
+# Waits of the main thread are sliced: between two slices Python runs the handlers of signals.
+WORKER_SLICE_S = 0.2
+# Between two looks for a world, where the thread that hears of it may not be woken.
+WORLD_LOOK_S = 0.005
+
+# Meeting in a world's store ----------------------------------------------------------------------
+
+# Between two looks for a newer world, while nobody listens at the store's port.
+STORE_HOST_PROBE_S = 0.1
+# The first look at a key that is not there yet; each further one waits twice as long,
+FIRST_LOOK_S = 0.001
+# up to this: a thousand ranks that wait ask the store 50,000 times a second.
+SLOWEST_LOOK_S = 0.02
+# Between two looks for the other ranks of a world that no agent has announced.
+DISCOVERY_LOOK_S = 0.02
+# Between two looks whether to give up a call to the store; handlers of signals run as well.
+WORLD_STORE_SLICE_S = 0.1
+
+# The process group -------------------------------------------------------------------------------
+
+# The limit of a collective. Long, because rank 0 may evaluate for minutes while the others wait;
+# short enough that a hang without a watchdog ends on the same day.
+COLLECTIVE_TIMEOUT_S = 1800.0
+# No collective's limit is tightened below this: torch's own default for NCCL is ten minutes, and
+# data loading or a garbage collection that nobody has announced may take a minute.
+COLLECTIVE_FLOOR_S = 120.0
+# Collectives of an aborted group come back within about 2 ms, if at all.
+DRAIN_S = 0.05
+# Between two looks whether they have.
+DRAIN_SLICE_S = 0.0005
+# A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
+# abort is heard of at the end of one, where gloo does not say it at once.
+GLOO_SLICE_MS = 20
+# Between two looks at a collective that is queued on a device: 1/50 of a millisecond, in which a
+# small collective ends.
+STREAM_SLICE_S = 20e-6
+# While a group is being built, what must be aborted appears bit by bit: shut down what is new.
+ABORT_AGAIN_S = 0.005
+# After its time a build ends by itself, and says who is missing, unless it hangs.
+BUILD_GRACE_S = 0.5
+# A deadline that ends the process counts in ticks of this: a machine that was frozen counts one.
+DEADLINE_TICK_S = 0.05
+
+# Recovery ----------------------------------------------------------------------------------------
+
+# A group is built in milliseconds once everybody is there; the rest is for a busy machine.
+BUILD_TIMEOUT_S = 30.0
+# A worker that leaves looks this often whether its agent has let it go.
+LEAVE_SLICE_S = 0.2
+
+# Checkpoints in training -------------------------------------------------------------------------
+
+# In-process, peers that continue wait for this process's end before they can.
+SHARE_S = 3.0
+# torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.15): six
+# are left for the interpreter's end.
+STOPPED_BY_TORCHRUN_S = 24.0
+# The main thread may take so long to a step's boundary, or to notice that peers are gone; then it
+# is interrupted. Without the dead rank the current step cannot be completed anyway.
+BOUNDARY_S = 4.0
+# Beyond the budget of a last save: the interrupted main thread may never release a lock.
+PREEMPTION_LIMIT_S = 2.0
+# Between two looks whether the main thread has come to a boundary.
+PREEMPTION_SLICE_S = 0.02
+# A worker asks its agent again whether the SIGTERM is for good.
+PREEMPTION_ASK_AGAIN_S = 0.1
+# A main thread that was stopped for a last save sleeps in slices of this until its process ends.
+HALT_SLICE_S = 1.0
+# The last save at the end of training: nothing presses; a peer that dies in its last second must
+# not hold up the others for long, and a slow disk may.
+LAST_SAVE_S = 600.0
+# A rank that has written its share waits this long at least for its peers' shares: they began at
+# the same moment, on disks like its own.
+LAST_SAVE_PEERS_S = 10.0
+# From one rank's look into the folder to the next one's.
+LAST_SAVE_TURN_S = 0.25
+# Between two looks whether a save is committed.
+SAVE_SLICE_S = 0.02
+# A disk that is slower than the policy slows training down to its rate. One that hangs does not:
+# after one wait of this length saves are skipped until it answers.
+BUSY_WAIT_S = 5.0
+# The owner of a folder renews its file this often.
+OWNER_HEARTBEAT_S = 5.0
+# Six renewals: restarted workers are back within seconds, and their job must not lose its folder
+# meanwhile.
+OWNER_WATCH_S = 6 * OWNER_HEARTBEAT_S
+# Between two looks whether another owner has renewed it.
+OWNER_LOOK_S = 0.25
+# For the thread that renews it to end: a disk may hang.
+OWNER_JOIN_S = 1.0

@@ -1,0 +1,228 @@
+"""Write docs/timeouts.md: every interval of a job, with its default, its formula and its users.
+
+python scripts/timeouts_table.py          # write the page
+
+What it says is in elastic/tuning: the comment above an interval is its reason, the expression its
+formula, and who imports it depends on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from elastic.errors import ConfigError
+from elastic.tuning import agent_intervals, agent_options, timeouts, worker_intervals
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import Timeouts
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "timeouts.md"
+_HEADING = re.compile(r"# (.+?) -{3,}$")
+
+INTRODUCTION = """\
+<!-- Written by scripts/timeouts_table.py from elastic/tuning: edit that. -->
+# Timeouts
+
+Every interval of a job, in one place: `elastic/tuning`. Times are in seconds (`_MS`: milliseconds).
+What to raise or lower for a cluster is in [tuning](how-to/tune.md); what torch's and NCCL's own
+timeouts are set to, `elastic env` prints.
+
+## To set
+
+Set `name` with `--rdzv-conf=name=…`, or as `ELASTIC_<NAME>` in the environment; the command line
+takes precedence. A pod's grace period (`termination_grace_s`) gives `leave_grace_s` its default,
+and the time for the last checkpoint.
+
+"""
+DERIVED = """
+## Derived
+
+| interval | formula | with the defaults |
+|---|---|---|
+"""
+CHECKED = """
+## Checked against each other
+
+Sets that contradict each other are refused when an agent starts, before anything is written:
+
+"""
+FIXED = """
+## Fixed
+
+These follow from the protocol, from torch or from the kernel. They are constants: nothing sets
+them. Connections between nodes have their own limits (`elastic/secure_channel/limits.py`), as has
+the process that ends orphaned workers (`elastic/node/orphan_reaper.py`): both run without the rest
+of the package. Checkpoints, a package of their own, keep theirs.
+"""
+
+
+class Interval(NamedTuple):
+    """A constant, or a field of a set."""
+
+    name: str
+    expression: str
+    reason: str
+    section: str
+
+
+def page() -> str:
+    """The whole page."""
+    constants = [i for module in (timeouts, agent_intervals, worker_intervals) for i in of(module)]
+    return (
+        INTRODUCTION
+        + "".join(_settable(constants))
+        + DERIVED
+        + "".join(_derived())
+        + CHECKED
+        + "".join(_refusals())
+        + FIXED
+        + "".join(_fixed(constants))
+    )
+
+
+def of(module: object) -> list[Interval]:
+    """The intervals that a module defines."""
+    path = Path(str(module.__file__))  # type: ignore[attr-defined]
+    lines = path.read_text().splitlines()
+    tree = ast.parse("\n".join(lines))
+    return list(_intervals(tree.body, lines))
+
+
+def _intervals(body: list[ast.stmt], lines: list[str]) -> Iterator[Interval]:
+    for statement in body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+        else:
+            continue
+        if name.startswith("_") or statement.value is None:
+            continue
+        reason, section = _above(lines, statement.lineno - 1)
+        yield Interval(name, ast.unparse(statement.value), reason, section)
+
+
+def _above(lines: list[str], index: int) -> tuple[str, str]:
+    """The comment directly above a line, and the last heading before it."""
+    first = index
+    while lines[first - 1].strip().startswith("# "):
+        first -= 1
+    said = " ".join(line.strip().removeprefix("# ") for line in lines[first:index])
+    headings = (m[1] for line in reversed(lines[:index]) if (m := _HEADING.match(line)))
+    return said, next(headings, "Leaving, and NCCL")
+
+
+def _settable(constants: list[Interval]) -> Iterator[str]:
+    reasons = {c.name: c for c in constants}
+    tree = ast.parse(Path(timeouts.__file__).read_text())
+    lines = Path(timeouts.__file__).read_text().splitlines()
+    (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Timeouts")
+    of_set = {i.name: i for i in _intervals(cls.body, lines)}
+    defaults = {i.name: i.expression for i in _options()}
+    yield "| name | default | meaning, and formula |\n|---|---|---|\n"
+    for option in (f.name for f in fields(AgentOptions) if f.name.endswith("_s")):
+        default = getattr(AgentOptions, option)
+        found = of_set.get(option) or reasons[defaults[option]]
+        shown = "none" if default is None else f"{default:g}"
+        yield f"| `{option}` | {shown} | {_cell(found.reason)}{_formula(found.expression)} |\n"
+
+
+def _options() -> list[Interval]:
+    lines = Path(agent_options.__file__).read_text().splitlines()
+    tree = ast.parse("\n".join(lines))
+    (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "AgentOptions")
+    return list(_intervals(cls.body, lines))
+
+
+def _derived() -> Iterator[str]:
+    times = Timeouts()
+    rows = (
+        (
+            "from SIGTERM to the end of the workers' last step",
+            "`ANNOUNCE_S + STEPS_TO_BOUNDARY * step_time_s`",
+            timeouts.boundary_s(times.step_time_s),
+        ),
+        (
+            "the last checkpoint of a pod",
+            "`floor(termination_grace_s - EXIT_GRACE_S)` less that boundary",
+            timeouts.for_pod(times.termination_grace_s).checkpoint_budget_s,
+        ),
+        (
+            "a node without contact to etcd stops its workers",
+            "`takeover_s / 2`",
+            times.takeover_s / 2,
+        ),
+        (
+            "workers may train without hearing of their agent",
+            "7/8 of `takeover_s`, from the last renewal of the lease",
+            timeouts.permission_s(times.takeover_s),
+        ),
+    )
+    for what, formula, value in rows:
+        yield f"| {what} | {formula} | {value:g} |\n"
+
+
+def _refusals() -> Iterator[str]:
+    for settings in (
+        {"probe_s": 5.0},
+        {"lease_s": 100.0},
+        {"checkpoint_budget_s": 25.0},
+        {"leave_grace_s": 25.0, "shutdown_timeout_s": 25.0},
+    ):
+        try:
+            Timeouts(**settings)
+        except ConfigError as error:
+            yield f"- {error.message}. To do: {error.hint}.\n"
+
+
+def _fixed(constants: list[Interval]) -> Iterator[str]:
+    users = _users()
+    section = ""
+    for constant in constants:
+        if not re.search(r"_(S|MS)$", constant.name):
+            continue
+        if constant.section != section:
+            section = constant.section
+            yield f"\n### {section}\n\n| interval | value | reason, and formula | used by |\n"
+            yield "|---|---|---|---|\n"
+        value = _value(constant.name)
+        used = ", ".join(f"`{user}`" for user in sorted(users.get(constant.name, ()))) or "–"
+        reason = _cell(constant.reason) + _formula(constant.expression)
+        yield f"| `{constant.name}` | {value:g} | {reason} | {used} |\n"
+
+
+def _value(name: str) -> float:
+    modules = (timeouts, agent_intervals, worker_intervals)
+    return float(next(getattr(m, name) for m in modules if hasattr(m, name)))
+
+
+def _users() -> dict[str, set[str]]:
+    """For each name, the files that use it."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "elastic").rglob("*.py")):
+        file = path.relative_to(ROOT / "elastic").as_posix()
+        tree = ast.parse(path.read_text())
+        names = (n for n in ast.walk(tree) if isinstance(n, ast.Name))
+        mentioned = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+        mentioned |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        for name in mentioned:
+            found.setdefault(name, set()).add(file)
+    return found
+
+
+def _formula(expression: str) -> str:
+    """Of one that is not a plain number."""
+    return f" `= {expression}`" if re.search(r"[A-Z]", expression) else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,202 @@
+"""``elastic doctor`` on several nodes: they meet through etcd, and one that is sick is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networks
+import psutil
+import pytest
+from etcd_fixtures import PATIENCE_S
+from etcd_proxy import CuttingProxy
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.collectives.session import OPERATIONS
+from elastic.doctor.examination import Plan, examine
+from elastic.doctor.findings import Status
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.tuning.agent_options import AgentOptions
+
+COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
+
+
+@dataclass
+class Node:
+    """A doctor that runs as a command."""
+
+    process: subprocess.Popen[str]
+
+    def report(self) -> dict[str, Any]:
+        out, err = self.process.communicate(timeout=5 * PATIENCE_S)
+        assert out, err
+        report: dict[str, Any] = json.loads(out)
+        assert self.process.returncode == (0 if report["healthy"] else 1)
+        return report
+
+
+@contextlib.contextmanager
+def node(name: str, *flags: str, launcher: Sequence[str] = (), **environ: str) -> Iterator[Node]:
+    process = subprocess.Popen(
+        [*launcher, *COMMAND, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ELASTIC_NODE_NAME": name, **environ},
+    )
+    try:
+        yield Node(process)
+    finally:
+        for one in tree(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def test_two_nodes_check_each_other_and_report_the_same(
+    shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path
+) -> None:
+    flags = (
+        f"--rdzv-endpoint={shared_etcd.endpoint}",
+        "--rdzv-id=job",
+        f"--rdzv-conf=prefix={root.rstrip('/')}",
+        "--nnodes=2",
+        f"--checkpoints={tmp_path}",
+        f"--deadline={PATIENCE_S}",
+        f"--join-timeout={2 * PATIENCE_S}",
+    )
+    with node("a", *flags) as a, node("b", *flags) as b:
+        reports = [a.report(), b.report()]
+    assert reports[0]["nodes"] == reports[1]["nodes"] and sorted(reports[0]["nodes"]) == ["a", "b"]
+    assert reports[0]["findings"] == reports[1]["findings"]
+    found = {(f["name"], f["node"]): f for f in reports[0]["findings"]}
+    assert reports[0]["healthy"], [f for f in found.values() if f["status"] == "failed"]
+    first, second = reports[0]["nodes"]
+    for operation in (*OPERATIONS, "init env://", "init tcp://", "init file://"):
+        assert found[f"gloo {operation}", ""]["status"] == "ok"
+    for name in (f"TCP {first} → {second}", f"TCP {second} → {first}", "equal torch"):
+        assert found[name, ""]["status"] == "ok"
+    assert "±" in found[f"clock of {second}", ""]["measured"]
+    assert found[f"checkpoint folder {tmp_path}", "a"] and found["own address", "b"]
+    assert reports[0]["speeds"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_that_is_stopped_in_the_middle_is_named_within_the_deadline(
+    shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    options = AgentOptions(prefix=root.rstrip("/"))
+    plan = Plan(
+        options=options,
+        endpoint=shared_etcd.endpoint,
+        run_id="job",
+        nnodes=2,
+        nproc=1,
+        deadline_s=15.0,
+        join_timeout_s=2 * PATIENCE_S,
+        name="here",
+    )
+    flags = (
+        f"--rdzv-endpoint={plan.endpoint}",
+        "--rdzv-id=job",
+        f"--rdzv-conf=prefix={options.prefix}",
+        "--nnodes=2",
+        "--deadline=15",
+        f"--join-timeout={2 * PATIENCE_S}",
+    )
+    stopped_s: list[float] = []
+    with node("there", *flags) as there:
+
+        def say(text: str) -> None:
+            if text == "gloo: operations":
+                for one in tree(there.process.pid):
+                    one.send_signal(signal.SIGSTOP)
+                stopped_s.append(SYSTEM_CLOCK.monotonic())
+
+        report = examine(plan, say)
+    assert SYSTEM_CLOCK.monotonic() - stopped_s[0] < PATIENCE_S
+    failed = [f for f in report.findings if f.status is Status.FAILED]
+    assert any("there" in f.measured and "does not answer" in f.measured for f in failed), failed
+    assert all(f.remedy for f in failed)
+
+
+def test_nodes_that_do_not_come_are_said_with_those_that_are_there(
+    shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    plan = Plan(
+        options=AgentOptions(prefix=root.rstrip("/")),
+        endpoint=shared_etcd.endpoint,
+        run_id="job",
+        nnodes=2,
+        join_timeout_s=0.5,
+        name="lonely",
+    )
+    report = examine(plan, lambda text: None)
+    missing = next(f for f in report.findings if f.name == "nodes")
+    assert missing.status is Status.FAILED
+    assert "1 of 2 nodes" in missing.measured and "lonely" in missing.measured
+    assert "--nnodes" in missing.remedy
+
+
+@pytest.mark.skipif(not networks.available(), reason="needs root and network namespaces")
+def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(root: str) -> None:
+    with (
+        networks.Network(2) as network,
+        EmbeddedEtcd(name="doctor-net") as etcd,
+        CuttingProxy(etcd.endpoint, listen=network.host) as proxy,
+    ):
+        one, other = network.machines
+        # Answers from this port vanish: what a firewall does that drops.
+        drop = ["ip", "-n", other.namespace, "rule", "add", "pref", "10"]
+        subprocess.run([*drop, "ipproto", "tcp", "sport", "29511", "blackhole"], check=True)
+
+        def reports(*flags: str, **environ: str) -> list[dict[str, Any]]:
+            common = (
+                f"--rdzv-endpoint={proxy.endpoint}",
+                "--rdzv-id=job",
+                f"--rdzv-conf=prefix={root.rstrip('/')}",
+                "--nnodes=2",
+                f"--join-timeout={2 * PATIENCE_S}",
+                *flags,
+            )
+            with (
+                node("one", *common, launcher=one.launcher, **environ) as a,
+                node("other", *common, launcher=other.launcher, **environ) as b,
+            ):
+                return [a.report(), b.report()]
+
+        well, same = reports(
+            "--ports=29511,29512", f"--deadline={PATIENCE_S}", GLOO_SOCKET_IFNAME=networks.INTERFACE
+        )
+        wrong, _ = reports("--deadline=10", GLOO_SOCKET_IFNAME="lo")
+    assert well["findings"] == same["findings"]
+    found = {f["name"]: f for f in well["findings"]}
+    assert found["TCP other → one"]["status"] == "ok"
+    broken = found["TCP one → other"]
+    assert broken["status"] == "failed" and not well["healthy"]
+    assert broken["measured"] == f"{other.address}:29511: no answer within 3 s"
+    assert "firewall" in broken["remedy"]
+    assert {found[f"gloo {operation}"]["status"] for operation in OPERATIONS} == {"ok"}
+
+    # Connections between the machines are well, and gloo publishes 127.0.0.1.
+    found = {f["name"]: f for f in wrong["findings"]}
+    assert found["TCP one → other"]["status"] == "ok"
+    assert found["gloo init env://"]["status"] == "failed" and not wrong["healthy"]
+    assert "GLOO_SOCKET_IFNAME" in found["gloo init env://"]["remedy"]
+    assert found["gloo after that"]["status"] == "skipped"

@@ -1,0 +1,72 @@
+"""The jobs of a file whose tests share one: starting a job costs more than most faults.
+
+Each test takes the job as it is, brings it to the nodes that it needs, and so may run alone, first
+or last. One that trains the job to its end costs a new one, if another test comes after it::
+
+    @pytest.fixture(scope="module")
+    def jobs(etcd: EmbeddedEtcd, start_series: StartSeries) -> JobSeries[TrainingJob]:
+        return start_series(lambda folder: TrainingJob([etcd.endpoint], folder))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from training_job import TrainingJob
+
+J = TypeVar("J", bound=TrainingJob)
+
+
+class JobSeries(Generic[J]):
+    """One job after the other, each in a folder of its own.
+
+    Args:
+        start: makes a job in the folder it is given.
+        new_folder: makes a folder.
+        reference: final weights of an undisturbed run, for :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Path], J],
+        new_folder: Callable[[], Path],
+        reference: Path | None = None,
+    ) -> None:
+        self._start = start
+        self._new_folder = new_folder
+        self._reference = reference
+        self._job: J | None = None
+
+    def current(self) -> J:
+        """The job, unless it has been trained to its end: then a new one."""
+        return self.fresh() if self._job is None or self._job.is_ending else self._job
+
+    def fresh(self) -> J:
+        """A job that has not started a node yet."""
+        if self._job is None or self._job.nodes:
+            self.stop()
+            job = self._start(self._new_folder())
+            self._job = job.__enter__()
+        return self._job
+
+    def finish(self) -> None:
+        """Train the job to its end and check everything, if no test has done so."""
+        job = self._job
+        if job is not None and job.running and not job.is_ending and self._reference is not None:
+            job.assert_finishes_whole(self._reference)
+
+    def stop(self) -> None:
+        """Kill what runs."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.__exit__(None, None, None)
+
+
+class StartSeries(Protocol):
+    """The fixture ``start_series``: makes a series, which ends with the file."""
+
+    def __call__(
+        self, start: Callable[[Path], J], reference: Path | None = None
+    ) -> JobSeries[J]: ...

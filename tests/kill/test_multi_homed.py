@@ -1,0 +1,69 @@
+"""Machines with several interfaces, the first of which leads nowhere: NCCL and gloo are given the
+one on the route to the leader, whatever the machine's name resolves to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networks
+import pytest
+from etcd_proxy import CuttingProxy
+from training_job import TrainingJob, Workload
+
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        not networks.available(), reason="network namespaces need root, and `ip` of iproute2"
+    ),
+]
+
+
+def variables(node: LocalNode) -> dict[str, str]:
+    """Of the environment that its first worker was started with."""
+    text = Path(f"/proc/{node.workers()[0].pid}/environ").read_bytes().decode()
+    pairs = (entry.partition("=") for entry in text.split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def test_a_job_trains_over_the_interface_on_the_route_to_its_leader(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """No address is given to the nodes, and no interface to gloo. A node that was given neither
+    and joins later learns the leader's address from the running world. One that names an interface
+    it does not have is refused before it asks etcd."""
+    with (
+        networks.Network(3, has_decoy=True) as network,
+        CuttingProxy(etcd.endpoint, network.host) as door,
+        TrainingJob([etcd.endpoint], tmp_path, workload=Workload(epochs=8), max_nodes=3) as job,
+    ):
+        first, second, third = network.machines
+
+        def start(machine: networks.Machine, **env: str) -> LocalNode:
+            return job.start_node(
+                endpoints=[door.endpoint], launcher=machine.launcher, address="", env=env
+            )
+
+        start(first)
+        start(second)
+        generation = job.wait_training(nodes=2)
+        refused = start(third, GLOO_SOCKET_IFNAME="ib7")
+        assert refused.wait(PATIENCE_S) == 2
+        assert "GLOO_SOCKET_IFNAME (environment)=ib7" in refused.log_text()
+        assert networks.DECOY in refused.log_text()
+        start(third)
+        job.wait_training(nodes=3, after_generation=generation)
+        for node in job.running:
+            told = variables(node)
+            assert told["GLOO_SOCKET_IFNAME"] == networks.INTERFACE
+            assert told["NCCL_SOCKET_IFNAME"] == f"={networks.INTERFACE}"
+            assert "GLOO_SOCKET_IFNAME" in told["ELASTIC_TUNED"].split(",")
+        job.hurry()
+        job.wait_ended()
+        tuned = [e for e in read_journal(tmp_path / "journal") if e["event"] == "workers-tuned"]
+        assert {e["interface"] for e in tuned} == {networks.INTERFACE}
+        assert any("on the route to" in e["interface_reason"] for e in tuned)

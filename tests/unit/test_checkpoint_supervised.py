@@ -1,0 +1,90 @@
+"""The engine that replaces a dead writer thread, and saves without one after too many deaths."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from checkpoints import LatestN, SaveOutcome, SaveStatus, WriterGroup, list_checkpoints
+from checkpoints.saving.supervised import MAX_DEATHS, SupervisedEngine
+from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
+from checkpoints.testing.memory_storage import MemoryStorage
+
+LONG_S = 60.0
+WORLD = WriterGroup(nonce="aa")
+STATE = {"weight": torch.ones(3)}
+
+
+class Supervised:
+    """An engine, what it has reported, and a switch that makes its writer threads die."""
+
+    def __init__(self) -> None:
+        self.deadly = threading.Event()
+        self.outcomes: list[SaveOutcome] = []
+        self.deaths: list[str] = []
+        self.storage = FaultyStorage(MemoryStorage(), before=self._before)
+        self.engine = SupervisedEngine(
+            self.storage, LatestN(100), report=self.outcomes.append, on_death=self.deaths.append
+        )
+
+    def _before(self, label: str) -> None:
+        if self.deadly.is_set() and threading.current_thread().name == "checkpoint-writer":
+            raise SimulatedCrash(label)
+
+    def save(self, step: int) -> None:
+        self.engine.save(STATE, step=step, world=WORLD, data_position=None, wait_s=LONG_S)
+        assert self.engine.wait(LONG_S)
+
+    @property
+    def committed(self) -> list[int]:
+        return [o.step for o in self.outcomes if o.status is SaveStatus.COMMITTED]
+
+
+def test_a_save_that_its_thread_did_not_survive_is_reported_and_the_next_one_is_committed() -> None:
+    made = Supervised()
+    made.deadly.set()
+    made.save(1)
+    made.deadly.clear()
+    made.save(2)
+    made.engine.close(LONG_S)
+    assert made.committed == [2]
+    (death,) = made.deaths
+    assert "writer thread died of SimulatedCrash" in death
+    assert death.endswith("another one takes over")
+    (lost,) = [o for o in made.outcomes if o.status is not SaveStatus.COMMITTED]
+    assert lost.step == 1 and "died" in lost.reason
+
+
+def test_after_too_many_deaths_saves_are_synchronous_and_on_the_callers_thread() -> None:
+    made = Supervised()
+    made.deadly.set()
+    for step in range(MAX_DEATHS):
+        made.save(step)
+    assert len(made.deaths) == MAX_DEATHS
+    assert made.deaths[-1].endswith("saves stop training now")
+    made.save(10)
+    made.engine.close(LONG_S)
+    assert made.committed == [10]
+    assert [info.step for info in list_checkpoints(made.storage)] == [10]
+
+
+@pytest.mark.parametrize("deaths", [0, MAX_DEATHS])
+def test_a_task_is_run_with_and_without_a_thread(deaths: int) -> None:
+    made = Supervised()
+    made.deadly.set()
+    for step in range(deaths):
+        made.save(step)
+    made.deadly.clear()
+    done = threading.Event()
+    threads: list[str] = []
+
+    def task() -> None:
+        threads.append(threading.current_thread().name)
+        done.set()
+
+    made.engine.submit(task)
+    assert done.wait(LONG_S)
+    assert (threads == ["checkpoint-writer"]) == (deaths == 0)
+    made.engine.close(LONG_S)

@@ -1,0 +1,23 @@
+"""A class name exists once in the project: a reader who finds one has found the only one."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+# Each of these is still defined twice. The list may only become shorter.
+STILL_TWICE = {"BudgetPolicy", "Connection", "Exchange", "Layout", "Listeners", "Measured", "Phase", "Plan", "Progress", "Source"}
+
+
+def test_a_public_class_name_is_defined_once() -> None:
+    places = defaultdict[str, list[str]](list)
+    for package in ("elastic", "checkpoints"):
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
+    assert len(places) > 300, "the scan has found too few classes to have read the packages"
+    repeated = {name: where for name, where in places.items() if len(where) > 1}
+    assert repeated.keys() == STILL_TWICE, repeated

@@ -1,0 +1,152 @@
+"""``elastic doctor``: its command line, its tables and its exit code."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from elastic.cli import doctor
+from elastic.cli.main import main
+from elastic.doctor.collectives.session import Measured
+from elastic.doctor.examination import Plan, Report
+from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
+
+REPORT = Report(
+    findings=(
+        ok("etcd e:2379", "answers, version 3.5.9"),
+        warning("open files limit", "1024", "ulimit -n 65536"),
+        skipped("GPU", "no GPU"),
+    ),
+    speeds=(Measured(backend="gloo", peer=1, size_bytes=4096, torch_ms=0.05, raw_ms=0.01),),
+    nodes=("a",),
+)
+
+
+def report_of(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[Plan]:
+    """Let every examination end with this; returns what was asked for."""
+    plans: list[Plan] = []
+
+    def examine(plan: Plan, say: object) -> Report:
+        plans.append(plan)
+        return report
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    return plans
+
+
+def test_json_is_one_document_and_warnings_are_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_of(monkeypatch, REPORT)
+    assert main(["doctor", "-o", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["healthy"] is True and said["nodes"] == ["a"]
+    assert said["findings"][1] == {
+        "name": "open files limit",
+        "status": "warning",
+        "measured": "1024",
+        "remedy": "ulimit -n 65536",
+        "node": "",
+    }
+    assert said["speeds"][0]["size_bytes"] == 4096
+
+
+def test_a_failure_is_1_and_the_table_has_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    bad = failed("etcd [1]", "refused [red]", "start it")
+    report_of(monkeypatch, Report(findings=(*REPORT.findings, bad), speeds=REPORT.speeds))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "etcd [1]" in said and "refused [red]" in said and "→ start it" in said
+    assert "0.050 ms, 0.082 GB/s" in said
+    assert "1 ok, 1 warning, 1 failed, 1 skipped: NOT healthy" in said
+
+
+def test_what_is_well_on_many_nodes_takes_one_row() -> None:
+    def on(node: str, status: Status) -> Finding:
+        return Finding(name="MTU", status=status, measured="1500", remedy="r", node=node)
+
+    rows = doctor.folded(
+        [on("a", Status.OK), on("b", Status.WARNING), on("c", Status.OK), ok("equal torch", "2")]
+    )
+    assert [(r.name, r.status, r.node) for r in rows] == [
+        ("MTU", Status.OK, "a +1"),
+        ("MTU", Status.WARNING, "b"),
+        ("equal torch", Status.OK, ""),
+    ]
+
+
+def test_flags_and_their_environment_make_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = report_of(monkeypatch, REPORT)
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "etcd:2379")
+    monkeypatch.setenv("ELASTIC_PREFIX", "/mine")
+    monkeypatch.setenv("ELASTIC_NODE_NAME", "node-7")
+    main(
+        [
+            "doctor",
+            "--nnodes=4",
+            "--rdzv-id=j",
+            "--ports=29500,1",
+            "--rdzv-conf=user=u,password_file=p",
+        ]
+    )
+    main(["doctor", "--nproc-per-node=3", "--local", "--checkpoints=/c", "--deadline=7"])
+    several, one = plans
+    assert (several.endpoint, several.run_id, several.nnodes, several.nproc) == (
+        "etcd:2379", "j", 4, 1,
+    )  # fmt: skip
+    assert several.ports == (29500, 1) and several.name == "node-7"
+    assert (several.options.user, several.options.prefix) == ("u", "/mine")
+    assert (one.nproc, one.only_local, one.folder, one.deadline_s) == (3, True, "/c", 7.0)
+    main(["doctor"])
+    assert plans[-1].nproc == 2  # useful on a laptop
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nnodes=2", "--rdzv-id=j"], "--rdzv-endpoint"),
+        (["--nnodes=2", "--rdzv-endpoint=e:2379"], "--rdzv-id"),
+        (["--nnodes=0"], "0 is less than 1"),
+        (["--deadline=0"], "0 is not above zero"),
+        (["--deadline=nan"], "nan is not above zero"),
+        (["--ports=29500,x"], "'x' is no port"),
+        (["--ports=70000"], "'70000' is no port"),
+        (["--rdzv-conf=prefix"], "'prefix' is not KEY=VALUE"),
+        (["--rdzv-conf=prefx=/a"], "prefix"),
+        (["--rdzv-endpoint=:::"], "etcd endpoint"),
+        (["--rdzv-conf=prefix=a"], "must start with '/'"),
+        (["--nodes=2"], "unrecognized"),
+    ],
+)
+def test_what_cannot_be_right_is_usage(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PET_RDZV_ENDPOINT", raising=False)
+    assert main(["doctor", *flags]) == 2
+    out = capsys.readouterr()
+    assert said in out.err and out.out == ""
+
+
+def test_help_takes_less_than_0_3_s_and_imports_neither_torch_nor_grpc() -> None:
+    code = (
+        "import sys, time, elastic.cli.main as m\n"
+        "try: m.main(['doctor', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'grpc', 'rich', 'numpy'} & set(sys.modules)\n"
+        "print(time.process_time(), sorted(heavy))\n"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(10)
+    ]
+    last = [run.stdout.splitlines()[-1] for run in runs]
+    assert all(line.endswith("[]") for line in last), last
+    # Processor time: the clock of a busy machine says nothing.
+    assert statistics.median(float(line.split()[0]) for line in last) < 0.3

@@ -1,0 +1,129 @@
+"""Which operation hangs and who is to blame, from what all ranks report."""
+
+from __future__ import annotations
+
+from elastic.doctor.collectives.outcomes import (
+    ENDED,
+    RUNNING,
+    STOPPED,
+    Progress,
+    Result,
+    Speed,
+    blame,
+    findings,
+    of_speed,
+)
+from elastic.doctor.collectives.ranks import noted
+from elastic.doctor.collectives.session import gpu_findings
+from elastic.doctor.findings import Finding, Status
+
+
+def rank(number: int, **changes: object) -> Progress:
+    settings: dict[str, object] = {"node": f"n{number}", "pid": 100 + number, "state": RUNNING}
+    return Progress(rank=number, **{**settings, **changes})  # type: ignore[arg-type]
+
+
+def done(number: int, *operations: str, **changes: str) -> Progress:
+    results = tuple(Result(operation=o, took_ms=1.0, **changes) for o in operations)
+    return rank(number, is_done=True, entered=len(operations), results=results)
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1
+    return found[0]
+
+
+def test_results_of_all_ranks_are_right() -> None:
+    found = only(
+        findings("gloo", [done(0, "all_reduce"), done(1, "all_reduce")], ["all_reduce"], 9)
+    )
+    assert (found.name, found.status) == ("gloo all_reduce", Status.OK)
+
+
+def test_a_wrong_result_names_its_rank() -> None:
+    ranks = [done(0, "reduce"), done(1, "reduce", wrong="3 of 1000 elements are wrong")]
+    found = only(findings("gloo", ranks, ["reduce"], 9))
+    assert found.status is Status.FAILED
+    assert "rank 1 (node n1, pid 101)" in found.measured and "3 of 1000" in found.measured
+
+
+def test_what_the_backend_lacks_is_skipped() -> None:
+    ranks = [done(n, "gather", unsupported="gloo does not support gather") for n in (0, 1)]
+    assert only(findings("gloo", ranks, ["gather"], 9)).status is Status.SKIPPED
+
+
+def test_a_stopped_rank_is_to_blame_though_all_wait() -> None:
+    ranks = [
+        rank(0, entered=5, operation="all_reduce"),
+        rank(1, entered=5, operation="all_reduce", state=STOPPED),
+        rank(2, entered=5, operation="all_reduce"),
+    ]
+    said = blame(ranks, 20)
+    assert said == (
+        "no result within 20 s: rank 1 (node n1, pid 101) is stopped; rank 0 waits in all_reduce; "
+        "rank 2 waits in all_reduce"
+    )
+
+
+def test_a_dead_rank_is_to_blame_and_not_those_whose_connection_broke() -> None:
+    ranks = [
+        rank(0, entered=5, operation="gather", error="RuntimeError: Connection closed by peer"),
+        rank(1, entered=5, operation="gather", state=ENDED, how_ended="was ended by SIGKILL"),
+    ]
+    assert blame(ranks, 20) == "rank 1 (node n1, pid 101) was ended by SIGKILL"
+
+
+def test_who_is_behind_is_to_blame_and_a_peer_is_named() -> None:
+    ranks = [
+        rank(0, entered=7, operation="send/recv", peer=2),
+        rank(1, entered=7, operation="send/recv", peer=0),
+        rank(2, entered=6, operation="init tcp://"),
+    ]
+    said = blame(ranks, 3)
+    assert "rank 2 (node n2, pid 102) is behind the others, in init tcp://" in said
+    assert "rank 0 waits in send/recv for rank 2" in said
+
+
+def test_the_hanging_operation_fails_and_later_ones_are_not_judged() -> None:
+    ranks = [
+        rank(n, entered=2, operation="b", results=(Result(operation="a", took_ms=1.0),))
+        for n in (0, 1)
+    ]
+    found = findings("gloo", ranks, ["a", "b", "c"], 9)
+    assert [f.status for f in found] == [Status.OK, Status.FAILED, Status.SKIPPED]
+    assert "not reached" in found[2].measured
+
+
+def test_messages_of_a_rank_become_its_progress() -> None:
+    progress = rank(0)
+    for message in (
+        {"event": "entered", "operation": "send/recv", "peer": None},
+        {"event": "entered", "operation": "send/recv", "peer": 1},
+        {"event": "done", "operation": "send/recv", "wrong": "", "took_ms": 2.0},
+        {"event": "speed", "peer": 1, "size": 4, "torch_ms": 1.0, "raw_ms": 0.5},
+        {"event": "end", "group": "operations", "peak_bytes": 5},
+    ):
+        progress = noted(progress, message)
+    assert (progress.entered, progress.peer, progress.is_done) == (2, 1, True)
+    assert progress.results == (Result(operation="send/recv", took_ms=2.0),)
+    assert progress.speeds == (Speed(peer=1, size=4, torch_ms=1.0, raw_ms=0.5),)
+
+
+def test_a_backend_far_below_the_raw_link_is_a_warning_between_machines_only() -> None:
+    speeds = (
+        Speed(peer=1, size=4, torch_ms=0.1, raw_ms=0.05),
+        Speed(peer=1, size=64 << 20, torch_ms=100.0, raw_ms=10.0),
+    )
+    ranks = [rank(0, speeds=speeds)]
+    assert only(of_speed("gloo", ranks, is_one_machine=False)).status is Status.WARNING
+    assert only(of_speed("gloo", ranks, is_one_machine=True)).status is Status.OK
+
+
+def test_gpus_that_torch_does_not_see_or_that_compute_wrongly() -> None:
+    build = {"gpus": 2, "gpu_errors": [], "has_driver": True, "cuda": "12.8", "torch": "2.13.0"}
+    assert [f.status for f in gpu_findings(build)] == [Status.OK]
+    unseen = only(gpu_findings({**build, "gpus": 0}))
+    assert unseen.status is Status.WARNING and "CUDA_VISIBLE_DEVICES" in unseen.remedy
+    assert gpu_findings({**build, "gpus": 0, "has_driver": False}) == []
+    broken = only(gpu_findings({**build, "gpu_errors": ["GPU 1: CUDA error: unspecified launch"]}))
+    assert broken.status is Status.FAILED and "GPU 1" in broken.measured

@@ -1,0 +1,264 @@
+"""``elastic doctor``'s verdicts: from facts to ok, warning or failed, each with a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from etcd_certificates import Authority
+
+from elastic.doctor import verdicts
+from elastic.doctor.etcd import (
+    CertificateFacts,
+    EtcdFacts,
+    MemberFacts,
+    StepFacts,
+    not_after,
+    own_certificates,
+)
+from elastic.doctor.findings import Finding, Status, exit_code, ok, summary, warning
+from elastic.doctor.machine import FolderFacts, GpuFacts, LimitFacts, NetworkFacts, ShmFacts
+from elastic.doctor.probes import Unanswered
+from elastic.tuning.agent_options import AgentOptions
+
+OK, WARNING, FAILED, SKIPPED = Status.OK, Status.WARNING, Status.FAILED, Status.SKIPPED
+
+ETCD = EtcdFacts(
+    members=(MemberFacts(endpoint="e:2379", version="3.5.9"),),
+    root="/elastic/job/",
+    steps=(StepFacts(name="write", error=""), StepFacts(name="read", error="")),
+    read_ms=(1.0, 2.0, 3.0),
+    write_ms=(4.0, 5.0, 6.0),
+)
+SHM = ShmFacts(size_bytes=8 << 30, free_bytes=4 << 30, error="")
+LIMITS = LimitFacts(descriptors=65536, descriptors_hard=None, locked_bytes=None, rdma_devices=())
+NETWORK = NetworkFacts(
+    address="10.0.0.1",
+    address_error="",
+    host_name="node-a",
+    host_addresses=("10.0.0.1",),
+    interface="eth0",
+    mtu=1500,
+    bind_error="",
+)
+FOLDER = FolderFacts(
+    path="/c", free_bytes=1 << 40, size_bytes=2 << 40, fsync_ms=(1.0,) * 20, error=""
+)
+GPU = GpuFacts(
+    is_installed=True,
+    has_device_files=True,
+    error="",
+    names=("H200",),
+    driver="570.1",
+    used_bytes=(1 << 30,),
+    total_bytes=(140 << 30,),
+    uncorrected_errors=(0,),
+)
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_everything_well_is_0_and_warnings_do_not_change_that() -> None:
+    well = [
+        *verdicts.of_etcd(ETCD),
+        verdicts.of_shm(SHM),
+        *verdicts.of_limits(LIMITS),
+        *verdicts.of_network(NETWORK),
+        *verdicts.of_folder("/c", FOLDER),
+        *verdicts.of_gpu(GPU),
+    ]
+    assert {f.status for f in well} == {OK, SKIPPED}
+    assert exit_code([*well, warning("MTU", "900", "raise it")]) == 0
+    assert summary([ok("a", "b"), warning("MTU", "900", "raise")]) == "1 ok, 1 warning: healthy"
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("3.4.30", OK),
+        ("3.5.0", WARNING),
+        ("3.5.1", WARNING),
+        ("3.5.2", WARNING),
+        ("3.5.3", OK),
+        ("3.6.1", OK),
+        ("3.7.0", WARNING),
+        ("what", WARNING),
+    ],
+)
+def test_the_version_of_etcd(version: str, status: Status) -> None:
+    facts = replace(ETCD, members=(MemberFacts(endpoint="e:2379", version=version),))
+    assert by_name(verdicts.of_etcd(facts))["etcd version"].status is status
+
+
+def test_one_member_that_is_away_is_a_warning_and_all_of_them_a_failure() -> None:
+    away = MemberFacts(endpoint="f:2379", error="connection refused", hint="start it")
+    some = by_name(verdicts.of_etcd(replace(ETCD, members=(*ETCD.members, away))))
+    assert some["etcd f:2379"].status is WARNING and some["etcd e:2379"].status is OK
+    none = verdicts.of_etcd(EtcdFacts(members=(away,)))
+    assert [f.status for f in none] == [FAILED]
+    assert none[0].remedy == "start it"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "said"),
+    [
+        ({"alarms": ("NOSPACE",)}, "etcd alarms", FAILED, "NOSPACE"),
+        ({"alarms_error": "may not"}, "etcd alarms", SKIPPED, "may not"),
+        (
+            {"steps": (StepFacts(name="write", error="permission denied"),)},
+            "etcd permissions",
+            FAILED,
+            "write: permission denied",
+        ),
+        ({"write_ms": (150.0,) * 3}, "etcd latency", WARNING, "write 150.0 ms"),
+        ({"read_ms": (1500.0,) * 3}, "etcd latency", FAILED, "read 1500.0 ms"),
+        (
+            {"certificates": (CertificateFacts(name="server", expires_in_s=-3600.0),)},
+            "certificate",
+            FAILED,
+            "expired 1.0 h ago",
+        ),
+        (
+            {"certificates": (CertificateFacts(name="server", expires_in_s=5 * 86400.0),)},
+            "certificate",
+            WARNING,
+            "expires in 5 days",
+        ),
+    ],
+)
+def test_what_etcd_may_lack(
+    change: dict[str, object], name: str, status: Status, said: str
+) -> None:
+    found = by_name(verdicts.of_etcd(replace(ETCD, **change)))[name]  # type: ignore[arg-type]
+    assert found.status is status
+    assert said in found.measured
+    assert found.remedy or status is SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        (SHM, OK),
+        (replace(SHM, size_bytes=64 << 20, free_bytes=64 << 20), WARNING),
+        (replace(SHM, free_bytes=1 << 20), FAILED),
+        (replace(SHM, error="/dev/shm: No such file or directory"), FAILED),
+        (Unanswered("no answer within 20 s"), FAILED),
+    ],
+)
+def test_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
+    assert verdicts.of_shm(facts).status is status
+
+
+@pytest.mark.parametrize(
+    ("facts", "statuses"),
+    [
+        (LIMITS, [OK, SKIPPED]),
+        (replace(LIMITS, descriptors=1024), [WARNING, SKIPPED]),
+        (replace(LIMITS, descriptors=64), [FAILED, SKIPPED]),
+        (replace(LIMITS, descriptors=None, rdma_devices=("mlx5_0",)), [OK, OK]),
+        (replace(LIMITS, locked_bytes=64 << 10, rdma_devices=("mlx5_0",)), [OK, FAILED]),
+    ],
+)
+def test_limits(facts: LimitFacts, statuses: list[Status]) -> None:
+    assert [f.status for f in verdicts.of_limits(facts)] == statuses
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status"),
+    [
+        ({"address_error": "--local-addr=x cannot be resolved"}, "own address", FAILED),
+        ({"interface": ""}, "own address", FAILED),
+        ({"host_addresses": ()}, "host name", WARNING),
+        ({"host_addresses": ("127.0.1.1",)}, "host name", WARNING),
+        ({"bind_error": "Address already in use"}, "ports", FAILED),
+        ({"mtu": 1000}, "MTU", WARNING),
+    ],
+)
+def test_network(change: dict[str, object], name: str, status: Status) -> None:
+    found = by_name(verdicts.of_network(replace(NETWORK, **change)))  # type: ignore[arg-type]
+    assert found[name].status is status
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        (GPU, OK),
+        (replace(GPU, is_installed=False, has_device_files=False), SKIPPED),
+        (replace(GPU, is_installed=False), WARNING),
+        (replace(GPU, error="Unable to determine the device handle", names=()), FAILED),
+        (replace(GPU, uncorrected_errors=(3,)), FAILED),
+        (replace(GPU, used_bytes=(100 << 30,)), WARNING),
+        (Unanswered("no answer within 20 s"), FAILED),
+    ],
+)
+def test_gpus(facts: GpuFacts | Unanswered, status: Status) -> None:
+    assert [f.status for f in verdicts.of_gpu(facts)] == [status]
+
+
+def test_a_machine_without_gpu_says_so() -> None:
+    facts = replace(GPU, is_installed=False, has_device_files=False)
+    assert verdicts.of_gpu(facts)[0].measured == "no GPU"
+
+
+@pytest.mark.parametrize(
+    ("facts", "statuses"),
+    [
+        (replace(FOLDER, free_bytes=1 << 30), [WARNING, OK]),
+        (replace(FOLDER, free_bytes=1 << 20), [FAILED, OK]),
+        (replace(FOLDER, fsync_ms=(1.0,) * 19 + (900.0,)), [OK, WARNING]),
+        (replace(FOLDER, error="Read-only file system"), [FAILED]),
+        (Unanswered("no answer within 20 s"), [FAILED]),
+    ],
+)
+def test_the_checkpoint_folder(facts: FolderFacts | Unanswered, statuses: list[Status]) -> None:
+    assert [f.status for f in verdicts.of_folder("/c", facts)] == statuses
+
+
+def test_different_versions_on_the_nodes_are_named_with_their_nodes() -> None:
+    values = {"a": "2.13.0", "b": "2.12.1", "c": "2.13.0"}
+    found = verdicts.equal_over_nodes("equal torch", values, "use one image", fatal=True)
+    assert found.status is FAILED
+    assert found.measured == "2.13.0 on a, c; 2.12.1 on b"
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "bound_s", "status"),
+    [(0.5, 0.01, OK), (-3.0, 0.01, WARNING), (3.0, 2.5, OK)],
+)
+def test_a_clock_is_off_only_beyond_the_error_of_the_measurement(
+    offset_s: float, bound_s: float, status: Status
+) -> None:
+    assert verdicts.of_clock("b", offset_s, bound_s).status is status
+
+
+def test_certificates_are_read_without_being_verified(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    expired = authority.issue("expired", hours=(-2, -1))
+    valid = authority.issue("valid", hours=(-1, 24 * 400))  # a time after 2049 is written otherwise
+    late = authority.issue("late", hours=(-1, 24 * 365 * 30))
+    options = AgentOptions(cacert=authority.cacert, cert=expired.cert, key=expired.key)
+    found = {f.name.partition("=")[0]: f for f in own_certificates(options)}
+    assert -3700 < found["cert"].expires_in_s < -3500
+    assert 0 < found["cacert"].expires_in_s < 3700
+    for pair, hours in ((valid, 24 * 400), (late, 24 * 365 * 30)):
+        one = own_certificates(AgentOptions(cert=pair.cert, key=pair.key))[0]
+        assert one.expires_in_s == pytest.approx(hours * 3600, abs=120)
+
+
+@pytest.mark.parametrize(
+    "der", [b"", b"\x30", b"\x30\x82\x01", b"nothing of the kind", b"\x30\x00"]
+)
+def test_what_is_no_certificate_is_said(der: bytes) -> None:
+    with pytest.raises(ValueError, match=r"certificate|time data"):
+        not_after(der)
+
+
+def test_a_file_without_a_certificate_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "empty.pem"
+    path.write_text("nothing")
+    found = verdicts.of_certificates(own_certificates(AgentOptions(cacert=str(path))))
+    assert [f.status for f in found] == [FAILED]
+    assert str(path) in found[0].measured

@@ -1,0 +1,185 @@
+"""Every interval of ``elastic`` has one place, and its reason there; nothing reads the environment
+when it is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PLACES = tuple(
+    REPOSITORY / "elastic" / "tuning" / f"{name}.py"
+    for name in ("timeouts", "agent_intervals", "worker_intervals")
+)
+# What has a place of its own, and why.
+OWN_PLACES = {
+    "elastic/secure_channel/limits.py": "secure channels stand alone, on the standard library",
+    "elastic/node/orphan_reaper.py": "the reaper runs as a script, without this package",
+}
+# No job waits for the limits of the test kit. Those of the doctor's checks are beside the checks.
+ELSEWHERE = ("elastic/testing/", "elastic/doctor/")
+_SUFFIX = re.compile(
+    r"(?i)_(s|ms|us|interval|timeout|deadline|patience|seconds|attempts|retries|tries|backoff)$"
+)
+_PER_SECOND = re.compile(r"(?i)_per_s$")  # rates
+
+
+def is_interval(name: str) -> bool:
+    return bool(_SUFFIX.search(name)) and not _PER_SECOND.search(name)
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted((REPOSITORY / "elastic").rglob("*.py")):
+        name = path.relative_to(REPOSITORY).as_posix()
+        yield name, ast.parse(path.read_text(), filename=name)
+
+
+def has_number(value: ast.expr | None) -> bool:
+    """A number above zero: 0 is no interval but a start, or no limit."""
+    return value is not None and any(
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+        and node.value > 0
+        for node in ast.walk(value)
+    )
+
+
+def intervals(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Constants of modules and classes, and defaults of parameters, that hold a number."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for statement in node.body:
+                yield from assigned(statement)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from defaults(node.args)
+
+
+def assigned(statement: ast.stmt) -> Iterator[tuple[str, int]]:
+    if isinstance(statement, ast.Assign):
+        targets = [node for target in statement.targets for node in ast.walk(target)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        names = [statement.target.id]
+    else:
+        return
+    if has_number(statement.value):
+        yield from ((name, statement.lineno) for name in names if is_interval(name))
+
+
+def defaults(arguments: ast.arguments) -> Iterator[tuple[str, int]]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    given = positional[len(positional) - len(arguments.defaults) :]
+    pairs = [
+        *zip(given, arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    for argument, default in pairs:
+        if is_interval(argument.arg) and has_number(default):
+            yield argument.arg, argument.lineno
+
+
+def read_when_imported(node: ast.AST) -> Iterator[ast.AST]:
+    """What is evaluated at import: not the bodies of functions, but their defaults."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for default in [*node.args.defaults, *node.args.kw_defaults]:
+            if default is not None:
+                yield from read_when_imported(default)
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from read_when_imported(child)
+
+
+def reads_environment(node: ast.AST) -> bool:
+    """``os.environ[...]``, ``os.environ.get(...)``, ``os.getenv(...)``; or it is passed on.
+
+    ``env: Mapping[str, str] = os.environ`` as a default binds the mapping, and reads nothing.
+    """
+    if isinstance(node, ast.Call):
+        touched = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+    elif isinstance(node, ast.Subscript):
+        touched = [node.value]
+    else:
+        return False
+    said = [ast.unparse(one) for one in touched]
+    return any(text.startswith(("os.environ", "os.getenv", "environ")) for text in said)
+
+
+def test_intervals_have_one_place() -> None:
+    found = [
+        f"{name}:{line}: {constant}"
+        for name, tree in sources()
+        if REPOSITORY / name not in PLACES
+        and name not in OWN_PLACES
+        and not name.startswith(ELSEWHERE)
+        for constant, line in intervals(tree)
+    ]
+    assert found == [], "these belong to elastic/tuning, with their reasons"
+
+
+def test_places_of_their_own_are_still_needed() -> None:
+    for name in OWN_PLACES:
+        assert list(intervals(ast.parse((REPOSITORY / name).read_text())))
+
+
+@pytest.mark.parametrize("place", PLACES[1:], ids=lambda path: path.stem)
+def test_every_interval_has_its_reason_above(place: Path) -> None:
+    lines = place.read_text().splitlines()
+    for name, line in intervals(ast.parse("\n".join(lines))):
+        assert re.match(r"# .{10,}", lines[line - 2]), f"{place.name}:{line}: {name}"
+
+
+def test_no_interval_is_defined_twice() -> None:
+    statements = (s for place in PLACES for s in ast.parse(place.read_text()).body)
+    names = [name for statement in statements for name, _ in assigned(statement)]
+    assert len(names) == len(set(names))
+
+
+def test_nothing_reads_the_environment_when_it_is_imported() -> None:
+    found = [
+        f"{name}:{getattr(node, 'lineno', 0)}"
+        for name, tree in sources()
+        for statement in tree.body
+        for node in read_when_imported(statement)
+        if reads_environment(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("WAIT_S = 2.0", 1),
+        ("_RETRY_MS: int = 2 * 5", 1),
+        ("LIMIT_S = {1: 2.0}", 1),
+        ("LIMIT_S, FACTOR = 10.0, 2.0", 1),
+        ("class A:\n    wait_s: float = 1.0", 1),
+        ("def f(*, within_s: float = 5.0) -> None: ...", 1),
+        ("START_S = 0.0", 0),
+        ("BYTES_PER_S = 5", 0),
+        ("WAIT_S = timeouts.WAIT_S", 0),
+        ("def f() -> None:\n    until_s = 5.0", 0),
+    ],
+)
+def test_what_counts_as_an_interval(source: str, count: int) -> None:
+    assert len(list(intervals(ast.parse(source)))) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "is_read"),
+    [
+        ("import os\nA = os.environ['X']", True),
+        ("A = of_environment(os.environ)", True),
+        ("class C:\n    a = os.getenv('X')", True),
+        ("def f(env=os.environ.get('X')): ...", True),
+        ("def f(env=os.environ): return env['X']", False),
+    ],
+)
+def test_what_counts_as_reading_the_environment(source: str, is_read: bool) -> None:
+    nodes = (n for s in ast.parse(source).body for n in read_when_imported(s))
+    assert any(map(reads_environment, nodes)) == is_read

@@ -1,0 +1,375 @@
+"""Profiles: chosen by what a machine has, refused where they cannot be, under the user's values."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import strategies as st
+
+from elastic.errors import ConfigError
+from elastic.tuning import profiles
+from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.network import (
+    ETHERNET,
+    INFINIBAND,
+    Interface,
+    Network,
+    RdmaDevice,
+    interface_towards,
+    local_addresses,
+    read_network,
+    source_address,
+)
+from elastic.tuning.profiles import NAMES, Route
+from elastic.tuning.worker_environment import (
+    DEAD_NAMES,
+    TUNED,
+    Given,
+    WorkerEnvironment,
+    choose_route,
+    effective,
+    given_settings,
+)
+
+LO = Interface(name="lo", addresses=("127.0.0.1",))
+MANAGEMENT = Interface(name="eth0", addresses=("10.1.0.5",), speed_mbps=1000, driver="igb")
+FAST = Interface(name="eth1", addresses=("10.2.0.5",), speed_mbps=100_000, driver="mlx5_core")
+PLAIN = Network(interfaces=(MANAGEMENT, FAST, LO))
+IB = replace(PLAIN, rdma=(RdmaDevice(name="mlx5_0", link_layer=INFINIBAND),))
+ROCE = replace(PLAIN, rdma=(RdmaDevice(name="mlx5_0", link_layer=ETHERNET),))
+SOURCES = {"10.1.0.9": "10.1.0.5", "10.2.0.9": "10.2.0.5"}
+
+
+def found(
+    network: Network,
+    given: dict[str, str] | None = None,
+    *,
+    profile: str | None = None,
+    is_in_process: bool = False,
+    max_nodes: int = 2,
+    route: Route | None = None,
+) -> WorkerEnvironment:
+    return effective(
+        {name: Given(value, "environment") for name, value in (given or {}).items()},
+        network,
+        profile=profile,
+        is_in_process=is_in_process,
+        max_nodes=max_nodes,
+        route=route,
+    )
+
+
+# Facts ----------------------------------------------------------------------------------------
+
+
+def machine(
+    root: Path, *, link_layer: str, may_open: bool = True, state: str = "4: ACTIVE"
+) -> Path:
+    port = root / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (port / "link_layer").write_text(f"{link_layer}\n")
+    net = root / "sys/class/net/eth1"
+    net.mkdir(parents=True)
+    (net / "speed").write_text("200000\n")
+    driver = root / "sys/bus/pci/drivers/mlx5_core"
+    driver.mkdir(parents=True)
+    (net / "device").mkdir()
+    (net / "device" / "driver").symlink_to(driver)
+    (root / "dev/infiniband").mkdir(parents=True)
+    if may_open:
+        (root / "dev/infiniband/uverbs0").touch()
+    return root
+
+
+@pytest.mark.parametrize("link_layer", [INFINIBAND, ETHERNET])
+def test_devices_are_read_from_the_kernels_files(tmp_path: Path, link_layer: str) -> None:
+    root = machine(tmp_path, link_layer=link_layer)
+    network = read_network(root, {"eth1": ("10.2.0.5",)})
+    assert network.rdma == (RdmaDevice(name="mlx5_0", link_layer=link_layer),)
+    assert network.interfaces == (
+        Interface(name="eth1", addresses=("10.2.0.5",), speed_mbps=200_000, driver="mlx5_core"),
+    )
+    expected = {INFINIBAND: "infiniband", ETHERNET: "roce"}[link_layer]
+    assert profiles.choose(network, max_nodes=2).name == expected
+
+
+def test_devices_that_a_container_may_not_open_are_named_and_not_used(tmp_path: Path) -> None:
+    network = read_network(machine(tmp_path, link_layer=INFINIBAND, may_open=False), {})
+    choice = profiles.choose(network, max_nodes=2)
+    assert choice.name == "ethernet" and "mlx5_0" in choice.reason
+
+
+def test_a_port_that_is_down_does_not_count(tmp_path: Path) -> None:
+    root = machine(tmp_path, link_layer=INFINIBAND, state="1: DOWN")
+    assert profiles.choose(read_network(root, {}), max_nodes=2).name == "ethernet"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("sys_vendor", "Amazon EC2"), ("product_name", "Google Compute Engine")],
+)
+def test_a_cloud_is_told_by_its_firmware(tmp_path: Path, file: str, text: str) -> None:
+    folder = tmp_path / "sys/class/dmi/id"
+    folder.mkdir(parents=True)
+    (folder / file).write_text(text + "\n")
+    assert profiles.choose(read_network(tmp_path, {}), max_nodes=2).name == "cloud"
+
+
+def test_this_machine_can_be_read_and_its_loopback_found() -> None:
+    network = read_network()
+    assert "127.0.0.1" in local_addresses()["lo"]
+    towards = interface_towards(network, "127.0.0.1")
+    assert towards is not None and towards.name == "lo"
+    names = {name for _, name in socket.if_nameindex()}
+    assert {interface.name for interface in network.interfaces} <= names
+
+
+def test_what_has_no_route_has_no_interface() -> None:
+    assert source_address("no-such-host.invalid") is None
+    assert interface_towards(PLAIN, "x", lambda towards: None) is None
+
+
+@pytest.mark.parametrize("spelled", ["FD00:0::2", "fd00::2%eth0", "10.1.0.5"])
+def test_an_address_is_found_however_it_is_spelled(spelled: str) -> None:
+    both = Interface(name="eth0", addresses=("10.1.0.5", "fd00::2"))
+    assert Network(interfaces=(LO, both)).with_address(spelled) == both
+
+
+def test_the_reason_names_the_node_on_the_way() -> None:
+    to_leader = route(peers=["10.2.0.9", "10.1.0.9"])
+    to_another = route(peers=["10.9.9.9", "10.2.0.9"])
+    assert to_leader is not None and to_leader.reason.endswith("the leader, 10.2.0.9")
+    assert to_another is not None and to_another.reason.endswith("another node, 10.2.0.9")
+
+
+# Profiles -------------------------------------------------------------------------------------
+
+
+def test_one_node_needs_no_network() -> None:
+    assert profiles.choose(IB, max_nodes=1).name == "single-node"
+
+
+def test_every_profile_says_why_and_where_it_was_read() -> None:
+    networks = {"infiniband": IB, "roce": ROCE}
+    for name in NAMES:
+        for setting in profiles.settings(name, networks.get(name, PLAIN), Route("eth1", "given")):
+            assert len(setting.reason) > 10 and setting.source, setting.name
+
+
+def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_options({"profile": "infinband"}, {})
+    assert "infinband" in refused.value.message
+    assert all(name in refused.value.message for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("profile", "network", "max_nodes", "said"),
+    [
+        ("infiniband", ROCE, 2, "link layer InfiniBand"),
+        ("roce", PLAIN, 2, "link layer Ethernet"),
+        ("single-node", PLAIN, 3, "--nnodes up to 3"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused(
+    profile: str, network: Network, max_nodes: int, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        found(network, profile=profile, max_nodes=max_nodes)
+    assert said in refused.value.message
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    environ = {"ELASTIC_PROFILE": "cloud"}
+    assert read_options({"profile": "ethernet"}, environ).profile == "ethernet"
+    assert read_options({}, environ).profile == "cloud"
+    assert AgentOptions().profile is None
+
+
+def test_fast_links_get_more_sockets_and_slow_ones_are_left_alone() -> None:
+    fast = found(PLAIN, route=Route("eth1", "given")).variables()
+    slow = found(PLAIN, route=Route("eth0", "given")).variables()
+    assert fast["NCCL_SOCKET_NTHREADS"] == fast["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert "NCCL_SOCKET_NTHREADS" not in slow
+
+
+def test_sockets_that_were_asked_for_are_used_beside_rdma_devices() -> None:
+    assert found(IB, profile="ethernet").variables()["NCCL_IB_DISABLE"] == "1"
+    assert "NCCL_IB_DISABLE" not in found(IB).variables()
+
+
+def test_roce_waits_longer_than_infiniband() -> None:
+    assert found(ROCE).variables()["NCCL_IB_TIMEOUT"] == "22"
+    assert "NCCL_IB_TIMEOUT" not in found(IB).variables()  # NCCL's own
+
+
+# The interface --------------------------------------------------------------------------------
+
+
+def route(**changes: object) -> Route | None:
+    settings: dict[str, object] = {
+        "max_nodes": 2,
+        "own_address": "10.1.0.5",
+        "is_told": False,
+        "peers": [],
+        "source": SOURCES.get,
+        **changes,
+    }
+    return choose_route(PLAIN, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "interface"),
+    [
+        ({"peers": ["10.2.0.9", "10.1.0.9"]}, "eth1"),  # the leader's way, not etcd's
+        ({"peers": ["10.9.9.9", "10.2.0.9"]}, "eth1"),  # no route to the first
+        ({"peers": ["10.2.0.9"], "is_told": True}, "eth0"),  # --local-addr
+        ({}, "eth0"),  # nobody is known yet
+        ({"max_nodes": 1}, "lo"),
+        ({"interface": "eth1"}, "eth1"),
+    ],
+)
+def test_the_interface_is_the_one_on_the_way_to_the_leader(
+    changes: dict[str, object], interface: str
+) -> None:
+    chosen = route(**changes)
+    assert chosen is not None and chosen.interface == interface
+    variables = found(PLAIN, route=chosen).variables()
+    assert variables["NCCL_SOCKET_IFNAME"] == f"={interface}"  # not eth10 as well
+    assert variables["GLOO_SOCKET_IFNAME"] == interface
+
+
+def test_an_address_behind_a_translation_leaves_the_choice_to_the_libraries() -> None:
+    assert route(own_address="203.0.113.1", is_told=True) is None
+    assert "GLOO_SOCKET_IFNAME" not in found(PLAIN).variables()
+
+
+def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError) as refused:
+        route(interface="ib0")
+    assert "interface=ib0" in refused.value.message and "eth1 (10.2.0.5)" in refused.value.hint
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME"):
+        found(PLAIN, {"GLOO_SOCKET_IFNAME": "eth1,eth7"})
+
+
+@pytest.mark.parametrize(
+    ("value", "is_there"),
+    [
+        ("eth", True),
+        ("=eth", False),
+        ("=eth0,eth1", True),
+        ("ib,eth1", True),
+        ("^docker", True),
+        ("^eth,lo", False),
+        ("^=eth0", True),
+        ("ib0", False),
+    ],
+)
+def test_nccls_list_of_interfaces_is_read_as_nccl_does(value: str, is_there: bool) -> None:
+    on_gpus = replace(PLAIN, has_nvidia=True)
+    if is_there:
+        found(on_gpus, {"NCCL_SOCKET_IFNAME": value})
+    else:
+        with pytest.raises(ConfigError, match="NCCL_SOCKET_IFNAME"):
+            found(on_gpus, {"NCCL_SOCKET_IFNAME": value})
+    found(PLAIN, {"NCCL_SOCKET_IFNAME": value})  # nothing reads it without GPUs
+
+
+# What the user has set ------------------------------------------------------------------------
+
+
+def test_the_users_value_wins_and_says_what_it_replaces() -> None:
+    environment = found(PLAIN, {"TORCH_INCLUDE_STACK_TRACE": "1"}, route=Route("eth1", "given"))
+    (variable,) = (e for e in environment.entries if e.name == "TORCH_INCLUDE_STACK_TRACE")
+    assert (variable.value, variable.origin) == ("1", "environment")
+    assert "the profile is 0" in variable.reason
+    assert variable.name not in environment.variables()
+    assert any("TORCH_INCLUDE_STACK_TRACE=1" in warning for warning in environment.warnings)
+
+
+@pytest.mark.parametrize("name", DEAD_NAMES)
+def test_dead_names_are_answered(name: str) -> None:
+    (warning,) = found(PLAIN, {name: "1"}).warnings
+    assert warning.startswith(f"{name}=1: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "unsafe", "safe"),
+    [
+        ("NCCL_IB_RETRY_CNT", "10", "7"),
+        ("NCCL_IB_TIMEOUT", "32", "23"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "10", "600"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", "20000"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "0"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "true", "0"),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail", "INFO"),
+    ],
+)
+def test_what_is_not_safe_is_named(name: str, unsafe: str, safe: str) -> None:
+    (warning,) = found(IB, {name: unsafe}, is_in_process=True).warnings
+    assert f"{name}={unsafe}" in warning
+    assert found(IB, {name: safe}, is_in_process=True).warnings == ()
+
+
+def test_two_values_that_do_not_fit_are_both_named() -> None:
+    (warning,) = found(PLAIN, {"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}).warnings
+    assert "NCCL_SOCKET_NTHREADS=16" in warning and "NCCL_NSOCKS_PERTHREAD=8" in warning
+
+
+def test_files_that_nccl_reads_are_the_users_settings(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("# all\nNCCL_SOCKET_IFNAME==eth0\nNCCL_DEBUG=WARN\n")
+    own = tmp_path / "own.conf"
+    own.write_text("NCCL_DEBUG = INFO\nnonsense\n")
+    environ = {"NCCL_CONF_FILE": str(own), "HOME": str(tmp_path), "NCCL_IB_TC": "106"}
+    given = given_settings(environ, tmp_path)
+    assert given["NCCL_SOCKET_IFNAME"] == Given("=eth0", str(tmp_path / "etc/nccl.conf"))
+    assert given["NCCL_DEBUG"] == Given("INFO", str(own))
+    assert given["NCCL_IB_TC"] == Given("106", "environment")
+    environment = effective(
+        given,
+        PLAIN,
+        profile=None,
+        is_in_process=True,
+        max_nodes=2,
+        route=Route("eth1", "given"),
+    )
+    assert "NCCL_SOCKET_IFNAME" not in environment.variables()
+
+
+def test_what_an_agent_has_set_is_not_the_users(tmp_path: Path) -> None:
+    outer = found(PLAIN, route=Route("eth0", "given")).variables()
+    environ = {name: value for name, value in outer.items() if value is not None}
+    assert given_settings({**environ, "HOME": str(tmp_path)}, tmp_path) == {}
+    assert "GLOO_SOCKET_IFNAME" in environ[TUNED].split(",")
+
+
+@for_all(
+    given=st.dictionaries(
+        st.sampled_from(
+            [
+                *DEAD_NAMES,
+                "NCCL_IB_TIMEOUT",
+                "NCCL_SOCKET_NTHREADS",
+                "NCCL_NSOCKS_PERTHREAD",
+                "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+                "TORCH_INCLUDE_STACK_TRACE",
+            ]
+        ),
+        st.text(max_size=4),
+    ),
+    network=st.sampled_from([PLAIN, IB, ROCE]),
+    is_in_process=st.booleans(),
+)
+def test_nothing_of_the_users_is_ever_replaced_or_lost(
+    given: dict[str, str], network: Network, is_in_process: bool
+) -> None:
+    environment = found(network, given, is_in_process=is_in_process, route=Route("eth1", "given"))
+    assert not set(environment.variables()) & set(given)
+    shown = {e.name: e.value for e in environment.entries if e.origin == "environment"}
+    assert shown == given

@@ -1,0 +1,143 @@
+"""What a process group changes in torch: applied by a build, removed with the last group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.process_group import GroupSpec, ProcessGroup, pending_works
+from elastic.process_group.pending import PendingWorks, open_works
+from elastic.secure_channel.keys import SecretKey
+from elastic.world.faults import GroupAborted, Superseded
+
+DEADLINE_S = 60.0
+OF_TORCH = vars(dist.Work)["wait"]
+SPEC = GroupSpec(
+    generation=1,
+    nonce="n",
+    rank=0,
+    size=1,
+    store_host="127.0.0.1",
+    store_port=1,
+    store_key=SecretKey(bytes(32)),
+)
+
+
+def build(group: ProcessGroup) -> None:
+    group.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+
+
+def summed() -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return float(one)
+
+
+@pytest.fixture
+def group() -> Iterator[ProcessGroup]:
+    made = ProcessGroup(torch.device("cpu"), "gloo")
+    yield made
+    made.destroy()
+    open_works()
+
+
+def is_patched() -> bool:
+    return vars(dist.Work)["wait"] is not OF_TORCH
+
+
+def test_importing_changes_nothing() -> None:
+    code = (
+        "import sys, torch.distributed as dist\n"
+        "before = vars(dist.Work)['wait'], sys.excepthook\n"
+        "import elastic.process_group, elastic.training.run, elastic.testing.nccl_semantics\n"
+        "assert (vars(dist.Work)['wait'], sys.excepthook) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_waits_are_ours_from_the_first_build_until_the_last_group_is_destroyed(
+    group: ProcessGroup,
+) -> None:
+    hook = sys.excepthook
+    assert not is_patched()
+    build(group)
+    assert is_patched() and sys.excepthook is not hook
+    assert summed() == 1.0
+    group.destroy(is_for_next=True)
+    assert is_patched() and sys.excepthook is hook
+    build(group)
+    group.destroy()
+    assert not is_patched() and sys.excepthook is hook
+
+
+def test_torchs_own_wait_works_again_afterwards(group: ProcessGroup) -> None:
+    build(group)
+    group.destroy()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert summed() == 1.0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_build_that_fails_leaves_waits_ours_until_the_end(group: ProcessGroup) -> None:
+    """Another world is tried, and threads of the script may wait meanwhile."""
+    with pytest.raises(Superseded):
+        group.build(SPEC, superseded=lambda: True, timeout_s=DEADLINE_S)
+    assert is_patched()
+    group.destroy()
+    assert not is_patched()
+
+
+def test_a_wait_that_somebody_else_has_put_on_top_stays(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(group)
+    ours = dist.Work.wait
+    calls: list[dist.Work] = []
+
+    def on_top(work: dist.Work, *given: object) -> bool:
+        calls.append(work)
+        return ours(work, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist.Work, "wait", on_top)
+    group.destroy()
+    assert vars(dist.Work)["wait"] is on_top
+    build(group)
+    assert summed() == 1.0 and calls == []  # ours is the outermost again
+    group.destroy()
+    assert not is_patched()
+
+
+def test_what_is_pending_belongs_to_one_group(group: ProcessGroup) -> None:
+    """A thread that waits for a collective of a world that is over hears of its end, even if the
+    next one has been built by then."""
+    build(group)
+    first = pending_works()
+    states = [group.is_aborted]
+    group.abort()
+    states.append(group.is_aborted)
+    group.destroy(is_for_next=True)
+    build(group)
+    states.append(group.is_aborted)
+    assert states == [False, True, False]
+    assert pending_works() is not first
+    pending_works().raise_if_aborted()
+    with pytest.raises(GroupAborted):
+        first.raise_if_aborted()
+
+
+def test_an_abort_reaches_the_works_of_its_own_group_alone(group: ProcessGroup) -> None:
+    build(group)
+    of_group = pending_works()
+    other = PendingWorks(is_on_stream=True)
+    group.abort()
+    other.raise_if_aborted()
+    with pytest.raises(GroupAborted):
+        of_group.raise_if_aborted()

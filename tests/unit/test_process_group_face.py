@@ -1,0 +1,119 @@
+"""The process group is one component: its face, and the one file that changes torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elastic.process_group as face
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = "elastic.process_group"
+PATCHES = "elastic/process_group/patches.py"
+# The other places that change objects of torch's, and what that has to do with process groups.
+ELSEWHERE = {
+    "elastic/torch_private.py",  # the accessors that patches.py uses; a loader's iterator
+    "elastic/rendezvous/torch_private.py",  # torchrun's agent, not the process group
+}
+
+
+def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    for folder in folders:
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())
+
+
+def private_imports(tree: ast.Module) -> list[str]:
+    """What a module imports of the package, and the package does not offer."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module == PACKAGE:
+                found += [a.name for a in node.names if a.name not in face.__all__]
+            elif module.startswith(f"{PACKAGE}."):
+                found.append(module)
+            elif module == "elastic":
+                found += [a.name for a in node.names if a.name == "process_group"]
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.startswith(PACKAGE)]
+    return found
+
+
+def changes_of_torch(tree: ast.Module) -> list[str]:
+    """Assignments to attributes of what a module imports from torch."""
+    of_torch: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            of_torch |= {a.asname or "torch" for a in node.names if a.name.startswith("torch")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            of_torch |= {a.asname or a.name for a in node.names}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.Delete):
+            targets = node.targets if isinstance(node, ast.Delete) else [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(value=node.args[0], attr="?")]
+        for target in targets:
+            root = target
+            while isinstance(root, ast.Attribute | ast.Subscript):
+                root = root.value
+            if isinstance(target, ast.Attribute | ast.Subscript) and (
+                isinstance(root, ast.Name) and root.id in of_torch
+            ):
+                found.append(ast.unparse(target))
+    return found
+
+
+def test_other_packages_import_only_what_the_package_offers() -> None:
+    found = {
+        path: names
+        for path, tree in sources("elastic", "checkpoints", "benchmarks", "examples")
+        if not path.startswith("elastic/process_group/") and (names := private_imports(tree))
+    }
+    assert found == {}
+
+
+def test_all_that_it_offers_is_there() -> None:
+    assert all(hasattr(face, name) for name in face.__all__)
+    assert face.__all__ == sorted(face.__all__)
+
+
+def test_torch_is_changed_in_one_file() -> None:
+    found = {
+        path: changes
+        for path, tree in sources("elastic", "checkpoints")
+        if path not in ELSEWHERE and (changes := changes_of_torch(tree))
+    }
+    assert found == {PATCHES: ["dist.Work.wait", "dist.Work.wait"]}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed as dist\ndist.Work.wait = None",
+        "from torch.distributed import distributed_c10d as c\nc._world.group_count = 0",
+        "from torch.utils.data import dataloader\nsetattr(dataloader, 'x', 1)",
+        "import torch\ntorch.backends.flags['x'] = 1",
+    ],
+)
+def test_the_scan_finds_changes(code: str) -> None:
+    assert changes_of_torch(ast.parse(code))
+    assert not changes_of_torch(ast.parse("import torch\nx = object()\nx.wait = torch.ones(1)"))
+
+
+def test_the_scan_finds_imports() -> None:
+    for code in (
+        "from elastic.process_group.pending import pending_works",
+        "from elastic.process_group import patches",
+        "from elastic import process_group",
+        "import elastic.process_group.group",
+    ):
+        assert private_imports(ast.parse(code)), code
+    assert not private_imports(ast.parse("from elastic.process_group import ProcessGroup"))

@@ -1,0 +1,52 @@
+"""docs/timeouts.md is what scripts/timeouts_table.py writes from elastic/tuning."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from elastic.tuning.agent_options import AgentOptions
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    path = REPOSITORY / "scripts" / "timeouts_table.py"
+    spec = importlib.util.spec_from_file_location("timeouts_table", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def page(table: ModuleType) -> str:
+    return str(table.page())
+
+
+def test_the_page_is_up_to_date(table: ModuleType, page: str) -> None:
+    assert table.PAGE.read_text() == page, "python scripts/timeouts_table.py"
+
+
+def test_every_interval_that_can_be_set_is_in_it_with_its_meaning(page: str) -> None:
+    rows = page.splitlines()
+    for option in (f.name for f in fields(AgentOptions) if f.name.endswith("_s")):
+        (row,) = (line for line in rows if line.startswith(f"| `{option}` |"))
+        assert len(row.split("|")[3].strip()) > 20, row
+
+
+def test_every_interval_is_used_and_says_by_whom(page: str) -> None:
+    """One that nobody uses any more is to be removed."""
+    assert [line for line in page.splitlines() if line.endswith("| – |")] == []
+
+
+def test_refusals_are_quoted_with_both_names_and_values(page: str) -> None:
+    assert "lease_s=100 and takeover_s=300 do not fit" in page
+    assert "leave_grace_s=25 and termination_grace_s=30 do not fit" in page

@@ -1,0 +1,103 @@
+"""What an agent gives its workers of a profile, and what it says of that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.agent.worker_tuning import WorkerTuning, check
+from elastic.errors import ConfigError
+from elastic.events import Event, WorkersTuned
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.network import Interface, Network
+from elastic.tuning.worker_environment import TUNED
+
+NETWORK = Network(
+    interfaces=(
+        Interface(name="eth0", addresses=("127.0.0.9",)),
+        Interface(name="lo", addresses=("127.0.0.1",)),
+    )
+)
+
+
+class Events:
+    """A journal that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        self.seen.append(event)
+
+
+def tuning(
+    tmp_path: Path, journal: Events, environ: dict[str, str] | None = None, **options: str
+) -> WorkerTuning:
+    return WorkerTuning(
+        AgentOptions(**options),  # type: ignore[arg-type]
+        {"HOME": str(tmp_path), **(environ or {})},
+        journal,
+        max_nodes=2,
+        own_address="127.0.0.9",
+        is_told=False,
+        network=NETWORK,
+    )
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged, whether or not the logger passes it on."""
+    logger = logging.getLogger("elastic")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_the_interface_follows_the_leader_and_is_told_once_for_each(tmp_path: Path) -> None:
+    journal = Events()
+    tuned = tuning(tmp_path, journal)
+    assert tuned.variables([])["GLOO_SOCKET_IFNAME"] == "eth0"  # nobody is known yet
+    assert tuned.variables([])["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert tuned.variables(["127.0.0.1"])["GLOO_SOCKET_IFNAME"] == "lo"
+    assert [e.interface for e in journal.seen if isinstance(e, WorkersTuned)] == ["eth0", "lo"]
+
+
+def test_what_the_user_has_set_is_left_alone_and_warned_of_once(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    tuned = tuning(
+        tmp_path, Events(), {"GLOO_SOCKET_IFNAME": "lo", "NCCL_ASYNC_ERROR_HANDLING": "1"}
+    )
+    for peers in ([], ["127.0.0.1"]):
+        variables = tuned.variables(peers)
+        assert "GLOO_SOCKET_IFNAME" not in variables
+        assert "GLOO_SOCKET_IFNAME" not in (variables[TUNED] or "").split(",")
+    (warning,) = {record.getMessage() for record in said.records}  # the handler may be there twice
+    assert warning.startswith("NCCL_ASYNC_ERROR_HANDLING=1") and "elastic env" in warning
+    before = len(said.records)
+    tuned.variables([])
+    assert len(said.records) == before
+
+
+def test_an_interface_that_was_given_is_for_all_worlds(tmp_path: Path) -> None:
+    tuned = tuning(tmp_path, Events(), interface="lo")
+    assert tuned.variables([])["NCCL_SOCKET_IFNAME"] == "=lo"
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "said"),
+    [
+        ({"interface": "no-such0"}, {}, "interface=no-such0"),
+        ({"profile": "single-node"}, {}, "--nnodes up to 3"),
+        ({}, {"GLOO_SOCKET_IFNAME": "no-such0"}, "GLOO_SOCKET_IFNAME (environment)=no-such0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_etcd_is_asked(
+    options: dict[str, str], environ: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(AgentOptions(**options), environ, max_nodes=3)  # type: ignore[arg-type]
+    assert said in refused.value.message
