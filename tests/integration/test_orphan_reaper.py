@@ -159,6 +159,8 @@ FORKING_AGENT = textwrap.dedent(
     import os, signal, sys, time
     from elastic.node.orphan_reaper import OrphanReaper
     guard = OrphanReaper(os.environ["TOKEN"])
+    def tell(name, value):  # in one write: two processes do so at once
+        os.write(1, f"{name} {value}\\n".encode())
     kinds = {}
     for kind in ("worker", "bystander"):
         kinds[kind] = os.fork()
@@ -168,13 +170,13 @@ FORKING_AGENT = textwrap.dedent(
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 grandchild = os.fork()
                 if grandchild:
-                    print("grandchild", grandchild, flush=True)
+                    tell("grandchild", grandchild)
             time.sleep(600)
             os._exit(0)
-    print("guard", guard.pid, flush=True)
+    tell("guard", guard.pid)
     for kind, pid in kinds.items():
-        print(kind, pid, flush=True)
-    print("mark", guard.forked, flush=True)
+        tell(kind, pid)
+    tell("mark", guard.forked)
     sys.stdin.readline()
     """
 )

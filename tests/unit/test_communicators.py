@@ -21,6 +21,7 @@ from elastic.process_group.nccl_environment import leave_errors_to_us
 from elastic.process_group.pending import open_works
 from elastic.process_group.sockets import BuildWatch
 from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.log import get_logger
 from elastic.testing import nccl_semantics
 from elastic.testing.nccl_semantics import control
 from elastic.tuning import profiles, timeouts
@@ -221,8 +222,12 @@ def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFi
     assert not caplog.text
 
 
-def test_torchruns_own_default_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+def test_torchruns_own_default_is_overridden(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It sets 1 for every worker."""
+    # The logger's first use in a process stops what it says from reaching pytest's.
+    monkeypatch.setattr(get_logger(), "propagate", True)
     caplog.set_level("INFO", logger="elastic")
     environ = {ASYNC: "1"}
     leave_errors_to_us(environ, is_in_process=True)
