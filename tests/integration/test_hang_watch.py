@@ -52,7 +52,9 @@ for step in range(10):
 print(fd, source.fd, source.signum, flush=True)
 for line in sys.stdin:
     phase = Phase[line.strip()]
-    phases.begin_step(10) if phase is Phase.COMPUTE else phases.enter(phase)
+    if phase is Phase.COMPUTE:
+        phases.begin_step(10)
+    phases.enter(phase)
     print("done", flush=True)
 """
 
