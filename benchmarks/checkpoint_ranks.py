@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
 import checkpoints.loading.load
-from elastic.testing.forked import fork
+from elastic.testing.forks.child import fork
 
 State = dict[str, torch.Tensor]
 

@@ -1,6 +1,6 @@
 """Where a job's records are kept: ``keyvalue`` is the protocol that the rest is written against.
 
 :mod:`elastic.store.etcd` implements it on etcd v3;
-:class:`elastic.testing.memory_store.MemoryStore` in one process, for tests. Both pass
+:class:`elastic.testing.doubles.memory_store.MemoryStore` in one process, for tests. Both pass
 ``tests/contract``. :mod:`elastic.store.embedded` runs an etcd of its own for laptops and demos.
 """

@@ -28,7 +28,7 @@ from typing import TypeVar
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.membership.records import Keys, Leader, Node, WorldRecord, decode
 from elastic.store.keyvalue import KeyValue
-from elastic.testing.fork_server import ForkServer
+from elastic.testing.forks.server import ForkServer
 from elastic.testing.ledger import LedgerReader, RunLedger
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import Process, kill_at_once, marked_with

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.testing.fork_server import ForkedPopen, ForkServer, can_fork
+from elastic.testing.forks.server import ForkedPopen, ForkServer, can_fork
 from elastic.testing.processes import (
     TOKEN,
     Process,

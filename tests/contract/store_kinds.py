@@ -10,7 +10,7 @@ from typing import Protocol
 from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
 from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
 from elastic.store.keyvalue import KeyValue, Lease
-from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 

@@ -9,7 +9,7 @@ from etcd_fixtures import Recorder
 
 from elastic.errors import LeaseGone, StoreUnreachable
 from elastic.store.keyvalue import Disconnected, Reconnected, Reset
-from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 

@@ -37,17 +37,17 @@ PLACES = {
     "elastic/torch_private.py",
     "checkpoints/tensors/torch_private.py",
     "elastic/process_group/communicators.py",  # NCCL's abort
-    "elastic/testing/nccl_semantics.py",  # a backend of torch's kind, for tests
+    "elastic/testing/doubles/nccl_semantics.py",  # a backend of torch's kind, for tests
 }
 # By file: names that are not torch's, or are looked for with a default.
 ELSEWHERE = {
     "elastic/rendezvous/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/launch/flags.py": {"_actions"},  # argparse
     "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
-    "elastic/testing/fork_server.py": {"_devnull"},  # subprocess
+    "elastic/testing/forks/server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
-OF_PYTHON = {"_exit", "_getframe"}  # os and sys: documented there
+OF_PYTHON = {"_exit", "_getframe", "_asdict"}  # os, sys, namedtuple: documented there
 
 
 def is_private(name: str) -> bool:

@@ -1,7 +1,7 @@
 """A death while collectives run on a stream, as on GPUs: idioms and worst places once more.
 
-Workers train on the backend of :mod:`elastic.testing.nccl_semantics`; what each script has to end
-with is what it ends with alone.
+Workers train on the backend of :mod:`elastic.testing.doubles.nccl_semantics`; what each script has
+to end with is what it ends with alone.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_death_at_the_worst_place(
 
 # The last rank dies between the two steps of the job; here, what happens in the others.
 HANGS = """
-from elastic.testing.nccl_semantics import control
+from elastic.testing.doubles.nccl_semantics import control
 from elastic.training.recovery import in_process
 from elastic.tuning import timeouts
 in_process.BUILD_TIMEOUT_S = 2.0
@@ -134,7 +134,7 @@ def test_who_is_stuck_in_nccl_ends_and_says_so(
 def test_values_are_read_once_they_are_there(streams: IdiomRuns, tmp_path: Path) -> None:
     """What the job tells itself, and a state that is sent, take the way of the gradients."""
     body = """
-from elastic.testing.nccl_semantics import control
+from elastic.testing.doubles.nccl_semantics import control
 control.latency_s = 0.05
 means = []
 def train():

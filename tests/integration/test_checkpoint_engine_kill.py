@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import checkpoints
-from elastic.testing.forked import fork
+from elastic.testing.forks.child import fork
 
 KEEP = 3
 ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a write

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import checkpoints
-from elastic.testing.forked import fork
+from elastic.testing.forks.child import fork
 
 KEEP = 3
 ROUNDS = 40

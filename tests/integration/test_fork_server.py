@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic.testing.fork_server import ForkedPopen, ForkServer
+from elastic.testing.forks.server import ForkedPopen, ForkServer
 from elastic.testing.processes import TOKEN, Process, marked_with
 from elastic.testing.waiting import PATIENCE_S, eventually
 

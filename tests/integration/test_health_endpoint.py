@@ -21,9 +21,9 @@ from elastic.node.identity import current_process
 from elastic.node.run_secret import RunSecret
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
-from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.journal import read_journal
-from elastic.testing.memory_store import MemoryStore
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import eventually
 from elastic.tuning.agent_options import AgentOptions

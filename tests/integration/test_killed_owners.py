@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.testing.forked import fork
+from elastic.testing.forks.child import fork
 from elastic.testing.processes import Process, kill_owned_by, owned_by, send
 from elastic.testing.waiting import PATIENCE_S, eventually
 

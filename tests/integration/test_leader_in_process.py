@@ -28,7 +28,7 @@ from elastic.membership.records import (
 )
 from elastic.membership.step_rate import StepRate
 from elastic.store.keyvalue import Put, WatchEvent
-from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 
 
 class InProcess(TestNode):

@@ -47,7 +47,7 @@ from elastic.node.identity import current_process
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
-from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")

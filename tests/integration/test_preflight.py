@@ -21,7 +21,7 @@ from elastic.errors import NodeUnfit
 from elastic.membership.records import Keys, Leader, encode
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.store import EtcdStore
-from elastic.testing.memory_store import MemoryStore
+from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
 SCRIPT = "print('trained', flush=True)"

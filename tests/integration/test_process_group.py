@@ -15,7 +15,7 @@ import process_group_script as script
 import pytest
 
 from elastic.node.ports import PortReserve
-from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 
 SCRIPT = Path(script.__file__)

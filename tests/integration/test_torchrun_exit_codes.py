@@ -15,7 +15,7 @@ import pytest
 from elastic.membership.records import Done, Keys, Outcome, encode
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.store import EtcdStore
-from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

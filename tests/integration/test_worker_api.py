@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import worker_api_script as script
 
 import checkpoints
-from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.node import LocalNode
 

@@ -1,8 +1,8 @@
 """Workers die while their collectives run on a stream, as on GPUs; the others go on.
 
 The scenarios of test_in_process_phases.py that end differently where a collective's end says
-nothing of its result, on the backend of :mod:`elastic.testing.nccl_semantics`; and workers that
-are stuck in NCCL, which nothing can get out of there.
+nothing of its result, on the backend of :mod:`elastic.testing.doubles.nccl_semantics`; and workers
+that are stuck in NCCL, which nothing can get out of there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from test_in_process_phases import (
 from training_job import TrainingJob, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing import nccl_semantics
+from elastic.testing.doubles import nccl_semantics
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 

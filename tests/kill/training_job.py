@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.testing.cluster import LocalCluster
-from elastic.testing.fork_server import shared_fork_server
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S

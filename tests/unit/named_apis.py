@@ -29,7 +29,16 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "engine": (checkpoints.Engine, checkpoints.TieredEngine),
 }
 # Of other programs that texts name: kubectl, and the script in an example.
-FOREIGN_FLAGS = {"--from-env-file", "--replicas", "--lr"}
+FOREIGN_FLAGS = {
+    "--from-env-file",
+    "--replicas",
+    "--lr",
+    "--shm-size",
+    "--ulimit",
+    "--gpu-reset",
+    "--prefix",
+    "--quota-backend-bytes",
+}
 # Of other products, and of the kit for tests.
 FOREIGN_VARIABLES = {"ELASTIC_PASSWORD", "ELASTIC_TEST_TOKEN"}
 

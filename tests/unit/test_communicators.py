@@ -22,8 +22,8 @@ from elastic.process_group.pending import open_works
 from elastic.process_group.sockets import BuildWatch
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
-from elastic.testing import nccl_semantics
-from elastic.testing.nccl_semantics import control
+from elastic.testing.doubles import nccl_semantics
+from elastic.testing.doubles.nccl_semantics import control
 from elastic.tuning import profiles, timeouts
 from elastic.tuning.worker_environment import TUNED
 from elastic.worker.worlds import Worlds

@@ -17,7 +17,7 @@ from elastic.cli.scale import ApiServer, scale_statefulset
 from elastic.clock import ManualClock
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.membership.records import Done, Keys, Outcome, encode
-from elastic.testing.memory_store import MemoryStore
+from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_intervals import CLUSTER_PATIENCE_S
 
 KEYS = Keys.of("/elastic", "job-1")

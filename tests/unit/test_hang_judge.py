@@ -28,7 +28,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
-from elastic.testing.memory_store import MemoryStore
+from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")

@@ -16,8 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.process_group import patches
 from elastic.process_group.pending import PendingWorks, open_works
-from elastic.testing import nccl_semantics
-from elastic.testing.nccl_semantics import POISON, StreamGroup, StreamWork, control
+from elastic.testing.doubles import nccl_semantics
+from elastic.testing.doubles.nccl_semantics import POISON, StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
 from elastic.training.gradients.reduction import Reduction
 from elastic.world.faults import GroupAborted

@@ -25,7 +25,7 @@ from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
-from elastic.testing.memory_store import MemoryStore
+from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.training.step import Step
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import permission_s

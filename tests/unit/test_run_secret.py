@@ -11,7 +11,7 @@ from elastic.membership.records import Keys, Secret, encode
 from elastic.node.run_secret import LIVENESS, MEMORY, STORE, RunSecret
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
-from elastic.testing.memory_store import MemoryServer, MemoryStore
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 
 KEYS = Keys.of("/elastic", "job")
 

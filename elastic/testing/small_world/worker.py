@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from elastic.testing import nccl_semantics
+from elastic.testing.doubles import nccl_semantics
 from elastic.testing.small_world.world import CALLS, LINES, Death
 from elastic.training import run as training
 

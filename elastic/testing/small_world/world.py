@@ -95,7 +95,7 @@ class SmallWorld:
     """The host process; starting it takes as long as importing torch.
 
     ``on_stream``: scripts that do not choose a backend train with NCCL's semantics
-    (:mod:`elastic.testing.nccl_semantics`).
+    (:mod:`elastic.testing.doubles.nccl_semantics`).
     """
 
     def __init__(self, *, on_stream: bool = False) -> None:

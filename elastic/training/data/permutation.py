@@ -118,4 +118,4 @@ def _mix(half: _UInt64s, key: np.uint64, bits: int) -> _UInt64s:
 
 def _round_keys(key: str, rounds: int) -> list[np.uint64]:
     digest = hashlib.shake_256(f"elastic order {key}".encode()).digest(8 * rounds)
-    return [np.uint64(flags) for flags in np.frombuffer(digest, dtype="<u8")]
+    return [np.uint64(word) for word in np.frombuffer(digest, dtype="<u8")]

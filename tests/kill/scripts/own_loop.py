@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import elastic
-from elastic.testing import nccl_semantics
+from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 
 

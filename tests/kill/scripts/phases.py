@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from elastic.process_group import ProcessGroup
-from elastic.testing import nccl_semantics
+from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 from elastic.training.recovery import transfer
 

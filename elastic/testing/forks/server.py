@@ -61,7 +61,7 @@ class ForkServer:
         with theirs:
             number, room = str(theirs.fileno()), "-" * _ARGUMENTS_BYTES
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.testing.fork_server", number, room],
+                [sys.executable, "-m", "elastic.testing.forks.server", number, room],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1", _PADDING: "-" * _PADDING_BYTES},
