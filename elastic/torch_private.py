@@ -111,11 +111,18 @@ def forget_group_count() -> None:
 
 
 def collectives_begun() -> int:
-    """How many collectives of the default group this rank has begun; 0 without a group."""
+    """How many collectives of the default group this rank has begun.
+
+    0 without a group, and where the backend does not count: gloo and NCCL do, a backend that was
+    registered need not (torch/csrc/distributed/c10d/Backend.hpp, getSequenceNumberForGroup).
+    """
     if not dist.is_initialized():
         return 0
     group: Any = distributed_c10d._get_default_group()
-    return int(group._get_sequence_number_for_group())
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def operation_of(work: Any) -> int:
