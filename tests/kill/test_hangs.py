@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -188,6 +189,12 @@ def load() -> Iterator[None]:
         process.wait()
 
 
+def send(pid: int, signum: int) -> None:
+    """Data workers come and go with epochs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
 def endure(job: TrainingJob, node: LocalNode) -> None:
     """Everything that is long by nature, one after the other."""
     for kind in ("evaluation", "before-forward", "garbage", "checkpoint"):
@@ -196,11 +203,13 @@ def endure(job: TrainingJob, node: LocalNode) -> None:
         obeyed(job, kind)
         job.wait_progress(10)
     frozen = job.processes()
-    for process in frozen:
-        os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(FREEZE_S)
-    for process in frozen:
-        os.kill(process.pid, signal.SIGCONT)
+    try:
+        for process in frozen:
+            send(process.pid, signal.SIGSTOP)
+        time.sleep(FREEZE_S)
+    finally:
+        for process in frozen:
+            send(process.pid, signal.SIGCONT)
     job.wait_progress(50)
 
 
