@@ -39,12 +39,17 @@ class IsolationDetector:
         """Whether this node has stopped because it cannot reach etcd: it has nobody to notify."""
         return self._is_lost
 
-    def require(self) -> None:
-        """Raise StoreUnreachable if etcd has been out of reach for a while: a call would only keep
-        the node's thread from what it has to do for its workers."""
+    @property
+    def reaches_store(self) -> bool:
+        """False if etcd has been out of reach for a while: a call would only keep the node's
+        thread from what it has to do for its workers, and this node from stopping in time."""
         if not self.watch_is_cut or self._last_contact_s is None:
-            return
-        if self._at.clock.monotonic() - self._last_contact_s() > STORE_AWAY_S:
+            return True
+        return self._at.clock.monotonic() - self._last_contact_s() <= STORE_AWAY_S
+
+    def require(self) -> None:
+        """Raise StoreUnreachable unless :attr:`reaches_store`."""
+        if not self.reaches_store:
             raise StoreUnreachable(f"etcd has been out of reach for more than {STORE_AWAY_S:g} s")
 
     def check(self) -> None:

@@ -261,7 +261,7 @@ class NodeLoop:
             case ConnectionDropped(node_id):
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
-                self._succession.on_probed(message)
+                self._succession.on_probed(message, reaches_store=self._isolation.reaches_store)
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)

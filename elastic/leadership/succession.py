@@ -191,18 +191,20 @@ class Succession:
             )
         self._at.post(LeaderProbed(entry, verdict))
 
-    def on_probed(self, probed: LeaderProbed) -> None:
+    def on_probed(self, probed: LeaderProbed, *, reaches_store: bool = True) -> None:
         """Dead: delete its key, so that somebody takes its place at once."""
         if self._entry != probed.entry:
             return
         verdict = probed.verdict
         is_lost = self._connections.is_lost(probed.entry.leader.node_id)
-        if verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost):
+        is_dead = verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost)
+        if is_dead and reaches_store:
             leader_key.evict(self._at.store, self._at.keys, probed.entry)
             self._set(None)
             return
         # Silent, or it refuses and was never connected: its lease decides. Meanwhile we try to
-        # hold the connection again.
+        # hold the connection again; as if its key cannot be deleted now, for then it is probed
+        # again once the store answers.
         self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
 
     def resign(self) -> None:

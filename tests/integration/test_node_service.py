@@ -492,6 +492,35 @@ def test_a_node_cut_off_for_half_of_takeover_s_stops(start: Callable[..., TestNo
     eventually(stopped)
 
 
+def test_a_node_that_has_lost_the_store_makes_no_call_when_its_leader_dies(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call would take its whole timeout, and the node would stop that much later."""
+    last_contact = [time.monotonic() + 2 * DEADLINE_S]
+    nodes = [start(min_nodes=1, contact=lambda: last_contact[0]).arrive() for _ in range(2)]
+    for node in nodes:
+        node.enter()
+    leader = eventually(lambda: next((n for n in nodes if n.service._loop._succession.term), None))
+    follower = next(n for n in nodes if n is not leader)
+    succession, calls = follower.service._loop._succession, list[str]()
+    delete = follower.store.compare_and_delete
+
+    def counted(key: str, *, expected_revision: int) -> bool:
+        calls.append(key)
+        return delete(key, expected_revision=expected_revision)
+
+    monkeypatch.setattr(follower.store, "compare_and_delete", counted)
+    server.disconnect()
+    eventually(lambda: follower.service._loop._isolation.watch_is_cut)
+    last_contact[0] = time.monotonic() - 5.0
+    leader.crash()
+    eventually(lambda: calls or succession._follow_at_s is not None)
+    assert calls == []
+    last_contact[0] = time.monotonic() + 2 * DEADLINE_S
+    server.reconnect()
+    eventually(lambda: succession.term is not None)  # nothing is forgotten
+
+
 def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
