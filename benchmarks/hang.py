@@ -1,4 +1,4 @@
-"""How long a job stands still when a worker lives and does not go on.
+"""How long a job pauses when a worker is alive and makes no progress.
 
     python benchmarks/hang.py                       a table
     python benchmarks/hang.py --json                the object of DESIGN section 10

@@ -21,7 +21,7 @@ import elastic
 
 
 def take(folder: Path, kind: str, node: str) -> bool:
-    """Whether this worker is told to do that now; once."""
+    """Whether this worker is ordered to do that now; once."""
     order = folder / f"hang-{kind}"
     if not order.exists() or order.read_text() != node:
         return False
@@ -30,7 +30,7 @@ def take(folder: Path, kind: str, node: str) -> bool:
 
 
 class Looping(nn.Module):
-    """A layer whose forward pass does not end when it is told so."""
+    """A layer whose forward pass does not end when it is ordered so."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "--endpoint",
         default=environ.get("PET_RDZV_ENDPOINT"),
         metavar="HOST:PORT",
-        help="etcd, as torchrun is told it (default: PET_RDZV_ENDPOINT)",
+        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
     )
     parser.add_argument(
         "--rdzv-id",

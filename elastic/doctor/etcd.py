@@ -224,7 +224,7 @@ def _timed(call: Callable[[], object]) -> Iterator[float]:
 
 
 def own_certificates(options: AgentOptions) -> tuple[CertificateFacts, ...]:
-    """Of the files that an agent is told, for etcd and for the other nodes."""
+    """Of the certificate files in an agent's options, for etcd and for the other nodes."""
     names = ("cacert", "cert", "node_cacert", "node_cert")
     given = [(name, getattr(options, name)) for name in names]
     return tuple(_of_file(f"{name}={path}", path) for name, path in given if path)

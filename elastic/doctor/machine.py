@@ -55,7 +55,7 @@ class LimitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """The address that this node would publish, and what stands behind it."""
+    """The address that this node would publish, and what it resolves to."""
 
     address: str
     address_error: str

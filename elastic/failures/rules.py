@@ -32,7 +32,7 @@ class Confidence(str, Enum):
 class Rule:
     """One kind of failure.
 
-    ``is_local``: the cause may be one node's alone, or all nodes'. Which of the two is told by
+    ``is_local``: the cause may be one node's alone, or all nodes'. Which of the two follows from
     whether the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
     """
 

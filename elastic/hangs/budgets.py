@@ -2,7 +2,7 @@
 
 A budget is a floor, or a multiple of what the same phase took lately on this rank, whichever is
 longer. A fixed limit is wrong both ways: half a minute is nothing for a step of a large model, and
-for ever for one of 20 ms. The floors differ by phase: what a script does outside of forward and
+an eternity for one of 20 ms. The floors differ by phase: what a script does outside of forward and
 backward pass (evaluation on rank 0, an upload) may take minutes without any sign, what is between
 two batches has been measured hundreds of times.
 
@@ -87,7 +87,7 @@ def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     For a rank that waits it is measured by how long its own steps take: the others' are as long.
     """
     if facts.flags & Flag.DEBUGGER:
-        return HANG_SUSPICION_S  # whoever waits is told at once
+        return HANG_SUSPICION_S  # a waiting rank is reported at once
     if facts.phase in (Phase.COLLECTIVE, Phase.FORMING):
         return _wait_s(facts, policy)
     return max(HANG_SUSPICION_S, _SUSPICION * budget_s(facts, policy))

@@ -25,7 +25,7 @@ NAME = "elastic-progress"
 # count, generation, step, phase, outer phase, rank, operation, collective, steps in the world,
 # last checkpoint, seconds of a collective, when the phase began (CLOCK_MONOTONIC, ns), count.
 _HEAD = struct.Struct("<QqqiiiiqqqdqQ")
-# By themselves: whoever sets a flag is not always the thread that trains.
+# Kept apart: a flag is not always set by the thread that trains.
 _FLAGS = struct.Struct("<i")
 _FLAGS_AT = 128
 _DURATIONS = struct.Struct(f"<{2 * len(Phase)}d")
@@ -36,7 +36,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What stands on a page."""
+    """The content of a page."""
 
     count: int  # grows with every sign of life
     generation: int
@@ -132,7 +132,7 @@ class PageReader:
             os.close(mine)
 
     def read(self) -> Reading | None:
-        """What stands there; None where it makes no sense: a write was cut off."""
+        """The content; None if it is inconsistent: a write was interrupted."""
         for _ in range(_READS):
             head = _HEAD.unpack_from(self._memory, 0)
             if head[0] == head[-1]:

@@ -19,7 +19,7 @@ from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.page import Page
 
-# Of the longest that a phase took, what is left after each step: half after 35.
+# Of the longest that a phase took, the fraction kept after each step: half after 35.
 _KEPT_PER_STEP = 0.98
 _SMOOTHING = 0.1
 _OLDEST_GENERATION = 2  # a full collection: the younger ones take microseconds

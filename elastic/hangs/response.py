@@ -38,7 +38,7 @@ class Judged:
 
 
 class HangResponse:
-    """One per agent. ``before_kill`` is told which process ends and why, before it does;
+    """One per agent. ``before_kill`` is called with the pid and the reason before a process ends;
     ``abort`` has the world formed anew."""
 
     def __init__(

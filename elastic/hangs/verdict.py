@@ -97,7 +97,7 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
 
 def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
     """Whether it is held up by others. A collective of an earlier generation than the newest is
-    over: whoever is still in it is not released, and keeps the others."""
+    over: a rank that is still in it has not been released, and holds up the others."""
     if facts.phase is Phase.FORMING:
         return True
     if facts.generation != max(r.generation for r in ranks):
@@ -195,7 +195,7 @@ def _why(facts: RankFacts) -> str:
 def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
     if any(r.phase is Phase.FORMING for r in waiting):
         return _wait("the world is being changed")  # the building of a group has its own timeout
-    # Whoever came last says how long all have been waiting.
+    # The last to arrive determines how long all have been waiting.
     quiet_s = min(r.quiet_s for r in waiting)
     calls = Counter(r.call for r in waiting)
     # Ranks of different subgroups are in different collectives, and so are those of which only
@@ -224,7 +224,7 @@ def _mismatch(waiting: Sequence[RankFacts], calls: Counter[tuple[int, int, int, 
     has_majority = votes > max(count for _, count in others)
     if has_majority:
         out_of_order = [r for r in waiting if r.call != most]
-    else:  # nobody knows who is right; whoever is ahead has left something out
+    else:  # no majority: the rank that is ahead has skipped something
         ahead = max(r.call for r in waiting)
         out_of_order = [r for r in waiting if r.call == ahead]
     culprit = min(out_of_order, key=lambda r: r.rank)

@@ -63,7 +63,7 @@ class WatchedWorker:
     tracer_pid: int = 0
 
     def kill(self) -> None:
-        """SIGKILL this very process, whoever has its number by now."""
+        """SIGKILL this very process, even if its pid has been reused."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -85,7 +85,7 @@ class WatchedWorker:
 
 
 class HangWatch:
-    """Owned by whoever calls ``close``. Callbacks run on the thread ``elastic-hangs``.
+    """Its owner calls ``close``. Callbacks run on the thread ``elastic-hangs``.
 
     ``on_facts`` gets the newest generation and the facts of all ranks of this node that show no
     progress, whenever a verdict over them may change; none once they all go on. ``on_stopped`` gets

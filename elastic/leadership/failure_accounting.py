@@ -43,6 +43,14 @@ class Broken:
         lost = any(g.cause is Cause.LOST for g in members.gone)
         return bool(lost or members.out or members.failure_reports)
 
+    @property
+    def origin(self) -> Failed | None:
+        """The first failure that is not the consequence of another one, as far as texts tell;
+        otherwise the first."""
+        failures = self.failures
+        own = (f for f in failures if not budget.is_consequence(f.text))
+        return next(own, failures[0] if failures else None)
+
 
 class FailureAccounting:
     """Charged with every broken world; asked who cools down."""
@@ -133,8 +141,9 @@ class FailureAccounting:
             at_s=now,
             steps=steps,
         )
-        if broken.failures and not budget.healthy(breakage, self._policy):
-            self._flaps.accused(broken.failures[0].node, now)
+        origin = broken.origin
+        if origin is not None and not budget.healthy(breakage, self._policy):
+            self._flaps.accused(origin.node, now)
         # No more than these can ever matter.
         self._breakages = [*self._breakages, breakage][-(self._policy.budget + 1) :]
         stop = self._judge(broken, breakage, now)
@@ -145,9 +154,9 @@ class FailureAccounting:
     ) -> budget.StopJob | None:
         """What the first failure means. It counts only if no node was lost: a survivor's error may
         be a consequence of that, whatever it says."""
-        if not broken.failures or breakage.lost:
+        first = broken.origin
+        if first is None or breakage.lost:
             return None
-        first = broken.failures[0]
         has_trained = self._has_trained or budget.healthy(breakage, self._policy)
         others = len(broken.members.world.members) > 1
         verdict = judge_failure(

@@ -74,6 +74,11 @@ class StopJob:
     exit_code: int
 
 
+def is_consequence(text: str | None) -> bool:
+    """Whether a worker's error says no more than that a peer is gone, or does not answer."""
+    return bool(text) and _TRANSPORT.search(text or "") is not None
+
+
 def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
     """Whether the world had got on before it broke.
 
@@ -116,7 +121,7 @@ def _script_errors(breakage: Breakage) -> dict[str, str]:
     failures = breakage.failures
     if breakage.lost or not failures or any(f.exit_code in _KILLED for f in failures):
         return {}
-    texts = [f for f in failures if f.text and not _TRANSPORT.search(f.text)]
+    texts = [f for f in failures if f.text and not is_consequence(f.text)]
     if texts:
         return {_comparable(f.text or ""): f"{(f.text or '').strip()} (on {f.node})" for f in texts}
     if any(f.exit_code is None or f.exit_code <= 0 for f in failures):

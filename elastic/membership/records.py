@@ -1,4 +1,4 @@
-"""What stands in etcd: one frozen dataclass per key of PROTOCOL section 1, as strict JSON.
+"""The records in etcd: one frozen dataclass per key of PROTOCOL section 1, as strict JSON.
 
 Every record carries ``version``. A key whose value is not JSON, has another version, an
 unknown or missing field or a value of the wrong type is a :class:`RecordError` that names the
@@ -31,7 +31,7 @@ _Positive = Annotated[int, Meta(ge=1)]
 
 
 class NodeState(str, Enum):
-    """Where a node stands (PROTOCOL section 1)."""
+    """The state of a node (PROTOCOL section 1)."""
 
     ARRIVED = "arrived"  # in next_rendezvous
     STARTING = "starting"  # workers spawned

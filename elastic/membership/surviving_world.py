@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from elastic.membership.failure_budget import is_consequence
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
 from elastic.membership.member_status import MemberStatus
 from elastic.membership.proposal import also, count, names, propose, verb
@@ -115,11 +116,24 @@ class SurvivingWorld:
 
     def _settling_until_s(self) -> float | None:
         """A failure report with all members alive is held for a moment: news of a death may explain
-        it, and a world of the same members would have to be torn down at once."""
+        it, and a world of the same members would have to be torn down at once. The same goes for
+        workers that ended because of a peer, while that peer has not said what its error was."""
+        if (until_s := self._origin_known_until_s()) is not None:
+            return until_s
         status, since_s = self.status, self.view.failing_since_s
         if since_s is None or status.gone or status.out or not status.failure_reports:
             return None
         until_s = since_s + self.policy.trouble_settle_s
+        return until_s if self.now < until_s else None
+
+    def _origin_known_until_s(self) -> float | None:
+        """Restart mode: all that is known are consequences of another member's failure."""
+        status = self.status
+        if status.in_process or status.gone or not status.out or not status.running:
+            return None
+        if not all(is_consequence(n.node.failure) for n in status.out):
+            return None
+        until_s = min(n.state_since_s for n in status.out) + self.policy.origin_settle_s
         return until_s if self.now < until_s else None
 
     def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:

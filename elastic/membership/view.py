@@ -19,7 +19,7 @@ from elastic.membership.records import (
     WorldRecord,
     WorldState,
 )
-from elastic.tuning.agent_intervals import FAILURE_SETTLE_S, SUSPECT_S
+from elastic.tuning.agent_intervals import FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
 from elastic.tuning.timeouts import Timeouts
 
 
@@ -81,6 +81,7 @@ class Policy:
     join_timeout_s: float = Timeouts.join_timeout_s
     takeover_s: float = Timeouts.takeover_s
     trouble_settle_s: float = FAILURE_SETTLE_S
+    origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
 
 

@@ -41,7 +41,7 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
 from elastic.tuning.worker_intervals import COLLECTIVE_TIMEOUT_S, DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
-from elastic.world.discovery import greet
+from elastic.world.discovery import agree_on_nonce
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.world.world import World, fresh_nonce, world_from_environment
 
@@ -266,7 +266,7 @@ class ProcessGroup:
             return dataclasses.replace(world, nonce=world.nonce or str(nonce))
         store = _store(world)
         if not world.nonce:
-            nonce = greet(store, world.rank, world.size, timeout_s=COLLECTIVE_TIMEOUT_S)
+            nonce = agree_on_nonce(store, world.rank, world.size, timeout_s=COLLECTIVE_TIMEOUT_S)
             world = dataclasses.replace(world, nonce=nonce)
         store = PrefixStore(world.nonce, store)
         self._initialize(store, world.rank, world.size, COLLECTIVE_TIMEOUT_S)

@@ -113,6 +113,9 @@ EXTRAPOLATE_S = 1.5
 # A peer's collective fails in the moment in which a worker dies, and its report is often faster
 # than that of the dead worker's agent, which has this long.
 FAILURE_SETTLE_S = 0.05
+# In restart mode a failing script closes its connections, and so breaks its peers, before its
+# interpreter has ended. Its agent has this long after the peers' reports to report its error.
+ORIGIN_SETTLE_S = 1.0
 # A node that the leader cannot reach for this long, with a live lease, is left out.
 SUSPECT_S = 15.0
 # Failures within this time count against the failure budget (failure_window_s): as many as a

@@ -68,7 +68,7 @@ def end_on_sigterm(
 ) -> None:
     """End at SIGTERM, after ``shutdown_hook``, ``unless`` there is a reason to stay.
 
-    ``shutdown_hook`` runs on a thread of its own and is told whether nobody will start this process
+    ``shutdown_hook`` runs on a thread of its own and gets whether this process will not be started
     again. ``is_own_signal`` is asked on the main thread, where it was interrupted, whether the
     process has sent the signal itself. A script's own handler is left alone.
     """

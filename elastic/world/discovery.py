@@ -29,7 +29,7 @@ class RendezvousStore(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-def greet(
+def agree_on_nonce(
     store: RendezvousStore, rank: int, size: int, *, timeout_s: float, clock: Clock = SYSTEM_CLOCK
 ) -> str:
     """The nonce that all ``size`` workers of this start agree on. Raises JoinTimeout."""

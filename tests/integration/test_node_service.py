@@ -5,6 +5,7 @@ Histories of PROTOCOL section 4 and 8 that need no torchrun: tests/kill runs the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -27,10 +28,10 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import Event, FailureJudged, NodeLost
+from elastic.events import Event, FailureJudged, NodeLost, Waiting
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness
+from elastic.membership.decision import Liveness, Policy
 from elastic.membership.records import (
     Cause,
     Done,
@@ -66,6 +67,10 @@ class Recorder:
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         self.events.append(event)
         print(f"{time.monotonic():.3f} {self.name} {event}")
+
+
+def waits(node: TestNode) -> list[str]:
+    return [e.reason for e in node.events if isinstance(e, Waiting)]
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
@@ -355,13 +360,21 @@ def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
             node.enter()
 
 
+@pytest.mark.parametrize("is_first", [True, False])
 def test_a_node_with_a_faulty_gpu_is_left_out_of_the_next_world(
-    start: Callable[..., TestNode],
+    start: Callable[..., TestNode], monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
+    patient = functools.partial(Policy, origin_settle_s=DEADLINE_S)
+    monkeypatch.setattr("elastic.agent.service.Policy", patient)
     a, b, c = trio(start)
-    b.arrive("RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    if is_first:
+        b.arrive("RuntimeError: CUDA error: uncorrectable ECC error encountered")
     a.arrive("RuntimeError: Connection closed by peer")
     c.arrive("RuntimeError: Connection closed by peer")
+    if not is_first:
+        known = [f"{node.journal.name} failed" for node in (a, c)]
+        eventually(lambda: any(all(k in reason for k in known) for reason in waits(a)))
+        b.arrive("RuntimeError: CUDA error: uncorrectable ECC error encountered")
     worlds = [a.enter(), c.enter()]
     assert {w.node_ids for w in worlds} == {(a.id, c.id)}
     judged = [e for node in (a, b, c) for e in node.events if isinstance(e, FailureJudged)]

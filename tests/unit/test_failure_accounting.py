@@ -208,3 +208,16 @@ def test_a_verdict_is_reported_once() -> None:
     assert accounting.verdict is not None
     accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
     assert accounting.verdict is None
+
+
+def test_the_origin_of_a_failure_is_the_first_error_that_is_no_consequence() -> None:
+    group = world("n1", "n2", "n3")
+    v = view(group, out("n1", group), out("n2", group), out("n3", group))
+    errors = ("RuntimeError: Connection closed by peer", "ValueError: boom", "KeyError: 'x'")
+    failures = tuple(Failed(f"id-n{i}", f"n{i}", text, 1) for i, text in enumerate(errors, 1))
+    several = replace(broken(v), failures=failures)
+    assert several.origin == failures[1]
+    assert replace(several, failures=failures[:1]).origin == failures[0]
+    assert replace(several, failures=()).origin is None
+    killed = (failures[0], Failed("id-n2", "n2", None, -9))
+    assert replace(several, failures=killed).origin == killed[1]

@@ -564,3 +564,17 @@ def test_a_world_of_nobody_has_a_record_too() -> None:
     p = proposal(view(last, in_state("n1", NodeState.LEAVING)))
     record = world_of(p, last, nonce="cd", time_s=5.0)
     assert (record.members, record.store_host, record.store_port) == ((), "", 0)
+
+
+def test_who_failed_because_of_a_peer_waits_a_moment_for_the_peers_own_error() -> None:
+    closed = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
+    seven = world("n1", "n2", "n3")
+    at_first = replace(out("n1", failure=closed), state_since_s=NOW)
+    v = view(seven, at_first, out("n2", failure=closed), runs("n3"))
+    until_s = NOW - 50 + POLICY.origin_settle_s  # since the first of them
+    assert proposal(v).cause is Cause.FAILURE
+    assert wait(v, now=until_s - 0.01).until_s == until_s
+    own = replace(v, nodes=(*v.nodes[:2], out("n3", failure="ValueError: boom")))
+    assert proposal(own, now=until_s - 0.01).cause is Cause.FAILURE
+    lost = replace(v, nodes=v.nodes[:2], missing=(missing("n3", proved_dead=True),))
+    assert proposal(lost, now=until_s - 0.01).cause is Cause.LOST

@@ -1,6 +1,6 @@
-"""One rank: runs groups of operations as it is told on stdin, and reports as JSON on stdout.
+"""One rank: runs the groups of operations named on stdin, and reports as JSON on stdout.
 
-It may hang in any of them, so it reports what it enters, and whoever started it ends it. Run as
+It may hang in any of them, so it reports what it enters, and its parent ends it. Run as
 ``python -m elastic.doctor.collectives.operations CONFIG``.
 """
 

@@ -1,8 +1,8 @@
 """From what all ranks have reported to findings. Pure.
 
-When an operation does not end, every rank that waits says the same, whoever is to blame. So ranks
-that cannot take part come first (dead, stopped), then those with an error of their own, then those
-that have not come as far as the others.
+When an operation does not end, every rank that waits reports the same, whichever rank is to blame.
+So ranks that cannot take part come first (dead, stopped), then those with an error of their own,
+then those that have not come as far as the others.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def leaving_s() -> float:
     leaves it; on SIGTERM it is what remains of that period.
 
     Raises:
-        ConfigError: the pod is told a grace period that is not one.
+        ConfigError: the pod's grace period is not a number of seconds.
     """
     return timeouts.of_environment(os.environ).checkpoint_budget_s
 

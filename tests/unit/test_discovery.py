@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.clock import ManualClock
 from elastic.errors import JoinTimeout
-from elastic.world.discovery import greet
+from elastic.world.discovery import agree_on_nonce
 
 DEADLINE_S = 60.0
 
@@ -39,7 +39,9 @@ class Keys:
 def start(store: Keys, size: int) -> set[str]:
     with ThreadPoolExecutor(size) as threads:
         ranks = reversed(range(size))  # rank 0 last: the others find what is left of older starts
-        tasks = [threads.submit(greet, store, r, size, timeout_s=DEADLINE_S) for r in ranks]
+        tasks = [
+            threads.submit(agree_on_nonce, store, r, size, timeout_s=DEADLINE_S) for r in ranks
+        ]
         return {task.result() for task in tasks}
 
 
@@ -53,10 +55,10 @@ def test_every_start_agrees_on_a_nonce_of_its_own() -> None:
 def test_a_start_that_died_half_way_is_not_joined() -> None:
     store = Keys()
     with pytest.raises(JoinTimeout, match=r"ranks \[1, 2\] have not come"):
-        greet(store, 0, 3, timeout_s=5, clock=ManualClock())
+        agree_on_nonce(store, 0, 3, timeout_s=5, clock=ManualClock())
     stale = store.get("elastic/offer").decode()
     with pytest.raises(JoinTimeout, match="rank 0 has not come"):
-        greet(store, 1, 3, timeout_s=5, clock=ManualClock())
+        agree_on_nonce(store, 1, 3, timeout_s=5, clock=ManualClock())
     (agreed,) = start(store, 3)
     assert agreed != stale
 
@@ -65,5 +67,5 @@ def test_it_speaks_to_a_real_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
     peer = TCPStore("127.0.0.1", store.port, is_master=False)
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(greet, peer, 1, 2, timeout_s=DEADLINE_S)
-        assert greet(store, 0, 2, timeout_s=DEADLINE_S) == other.result()
+        other = threads.submit(agree_on_nonce, peer, 1, 2, timeout_s=DEADLINE_S)
+        assert agree_on_nonce(store, 0, 2, timeout_s=DEADLINE_S) == other.result()
