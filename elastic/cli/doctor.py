@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from elastic.doctor.collectives.outcomes import rate
-from elastic.doctor.examination import Plan, Report, examine
+from elastic.doctor.examination import ExaminationPlan, Report, examine
 from elastic.doctor.findings import HEALTHY, Finding, Status, exit_code, summary
 from elastic.errors import ConfigError
 from elastic.tuning.agent_options import read_options
@@ -178,14 +178,14 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     parser.add_argument(
         "--deadline",
         type=_seconds,
-        default=Plan.deadline_s,
+        default=ExaminationPlan.deadline_s,
         metavar="S",
         help="the longest that one operation may be silent (default: %(default)g)",
     )
     parser.add_argument(
         "--join-timeout",
         type=_seconds,
-        default=Plan.join_timeout_s,
+        default=ExaminationPlan.join_timeout_s,
         metavar="S",
         help="how long to wait for the other nodes (default: %(default)g)",
     )
@@ -193,7 +193,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> ExaminationPlan:
     """What to examine. Raises ConfigError."""
     if args.nnodes > 1 and not (args.rdzv_endpoint and args.rdzv_id):
         lacking = "--rdzv-endpoint" if not args.rdzv_endpoint else "--rdzv-id"
@@ -201,7 +201,7 @@ def _plan(args: argparse.Namespace) -> Plan:
             f"--nnodes={args.nnodes} without {lacking}: the nodes find each other through etcd",
             hint="give all of them the same --rdzv-endpoint=HOST:PORT and --rdzv-id=NAME",
         )
-    return Plan(
+    return ExaminationPlan(
         options=read_options(_conf(args.rdzv_conf), os.environ),
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic.doctor import etcd, pairs, verdicts
-from elastic.doctor.collectives.session import Measured, Session, torch_findings
+from elastic.doctor.collectives.session import Session, TransferMeasurement, torch_findings
 from elastic.doctor.findings import Finding, Status, skipped
-from elastic.doctor.meeting import Exchange, Meeting, MeetingFailed, Participant, alone
+from elastic.doctor.meeting import AllGather, Meeting, MeetingFailed, Participant, alone
 from elastic.doctor.probes import Probe
 from elastic.errors import CoordinationError
 from elastic.membership.keys import Keys
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExaminationPlan:
     """What to examine."""
 
     options: AgentOptions
@@ -53,11 +53,11 @@ class Report:
     """Findings of all nodes, and the measured speeds."""
 
     findings: tuple[Finding, ...]
-    speeds: tuple[Measured, ...] = ()
+    speeds: tuple[TransferMeasurement, ...] = ()
     nodes: tuple[str, ...] = ()
 
 
-def examine(plan: Plan, say: Say) -> Report:
+def examine(plan: ExaminationPlan, say: Say) -> Report:
     """Run every check. Never raises for what it finds, and never waits for longer than the sum of
     its deadlines. Raises ConfigError for options that cannot be used."""
     keys = Keys.of(plan.options.prefix, plan.run_id or f"doctor-{secrets.token_hex(4)}")
@@ -88,7 +88,7 @@ def examine(plan: Plan, say: Say) -> Report:
     return _examine_together(plan, store, keys, own, results, address, say)
 
 
-def _start_probes(plan: Plan, endpoint: tuple[str, int]) -> dict[str, Probe]:
+def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str, Probe]:
     wanted: dict[str, Sequence[object]] = {
         "network": (plan.local_addr or plan.options.pod_ip or "", *endpoint),
         "shm": (),
@@ -101,7 +101,7 @@ def _start_probes(plan: Plan, endpoint: tuple[str, int]) -> dict[str, Probe]:
     return {name: Probe(name, a, deadline_s=plan.deadline_s) for name, a in wanted.items()}
 
 
-def _of_machine(plan: Plan, results: Mapping[str, Any]) -> list[Finding]:
+def _of_machine(plan: ExaminationPlan, results: Mapping[str, Any]) -> list[Finding]:
     found = [
         *verdicts.of_network(results["network"]),
         verdicts.of_shm(results["shm"]),
@@ -117,7 +117,7 @@ def _of_machine(plan: Plan, results: Mapping[str, Any]) -> list[Finding]:
 # One machine ---------------------------------------------------------------------------------
 
 
-def _examine_alone(plan: Plan, own: list[Finding], address: str, say: Say) -> Report:
+def _examine_alone(plan: ExaminationPlan, own: list[Finding], address: str, say: Say) -> Report:
     if plan.only_local:
         return Report(findings=tuple(own), nodes=(plan.name,))
     me = _participant(plan, address)
@@ -127,7 +127,7 @@ def _examine_alone(plan: Plan, own: list[Finding], address: str, say: Say) -> Re
     return Report(findings=(*own, *found), speeds=tuple(speeds), nodes=(plan.name,))
 
 
-def _participant(plan: Plan, address: str) -> Participant:
+def _participant(plan: ExaminationPlan, address: str) -> Participant:
     return Participant(
         node_id=secrets.token_hex(6),
         name=plan.name,
@@ -141,7 +141,7 @@ def _participant(plan: Plan, address: str) -> Participant:
 
 
 def _examine_together(
-    plan: Plan,
+    plan: ExaminationPlan,
     store: EtcdStore,
     keys: Keys,
     own: list[Finding],
@@ -171,8 +171,8 @@ def _examine_together(
 
 
 def _between(
-    plan: Plan, meeting: Meeting, names: list[str], results: Mapping[str, Any], say: Say
-) -> tuple[list[Finding], list[Measured]]:
+    plan: ExaminationPlan, meeting: Meeting, names: list[str], results: Mapping[str, Any], say: Say
+) -> tuple[list[Finding], list[TransferMeasurement]]:
     """What is found between the nodes; the same on all of them."""
     members = meeting.members
     found = list(_of_equality(meeting, names, results, plan.deadline_s))
@@ -194,7 +194,7 @@ def _between(
 
 
 def _of_equality(
-    meeting: Exchange, names: list[str], results: Mapping[str, Any], within_s: float
+    meeting: AllGather, names: list[str], results: Mapping[str, Any], within_s: float
 ) -> Iterator[Finding]:
     facts = {
         "python": getattr(results["versions"], "python", "unknown"),
@@ -214,7 +214,7 @@ def _of_equality(
         )
 
 
-def _of_pairs(plan: Plan, meeting: Meeting, names: list[str]) -> list[Finding]:
+def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list[Finding]:
     members, me = meeting.members, meeting.number
     host_names = sorted({m.host_name for n, m in enumerate(members) if n != me})
     with pairs.listening(members[me].address, plan.ports) as listeners:
@@ -241,7 +241,7 @@ def _of_pairs(plan: Plan, meeting: Meeting, names: list[str]) -> list[Finding]:
     return found + pairs.findings(names, {n: v["connections"] for n, v in everyone.items()})
 
 
-def _shared_folder(plan: Plan, meeting: Meeting) -> str | None:
+def _shared_folder(plan: ExaminationPlan, meeting: Meeting) -> str | None:
     """The folder of checkpoints, if all nodes see in it what the first one wrote."""
     if plan.folder is None:
         return None
@@ -255,7 +255,7 @@ def _shared_folder(plan: Plan, meeting: Meeting) -> str | None:
 
 
 def _collect(
-    meeting: Exchange, own: list[Finding], names: list[str], within_s: float
+    meeting: AllGather, own: list[Finding], names: list[str], within_s: float
 ) -> list[Finding]:
     everyone = meeting("findings", [asdict(finding) for finding in own], within_s)
     found = [_finding(one) for n in sorted(everyone) for one in everyone[n]]

@@ -57,7 +57,7 @@ class FailureAccounting:
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
-        self._policy = budget.BudgetPolicy(
+        self._policy = budget.FailureBudget(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
             healthy_s=options.healthy_s,

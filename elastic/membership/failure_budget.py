@@ -54,7 +54,7 @@ class Breakage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetPolicy:
+class FailureBudget:
     """``budget`` breakages in ``failure_window_s`` are tolerated, one more is not."""
 
     budget: int = 10
@@ -79,7 +79,7 @@ def is_consequence(text: str | None) -> bool:
     return bool(text) and _TRANSPORT.search(text or "") is not None
 
 
-def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
+def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     """Whether the world had got on before it broke.
 
     Steps can be slow: a world also counts that lived long and made a few. One or two may be only
@@ -91,12 +91,12 @@ def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > 2)
 
 
-def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
+def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     """Whether the broken worlds (newest last) are reason to stop."""
     return _script_error(history, policy) or _budget_spent(history, now, policy)
 
 
-def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob | None:
+def _script_error(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
     latest = list(history)[-policy.same_error :]
     if len(latest) < policy.same_error or any(healthy(b, policy) for b in latest[1:]):
         return None
@@ -135,7 +135,7 @@ def _comparable(text: str) -> str:
     return " ".join(_ADDRESS.sub("0x", _RANK.sub("", text)).split())
 
 
-def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
+def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     spent = 0
     for breakage in reversed(history):
         if breakage.at_s < now - policy.failure_window_s:

@@ -25,7 +25,7 @@ from rich.console import Console
 from elastic.cli import exit_codes
 from elastic.cli.demo import plan as demo_plan
 from elastic.cli.demo.journal import JournalEntry, JournalReader
-from elastic.cli.demo.plan import Act, JobPosition, Plan, position_of
+from elastic.cli.demo.plan import Act, DemoPlan, JobPosition, position_of
 from elastic.cli.demo.summary import Summary, summarize
 from elastic.cli.demo.view import DemoView, open_view, print_summary, rows_of, sentence
 from elastic.cli.launch.local_nodes import LocalNodes, NodeProcess
@@ -120,7 +120,7 @@ class Demo:
         self._mode = mode
         self._timeout_s = timeout_s
         self._clock = clock
-        self._plan = Plan()
+        self._plan = DemoPlan()
         self._ledger = LedgerReader(folder / "ledger")
         self._journal = JournalReader(folder / "journal")
         self._entries: list[JournalEntry] = []
