@@ -18,11 +18,12 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
 from elastic.cli import exit_codes
+from elastic.cli.command_parser import CommandParser
 from elastic.cli.demo import plan as demo_plan
 from elastic.cli.demo.journal import JournalEntry, JournalReader
 from elastic.cli.demo.plan import Act, DemoPlan, JobPosition, position_of
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic demo``."""
-    parser = _Parser(prog="elastic demo", description=__doc__, add_help=True)
+    parser = CommandParser(prog="elastic demo", description=__doc__, add_help=True)
     parser.add_argument(
         "-o",
         "--output",
@@ -88,11 +89,6 @@ def parser() -> argparse.ArgumentParser:
         "--timeout-s", type=float, default=300.0, help="give up after this long (default: 300)"
     )
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic demo -h` lists the flags")
 
 
 def _require_dependencies() -> None:
