@@ -31,6 +31,7 @@ def jobs(
             backend="etcd",
             min_nodes=1,
             max_nodes=2,
+            conf={"quarantine_s": 60.0},
         ),
         undisturbed_plain,
     )
