@@ -39,6 +39,7 @@ from elastic.membership.decision import (
 )
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
+    BreakageRecord,
     Cause,
     Done,
     Node,
@@ -297,7 +298,7 @@ class Leadership:
             time_s=self._at.clock.wall(),
             switch_at_step=step,
             committed_step=step_rate.step if step_rate is not None else None,
-            breakages=self._accounting.records(now, self._at.clock.wall()),
+            breakages=self._breakages(),
         )
         revision = self._at.store.compare_and_swap(
             self._at.keys.world, encode(world), expected_revision=entry.mod_revision
@@ -389,8 +390,13 @@ class Leadership:
             generation=entry.world.generation if entry.world is not None else 0,
             final_step=step_rate.step if step_rate is not None else None,
             time_s=self._at.clock.wall(),
+            breakages=self._breakages() if outcome is Outcome.FAILURE else (),
         )
         revision = self._at.store.compare_and_swap(
             self._at.keys.done, encode(done), expected_revision=0
         )
         return done if revision is not None else None
+
+    def _breakages(self) -> tuple[BreakageRecord, ...]:
+        clock = self._at.clock
+        return self._accounting.records(clock.monotonic(), clock.wall())
