@@ -19,6 +19,7 @@ import pytest
 from etcd_certificates import Authority
 
 from elastic.agent.messages import Close
+from elastic.agent.oom_kills import OomKillCounter
 from elastic.agent.service import NodeService
 from elastic.errors import (
     CoordinationError,
@@ -28,7 +29,7 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import Event, FailureJudged, NodeLost, Waiting
+from elastic.events import Event, FailureJudged, FailureTimelineWritten, NodeLost, Waiting
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, Policy
@@ -96,6 +97,7 @@ class TestNode:
         library: str = "0.1.0",
         contact: Callable[[], float] | None = None,
         tls: Tls | None = None,
+        oom_kills: OomKillCounter | None = None,
     ) -> None:
         number = next(_ids)
         self.store = MemoryStore(server)
@@ -128,6 +130,7 @@ class TestNode:
             options=options,
             journal=self.journal,
             last_contact_s=contact,
+            oom_kills=oom_kills,
             tls=tls,
         )
         self.service.start()
@@ -137,13 +140,13 @@ class TestNode:
     def events(self) -> list[Event]:
         return self.journal.events
 
-    def arrive(self, failure: str | None = None) -> TestNode:
+    def arrive(self, failure: str | None = None, *, exit_code: int | None = None) -> TestNode:
         self.service.arrive(
             nproc=1,
             role="trainer",
             ports=(29500, 29501),
             failure=failure,
-            failure_exit_code=1 if failure else None,
+            failure_exit_code=1 if failure else exit_code,
         )
         return self
 
@@ -333,10 +336,10 @@ def test_a_failure_with_everyone_alive_keeps_the_members(start: Callable[..., Te
     assert worlds[0].cause is Cause.FAILURE
 
 
-def test_the_same_error_three_times_ends_the_job_with_it(
-    start: Callable[..., TestNode],
+def test_the_same_error_three_times_ends_the_job_with_it_and_a_timeline(
+    start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
-    nodes = trio(start)
+    nodes = trio(start, options=replace(OPTIONS, hang_report_folder=str(tmp_path / "reports")))
     for _ in range(2):
         for node in nodes:
             node.arrive("ValueError: bad loss")
@@ -344,9 +347,67 @@ def test_the_same_error_three_times_ends_the_job_with_it(
             node.enter()
     for node in nodes:
         node.arrive("ValueError: bad loss")
+    pages = set()
     for node in nodes:
-        with pytest.raises(JobFailed, match="bad loss"):
+        with pytest.raises(JobFailed, match="bad loss") as failed:
             node.enter()
+        (event,) = (e for e in node.events if isinstance(e, FailureTimelineWritten))
+        report = tmp_path / "reports" / f"failure-timeline-{node.journal.name}.txt"
+        assert event.report == str(report) and event.report in failed.value.message
+        assert event.timeline in failed.value.message
+        assert report.read_text() == event.timeline + "\n"
+        pages.add(event.timeline)
+    (page,) = pages
+    assert page.count("generation") - 1 >= 3 and "exit code 1" in page
+    assert page.count(": ValueError: bad loss") >= 3
+    assert page.count("formed generation") == 2
+    assert "action: ended the job with exit code 1" in page
+
+
+def test_a_timeline_that_cannot_be_written_is_in_the_error_all_the_same(
+    start: Callable[..., TestNode], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "folder")
+    node = start(min_nodes=1, max_nodes=1, options=replace(OPTIONS, hang_report_folder=folder))
+    node.arrive().enter()
+    node.again("ValueError: bad loss")
+    node.again("ValueError: bad loss")
+    node.arrive("ValueError: bad loss")
+    with pytest.raises(JobFailed, match="Failure timeline") as failed:
+        node.enter()
+    assert f"{folder}/failure-timeline-{node.journal.name}.txt cannot be written" in str(
+        failed.value
+    )
+
+
+def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
+    start: Callable[..., TestNode], tmp_path: Path
+) -> None:
+    """As torchrun sees it: without a link, with an exit code alone."""
+    (tmp_path / "membership").write_text("0::/\n")
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 1\n")
+    nodes = [
+        start(max_nodes=2, oom_kills=OomKillCounter(tmp_path, tmp_path / "membership")).arrive()
+        for _ in range(2)
+    ]
+    for node in nodes:
+        node.enter()
+    events.write_text("oom_kill 2\n")
+    nodes[0].arrive(exit_code=-9)
+    nodes[1].arrive("RuntimeError: Connection closed by peer")
+    worlds = [node.enter() for node in nodes]
+    sentence = "ended by SIGKILL: the kernel killed it because the memory limit of its cgroup"
+    assert sentence in worlds[0].reason and worlds[0] == worlds[1]
+    (judged,) = [e for node in nodes for e in node.events if isinstance(e, FailureJudged)]
+    assert (judged.node, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
+    assert judged.confidence == "high"
+    # Somebody else's SIGKILL, later.
+    nodes[0].arrive(exit_code=-9)
+    nodes[1].arrive("RuntimeError: Connection closed by peer")
+    assert "memory limit" not in nodes[0].enter().reason
+    nodes[1].enter()
 
 
 def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
