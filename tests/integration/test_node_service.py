@@ -53,7 +53,11 @@ from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
-OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
+OPTIONS = AgentOptions(
+    last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0, quarantine_s=15.0
+)
+# With a join_timeout_s of tenths of a second.
+HASTY = {"last_call_s": 0.05, "join_window_s": 0.05, "quarantine_s": 0.1}
 DEADLINE_S = 10.0
 _ids = itertools.count()
 
@@ -228,7 +232,7 @@ def leader_in(server: MemoryServer) -> str | None:
 
 def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
     # The third may take its time on a busy machine: no last call goes out before it.
-    options = replace(more.pop("options", OPTIONS), last_call_s=60.0)
+    options = replace(more.pop("options", OPTIONS), last_call_s=60.0, join_timeout_s=120.0)
     nodes = [start(options=options, **more).arrive() for _ in range(3)]
     worlds = [node.enter() for node in nodes]
     assert len({world.nonce for world in worlds}) == 1
@@ -651,7 +655,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
-    short = replace(OPTIONS, join_timeout_s=0.2)
+    short = replace(OPTIONS, join_timeout_s=0.2, **HASTY)
     spare = start(options=short).arrive()
     entered: list[WorldRecord] = []
     thread = threading.Thread(target=lambda: entered.append(spare.enter()), name="main")
@@ -665,7 +669,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
 
 
 def test_too_few_nodes_is_a_clear_error(start: Callable[..., TestNode]) -> None:
-    lonely = start(options=replace(OPTIONS, join_timeout_s=0.3)).arrive()
+    lonely = start(options=replace(OPTIONS, join_timeout_s=0.3, **HASTY)).arrive()
     with pytest.raises(JoinTimeout, match=r"min 2, max 3.*no world was ever formed"):
         lonely.enter()
 
@@ -725,7 +729,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
     crashes: dict[str, threading.Event] = {}
 
     def add() -> None:
-        node = start(options=replace(OPTIONS, join_timeout_s=0.5))
+        node = start(options=replace(OPTIONS, join_timeout_s=0.5, **HASTY))
         crashes[node.id] = threading.Event()
         threads.append(
             threading.Thread(target=main, args=(node, crashes[node.id]), name="main", daemon=True)

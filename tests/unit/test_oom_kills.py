@@ -51,7 +51,7 @@ PLACES = {
 }
 
 
-@pytest.fixture(params=PLACES.values(), ids=PLACES.keys())
+@pytest.fixture(params=list(PLACES.values()), ids=list(PLACES))
 def cgroup(request: pytest.FixtureRequest, tmp_path: Path) -> FakeCgroup:
     return FakeCgroup(tmp_path, *request.param)
 
