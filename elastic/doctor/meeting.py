@@ -49,19 +49,19 @@ class Participant:
     nproc: int
 
 
-class Exchange(Protocol):
-    """All nodes tell each other something: ``number → value``, without those that are missing."""
+class AllGather(Protocol):
+    """All nodes exchange one value each: ``number → value``, without the nodes that are missing."""
 
     def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]: ...
 
 
 def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-    """The exchange of a single node."""
+    """The all-gather of a single node."""
     return {0: value}
 
 
 class Meeting:
-    """This node's part. ``with Meeting(...) as meeting: meeting.join(60)``; it is an Exchange."""
+    """This node's part. ``with Meeting(...) as meeting: meeting.join(60)``; it is an AllGather."""
 
     def __init__(self, store: KeyValue, root: str, me: Participant) -> None:
         self._store = store

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from elastic.doctor import etcd, machine, pairs, verdicts
+from elastic.doctor import etcd, etcd_verdicts, machine, machine_verdicts, pairs
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.doctor.probes import Probe
 from elastic.errors import CoordinationError, NodeUnfit
@@ -37,16 +37,16 @@ def preflight(
     network = Probe("network", arguments, deadline_s=PROBES_WITHIN_S)
     gpu = Probe("gpu", (), deadline_s=PROBES_WITHIN_S) if machine.has_gpu_driver() else None
     found = [
-        verdicts.of_permissions(keys.root, tuple(etcd.permissions(store, keys.root))),
-        *verdicts.of_certificates(etcd.own_certificates(options)),
+        etcd_verdicts.of_permissions(keys.root, tuple(etcd.permissions(store, keys.root))),
+        *etcd_verdicts.of_certificates(etcd.own_certificates(options)),
         *_of_leader(store, keys),
     ]
     return [
         *found,
-        *verdicts.of_network(network.result()),
-        verdicts.of_shm(machine.shm()),
-        *verdicts.of_limits(machine.limits()),
-        *(verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
+        *machine_verdicts.of_network(network.result()),
+        machine_verdicts.of_shm(machine.shm()),
+        *machine_verdicts.of_limits(machine.limits()),
+        *(machine_verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
     ]
 
 

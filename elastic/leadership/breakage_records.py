@@ -45,6 +45,7 @@ def to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
         churned=breakage.churned,
         counts=breakage.counts,
         step=breakage.step,
+        excluded=breakage.excluded,
         verdict=breakage.verdict,
         response=breakage.response,
     )
@@ -66,6 +67,7 @@ def from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
         churned=record.churned,
         counts=record.counts,
         step=record.step,
+        excluded=record.excluded,
         verdict=record.verdict,
         response=record.response,
     )

@@ -10,6 +10,7 @@ attempt repeats ends the job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -76,11 +77,11 @@ class Broken:
 
 
 class FailureAccounting:
-    """Charged with every broken world; asked who cools down."""
+    """Charged with every broken world; knows who is quarantined."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
-        self._policy = budget.BudgetPolicy(
+        self._policy = budget.FailureBudget(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
             healthy_s=options.healthy_s,
@@ -170,8 +171,10 @@ class FailureAccounting:
             self._flaps.accused(origin.node, now)
         stop = self._judge(broken, breakage, now)
         if (judged := self.verdict) is not None:
-            said = f"{judged[1].action.value}: {judged[1].reason}"
-            breakage = replace(breakage, verdict=said[:_VERDICT_CHARS])
+            failed, verdict = judged
+            said = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
+            excluded = failed.node if verdict.action is Action.EXCLUDE_NODE else ""
+            breakage = replace(breakage, verdict=said, excluded=excluded)
         out = [n for n in self._flaps.quarantined(now) if n not in already_out]
         return self._remember(replace(breakage, response=self._response(broken, out)), now, stop)
 
@@ -197,6 +200,9 @@ class FailureAccounting:
         if is_own:
             return breakage
         since_s = now - self._policy.failure_window_s
+        # Several agents of one machine may have one name: then it says nothing about either.
+        names = Counter(m.name for m in world.members)
+        departed = tuple(name for name in departed if names[name] == 1)
         again = budget.departed_again(departed, self._breakages, world.generation, since_s)
         breakage = replace(breakage, churned=again)
         breakage = replace(breakage, counts=budget.is_churn(breakage, self._policy))
@@ -276,7 +282,7 @@ class FailureAccounting:
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping joining node may disturb a healthy job once per quarantine.
 
-        Before the switch it cools down whatever ended it, afterwards if it failed by itself
+        Before the switch it is quarantined whatever ended it, afterwards if it failed by itself
         within a quarantine: a node that somebody killed may come back at once.
         """
         members = broken.members

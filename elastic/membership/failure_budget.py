@@ -56,17 +56,19 @@ class Breakage:
     churned: tuple[str, ...] = ()  # of those lost and left: not for the first time in the window
     counts: bool = True  # False: nodes came to be missing, which is not the job's fault
     step: int | None = None  # of the job, as far as its leader knew
+    excluded: str = ""  # name of a node whose machine was at fault
     verdict: str = ""  # on the first failure, for people
     response: str = ""  # what was done about it
 
     @property
     def is_failure(self) -> bool:
-        """Whether it is held against the script, rather than against nodes that come and go."""
-        return self.counts and not self.churned
+        """Whether it is held against the script, rather than against nodes that come and go, or
+        against a machine."""
+        return self.counts and not self.churned and not self.excluded
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetPolicy:
+class FailureBudget:
     """``budget`` breakages in ``failure_window_s`` are tolerated, one more is not."""
 
     budget: int = 10
@@ -94,7 +96,7 @@ class _ScriptError(NamedTuple):
     is_exact: bool  # the worker that failed has said so itself
 
 
-def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
+def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     """Whether the world had got on before it broke.
 
     Steps can be slow: a world also counts that lived long and made a few. A world that stands
@@ -106,7 +108,7 @@ def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > _LATE_STEPS)
 
 
-def is_churn(breakage: Breakage, policy: BudgetPolicy) -> bool:
+def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
     """Whether nodes that vanished again are held against the job: it got nowhere meanwhile.
 
     Less progress is asked for than after failures: that nodes come and go is not its fault.
@@ -129,7 +131,7 @@ def departed_again(
     return tuple(name for name in names if name in known)
 
 
-def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
+def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     """Whether the broken worlds (newest last) are reason to stop."""
     return (
         _same_error_at_one_step(history, policy)
@@ -138,7 +140,7 @@ def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> St
     )
 
 
-def _same_error_at_one_step(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob | None:
+def _same_error_at_one_step(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
     """The newest error has occurred at its step before, and the job never got past it."""
     if not history or not history[-1].is_failure:
         return None
@@ -163,7 +165,7 @@ def _occurrences(history: Sequence[Breakage], key: str, step: int) -> Iterator[B
             return
 
 
-def _same_error_in_a_row(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob | None:
+def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
     row = _row_without_progress(history, policy)
     if len(row) < policy.same_error:
         return None
@@ -177,7 +179,7 @@ def _same_error_in_a_row(history: Sequence[Breakage], policy: BudgetPolicy) -> S
     return None
 
 
-def _row_without_progress(history: Sequence[Breakage], policy: BudgetPolicy) -> list[Breakage]:
+def _row_without_progress(history: Sequence[Breakage], policy: FailureBudget) -> list[Breakage]:
     """The last failures, newest first; shorter if the job got on between two of them."""
     row: list[Breakage] = []
     for breakage in reversed(history):
@@ -242,7 +244,7 @@ def _key(failure: Failure) -> str:
     return " ".join(_ADDRESS.sub("0x", _RANK.sub("", failure.text or "")).split())
 
 
-def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
+def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     spent, churned = 0, 0
     for breakage in reversed(history):
         if breakage.at_s < now - policy.failure_window_s:
@@ -298,7 +300,7 @@ class FlapTracker:
         self._until: dict[str, float] = {}
 
     def lost(self, node: str, now: float) -> None:
-        """A node was lost. The third time within ``flap_window_s`` it cools down."""
+        """A node was lost. The third time within ``flap_window_s`` it is quarantined."""
         times = self._losses.setdefault(node, deque(maxlen=self._policy.losses))
         times.append(now)
         if len(times) == self._policy.losses and now - times[0] <= self._policy.flap_window_s:
@@ -315,7 +317,7 @@ class FlapTracker:
     def accused(self, node: str, now: float) -> None:
         """A node was the first to fail in a world that nobody was lost from.
 
-        The third time in a row it cools down. A row ends with the accusation of another node,
+        The third time in a row it is quarantined. A row ends with the accusation of another node,
         and with ``flap_window_s`` without any.
         """
         fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s

@@ -99,6 +99,7 @@ class BreakageRecord:
     churned: tuple[str, ...] = ()  # of those that were lost or left: not for the first time lately
     counts: bool = True  # against the failure budget
     step: int | None = None  # of the job, as far as the leader knew
+    excluded: str = ""  # name of a node whose machine was at fault
     verdict: str = ""  # on the first failure, for people
     response: str = ""  # what the leader did
 

@@ -255,7 +255,7 @@ def test_a_joining_node_that_dies_before_the_switch_cancels_it_and_is_quarantine
     members_run(server, nodes, world)
     joining_node.ready()
     said = lambda: [  # noqa: E731
-        e for n in nodes for e in n.journal.events if "cools down" in str(e)
+        e for n in nodes for e in n.journal.events if "is quarantined" in str(e)
     ]
     assert eventually(said)
     assert world_in(server).generation == 3
@@ -275,7 +275,7 @@ def test_a_crash_looping_node_disturbs_the_job_once_per_quarantine(
     members_run(server, nodes, world)
     joining_node.ready()
     assert eventually(
-        lambda: [e for n in nodes for e in n.journal.events if "cools down" in str(e)]
+        lambda: [e for n in nodes for e in n.journal.events if "is quarantined" in str(e)]
     )
     assert world_in(server).generation == 3
 

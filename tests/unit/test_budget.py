@@ -9,8 +9,8 @@ import pytest
 
 from elastic.membership.failure_budget import (
     Breakage,
-    BudgetPolicy,
     Failure,
+    FailureBudget,
     FlapPolicy,
     FlapTracker,
     StopJob,
@@ -19,7 +19,7 @@ from elastic.membership.failure_budget import (
     verdict,
 )
 
-POLICY = BudgetPolicy()
+POLICY = FailureBudget()
 NOW = 1000.0
 
 

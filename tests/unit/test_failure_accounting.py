@@ -1,4 +1,4 @@
-"""What a leader holds against nodes and job: who cools down, when the job stops."""
+"""What a leader holds against nodes and job: who is quarantined, when the job stops."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
 from elastic.tuning.agent_options import AgentOptions
 
+ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OPTIONS = AgentOptions(quarantine_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
@@ -158,6 +159,19 @@ def test_a_node_that_is_lost_again_and_again_without_progress_spends_the_budget(
     # The first loss is nobody's fault.
     assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 6, steps=0) is None
     assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 30, steps=5) is None
+
+
+def test_a_name_that_several_agents_have_is_no_evidence_of_churn() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    for generation in range(1, 10):
+        group = world("n1", "n2", "n3", generation=generation, mode="in-process")
+        members = tuple(replace(m, name="machine") for m in group.members)
+        group = replace(group, members=members)
+        gone = [missing("n3", proved_dead=True)]
+        gone = [replace(g, member=members[2]) for g in gone]
+        v = view(group, runs("n1", group), runs("n2", group), gone=gone)
+        step_rate = StepRate(generation, 7, 0.1, NOW)
+        assert accounting.charge(broken(v), step_rate, NOW + generation) is None
 
 
 def test_nodes_that_are_lost_once_each_spend_nothing() -> None:
@@ -304,3 +318,15 @@ def test_the_origin_of_a_failure_is_the_first_error_that_is_no_consequence() -> 
     assert replace(several, failures=()).origin is None
     killed = (failures[0], Failed("id-n2", "n2", None, -9))
     assert replace(several, failures=killed).origin == killed[1]
+
+
+def test_a_machine_that_fails_again_and_again_is_not_the_scripts_failure() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    for generation in range(1, 5):  # a quarantine each, and the same error after it
+        group = world("n1", "n2", generation=generation)
+        gone = seen(node("n2", arrived_for=generation, failure=ECC, exit_code=1))
+        failed = broken(view(group, out("n1", group), gone))
+        failed = replace(failed, failures=(Failed("id-n2", "n2", ECC, 1),))
+        assert accounting.charge(failed, None, NOW + generation) is None
+        assert accounting.records(NOW, 0.0)[-1].excluded == "n2"
+        assert "id-n2" in accounting.quarantined(NOW + generation)

@@ -318,7 +318,7 @@ def test_a_joining_node_that_cools_down_waits_its_time(key: str) -> None:
     members = (runs("n1"), runs("n2"), arrived("n3"))
     w = wait(view(world("n1", "n2"), *members, quarantined={key: NOW + 30}))
     assert w.until_s == NOW + 30
-    assert "n3 cools down" in w.reason
+    assert "n3 is quarantined" in w.reason
     after = view(world("n1", "n2"), *members, quarantined={key: NOW})
     assert named(proposal(after)) == ["n1", "n2", "n3"]
 

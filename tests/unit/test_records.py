@@ -133,6 +133,7 @@ WORLD = {
             "churned": [],
             "counts": True,
             "step": 3,
+            "excluded": "",
             "verdict": "restart: unknown",
             "response": "formed generation 7 with n1",
         }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, Progress, Result, Speed
+from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, RankOutcome, Result, Speed
 
 # torch's import on a machine that is busy with other things.
 START_WITHIN_S = 120.0
@@ -29,7 +29,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankLayout:
     """Which of all ranks are this node's, and where rank r's node is reached."""
 
     backend: str
@@ -47,7 +47,7 @@ class Layout:
 class _Process:
     process: subprocess.Popen[str]
     log: IO[str]
-    progress: Progress
+    progress: RankOutcome
     build: Mapping[str, Any] | None = None
     reader: threading.Thread = field(init=False)
 
@@ -55,7 +55,7 @@ class _Process:
 class Ranks:
     """Processes of one node. Not thread-safe; close it."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RankLayout) -> None:
         self._layout = layout
         self._messages: queue.SimpleQueue[tuple[int, Mapping[str, Any] | None]] = (
             queue.SimpleQueue()
@@ -83,7 +83,7 @@ class Ranks:
         """What the torch of each rank was built with; without those that have not come up."""
         return [one.build for one in self._processes.values() if one.build is not None]
 
-    def run(self, group: str, methods: Sequence[str], silence_s: float) -> tuple[Progress, ...]:
+    def run(self, group: str, methods: Sequence[str], silence_s: float) -> tuple[RankOutcome, ...]:
         """Run a group of operations; returns once all are through, or one has failed, or nobody
         has reported anything for ``silence_s``. Who is not through cannot be used again."""
         # gloo's own timeout comes later: ours names the rank.
@@ -101,7 +101,7 @@ class Ranks:
                 break
         return self.progress()
 
-    def progress(self) -> tuple[Progress, ...]:
+    def progress(self) -> tuple[RankOutcome, ...]:
         """Where all are now."""
         return tuple(_with_state(one.progress) for one in self._processes.values())
 
@@ -142,7 +142,7 @@ class Ranks:
             env=_environment(),
             start_new_session=True,
         )
-        progress = Progress(rank=rank, node=layout.node, pid=process.pid, state=RUNNING)
+        progress = RankOutcome(rank=rank, node=layout.node, pid=process.pid, state=RUNNING)
         one = _Process(process, log, progress)
         one.reader = threading.Thread(
             target=self._read, args=(rank, process), name=f"elastic-doctor-rank-{rank}", daemon=True
@@ -177,7 +177,7 @@ class Ranks:
         return any(p.progress.error or p.progress.state == ENDED for p in self._processes.values())
 
 
-def noted(progress: Progress, message: Mapping[str, Any]) -> Progress:
+def noted(progress: RankOutcome, message: Mapping[str, Any]) -> RankOutcome:
     """The progress after one message of the rank."""
     operation = message.get("operation", progress.operation)
     match message["event"]:
@@ -200,8 +200,8 @@ def noted(progress: Progress, message: Mapping[str, Any]) -> Progress:
     raise AssertionError(f"a rank reports {message}")
 
 
-def _fresh(progress: Progress) -> Progress:
-    return Progress(
+def _fresh(progress: RankOutcome) -> RankOutcome:
+    return RankOutcome(
         rank=progress.rank,
         node=progress.node,
         pid=progress.pid,
@@ -210,7 +210,7 @@ def _fresh(progress: Progress) -> Progress:
     )
 
 
-def _with_state(progress: Progress) -> Progress:
+def _with_state(progress: RankOutcome) -> RankOutcome:
     """A rank that is being stopped cannot say so; the kernel does."""
     if progress.state != RUNNING:
         return progress
