@@ -73,7 +73,7 @@ class Broken:
 
 
 class FailureAccounting:
-    """Charged with every broken world; asked who cools down."""
+    """Charged with every broken world; knows who is quarantined."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
@@ -275,7 +275,7 @@ class FailureAccounting:
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping joining node may disturb a healthy job once per quarantine.
 
-        Before the switch it cools down whatever ended it, afterwards if it failed by itself
+        Before the switch it is quarantined whatever ended it, afterwards if it failed by itself
         within a quarantine: a node that somebody killed may come back at once.
         """
         members = broken.members

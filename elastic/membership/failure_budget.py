@@ -300,7 +300,7 @@ class FlapTracker:
         self._until: dict[str, float] = {}
 
     def lost(self, node: str, now: float) -> None:
-        """A node was lost. The third time within ``flap_window_s`` it cools down."""
+        """A node was lost. The third time within ``flap_window_s`` it is quarantined."""
         times = self._losses.setdefault(node, deque(maxlen=self._policy.losses))
         times.append(now)
         if len(times) == self._policy.losses and now - times[0] <= self._policy.flap_window_s:
@@ -317,7 +317,7 @@ class FlapTracker:
     def accused(self, node: str, now: float) -> None:
         """A node was the first to fail in a world that nobody was lost from.
 
-        The third time in a row it cools down. A row ends with the accusation of another node,
+        The third time in a row it is quarantined. A row ends with the accusation of another node,
         and with ``flap_window_s`` without any.
         """
         fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s

@@ -1,4 +1,4 @@
-"""What a leader holds against nodes and job: who cools down, when the job stops."""
+"""What a leader holds against nodes and job: who is quarantined, when the job stops."""
 
 from __future__ import annotations
 
