@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -199,7 +200,10 @@ class Workers:
             node_id=self._node.node_id,
             generation=generation,
             error=error[:500],
-            accused=_nodes_of(newest, generation, said.missing),
+            accused=(
+                *_nodes_of(newest, generation, said.missing),
+                *_nodes_at(newest, generation, said.unreachable),
+            ),
         )
         self._trouble_written = False
 
@@ -404,6 +408,20 @@ def _nodes_of(
         m.node_id
         for m in world.members
         if any(0 <= rank - world.first_rank_of(m.node_id) < m.nproc for rank in ranks)
+    )
+
+
+def _nodes_at(
+    world: WorldRecord | None, generation: int, addresses: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The nodes of that generation at these addresses; none where several share one."""
+    if world is None or world.generation != generation:
+        return ()
+    at = Counter(m.liveness_host for m in world.members)
+    return tuple(
+        m.node_id
+        for m in world.members
+        if m.liveness_host in addresses and at[m.liveness_host] == 1
     )
 
 

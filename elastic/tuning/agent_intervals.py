@@ -118,6 +118,9 @@ FAILURE_SETTLE_S = 0.05
 ORIGIN_SETTLE_S = 1.0
 # A node that the leader cannot reach for this long, with a live lease, is left out.
 SUSPECT_S = 15.0
+# The same, where connections of other members' workers to that node have timed out as well: a few
+# probes are enough then.
+CUT_OFF_S = 3.0
 # Failures within this time count against the failure budget (failure_window_s): as many as a
 # restart in each minute.
 FAILURE_WINDOW_S = 600.0
