@@ -142,8 +142,8 @@ class Succession:
         self._hand_over(term, entry, filter(term.roster.is_alive, world.node_ids))
 
     def _hand_over_if_cut_off(self, term: Leadership, now: float) -> None:
-        """A leader that most members of a broken world do not answer, though they renew their leases,
-        is the one that is cut off: it can form no world, and one of them may."""
+        """A leader that most members of a broken world do not answer, though they renew their
+        leases, is the one that is cut off: it can form no world, and one of them may."""
         world, entry = self._at.status.world.world, self._entry
         if world is None or entry is None or self._my_id not in world.node_ids:
             return

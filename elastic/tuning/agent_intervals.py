@@ -17,6 +17,15 @@ STORE_CONNECT_S = STORE_CALL_S
 FIRST_CONTACT_S = 2 * STORE_CALL_S
 # The longest pause between two tries. PROTOCOL section 3 builds on it.
 STORE_BACKOFF_CAP_S = 1.0
+# The first pause between two connections to a member.
+STORE_FIRST_BACKOFF_S = 0.1
+# A connection to etcd is pinged after a silence of this: etcd closes those that are pinged more
+# often than every 5 s (--grpc-keepalive-min-time). The store's own pulse is quicker; this finds
+# connections that a middle box has forgotten, with calls on their way or without.
+STORE_KEEPALIVE_S = 6.0
+# A ping that is not answered in this time ends the connection: as TCP_USER_TIMEOUT, too, bytes that
+# are not acknowledged.
+STORE_KEEPALIVE_ANSWER_S = 3.0
 # A call's first try; each further one has twice as long, within the limit of the call.
 STORE_FIRST_ATTEMPT_S = 1.5
 # A member of the cluster that does not answer in this time is not used;
