@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 SCRIPT = SCRIPTS / "injected_hangs.py"
-WORKLOAD = Workload(samples=240, epochs=240, step_s=0.05, save_every=20)
+WORKLOAD = Workload(samples=240, epochs=80, step_s=0.1, save_every=20)
+LONG_WORKLOAD = replace(WORKLOAD, epochs=150)
 NODES = 3
 # The shortest waits with which a busy machine has no false alarms: what is drawn, is drawn often.
 CONF = {"hang_timeout_s": 1.0, "hang_script_timeout_s": 5.0}
@@ -182,13 +183,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def start(endpoint: str, folder: Path) -> TrainingJob:
+def start(endpoint: str, folder: Path, workload: Workload) -> TrainingJob:
     """A job to inject into; the caller enters and leaves it."""
     return TrainingJob(
         [endpoint],
         folder,
         script=SCRIPT,
-        workload=WORKLOAD,
+        workload=workload,
         min_nodes=2,
         max_nodes=NODES,
         conf=CONF,

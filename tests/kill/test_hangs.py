@@ -125,12 +125,23 @@ def test_who_is_not_in_the_collective_is_the_culprit(job: TrainingJob, kind: str
     )
 
 
+def differing(report: Path) -> str | None:
+    """Where the ranks differ by torch's flight recorder, once other nodes' ranks are in it."""
+    lines = report.read_text().splitlines()
+    return next((line for line in lines if line.startswith("group ") and "differs" in line), None)
+
+
 @pytest.mark.parametrize("kind", ["skip", "order"])
 def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kind: str) -> None:
     verdict, pause_s, pid = hurt(job, kind)
     assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
     assert pause_s < HUNG_S * measure_slowness()
     assert obeyed(job, kind)[0] == pid
+    report = Path(verdict["report"])
+    differs = job.wait_for(lambda: differing(report), 60, "what torch's flight recorder says")
+    called = ("all_reduce", "barrier") if kind == "skip" else ("barrier", "all_reduce")
+    assert f"rank {verdict['ranks'][0]} called {called[0]}" in differs
+    assert f"called {called[1]}" in differs
     assert any(pid == n.workers()[0].pid for n in job.running), "nobody was ended"
 
 

@@ -8,7 +8,17 @@ import random
 from pathlib import Path
 
 import pytest
-from hang_injection import SCRIPT, WORKLOAD, Outcome, draw, inject, one_of_each, start, table
+from hang_injection import (
+    LONG_WORKLOAD,
+    SCRIPT,
+    WORKLOAD,
+    Outcome,
+    draw,
+    inject,
+    one_of_each,
+    start,
+    table,
+)
 from training_job import train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -20,13 +30,9 @@ RUNS = int(os.environ.get("INJECTED_HANGS", "200"))
 RUNS_OF_A_JOB = 20  # a ledger of hours takes long to read
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_undisturbed(tmp_path_factory.mktemp("alone"), WORKLOAD, SCRIPT)
-
-
-def test_ten_hangs_of_ten_kinds(etcd: EmbeddedEtcd, tmp_path: Path, undisturbed: Path) -> None:
-    with start(etcd.endpoint, tmp_path) as job:
+def test_ten_hangs_of_ten_kinds(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
+    with start(etcd.endpoint, tmp_path, WORKLOAD) as job:
         outcomes = [inject(job, injection) for injection in one_of_each(random.Random(SEED))]
         assert not any(outcome.wrong for outcome in outcomes), table(outcomes)
         job.assert_finishes_whole(undisturbed)
@@ -34,16 +40,15 @@ def test_ten_hangs_of_ten_kinds(etcd: EmbeddedEtcd, tmp_path: Path, undisturbed:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_the_right_culprit_in_two_hundred_hangs(
-    etcd: EmbeddedEtcd, tmp_path: Path, undisturbed: Path
-) -> None:
+def test_the_right_culprit_in_two_hundred_hangs(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    undisturbed = train_undisturbed(tmp_path / "alone", LONG_WORKLOAD, SCRIPT)
     seed = int(os.environ.get("INJECTED_HANGS_SEED", SEED))
     injections = draw(random.Random(seed))
     outcomes: list[Outcome] = []
     for number in range(0, RUNS, RUNS_OF_A_JOB):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with start(etcd.endpoint, folder) as job:
+        with start(etcd.endpoint, folder, LONG_WORKLOAD) as job:
             for injection in itertools.islice(injections, min(RUNS_OF_A_JOB, RUNS - number)):
                 outcomes.append(inject(job, injection))
                 print(f"{len(outcomes)}: {outcomes[-1]}", flush=True)
