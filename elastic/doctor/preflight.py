@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 
 from elastic.doctor import etcd, machine, pairs, verdicts
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
-from elastic.doctor.probes import Probe
+from elastic.doctor.probes import PROBES_WITHIN_S, Probe
 from elastic.errors import CoordinationError, NodeUnfit
 from elastic.membership.records import Keys, Leader, Node, decode
 from elastic.store.etcd.endpoints import Endpoint
 from elastic.store.keyvalue import KeyValue
 from elastic.tuning.agent_options import AgentOptions
 
-PROBES_WITHIN_S = 10.0
 CONNECT_WITHIN_S = 1.5
 
 

@@ -40,7 +40,8 @@ PLACES = {
     "before-update": Phase.SCRIPT,
     "after-update": Phase.SCRIPT,
     "evaluation": Phase.EVALUATION,
-    "state": Phase.SCRIPT,
+    "state": Phase.CHECKPOINT,
+    "restore": Phase.FORMING,
 }
 HANGS = ("stop", "loop", "sleep", "locked", "deadlock", "fifo")
 COLLECTIVES = ("skip", "order")
@@ -69,7 +70,7 @@ class Outcome:
 
 def draw(rng: random.Random) -> Iterator[Injection]:
     """Every action at every place before any comes again, in a random order, on random nodes."""
-    kinds = [(action, place) for place in PLACES for action in HANGS]
+    kinds = [(action, place) for place in PLACES for action in HANGS if place != "restore"]
     kinds += [(action, "collectives") for action in COLLECTIVES for _ in range(3)]
     kinds += [("stop", "anywhere")] * 3
     while True:
@@ -80,7 +81,7 @@ def draw(rng: random.Random) -> Iterator[Injection]:
 
 def one_of_each(rng: random.Random) -> list[Injection]:
     """Every action once, each at another place."""
-    places = rng.sample(sorted(set(PLACES) - {"loader"}), len(HANGS))
+    places = rng.sample(sorted(set(PLACES) - {"loader", "restore"}), len(HANGS))
     kinds = [
         *zip(HANGS, places, strict=True),
         ("sleep", "loader"),
@@ -112,6 +113,37 @@ def inject(job: TrainingJob, injection: Injection) -> Outcome:
     now = {node.name: node.workers()[0].pid for node in job.running}
     wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
     return Outcome(injection, wrong, _pause_s(job, generation))
+
+
+def inject_while_a_world_forms(job: TrainingJob, action: str) -> Outcome:
+    """A worker that starts anew hangs when it is given the state of the job."""
+    injection = Injection(action, "restore", 1)
+    job.bring_to(NODES)
+    job.wait_progress(WARM_UP_STEPS)
+    nodes, generation = job.running, job.generation()
+    victim, since_s = nodes[injection.index], time.monotonic()
+    pids = {node.name: node.workers()[0].pid for node in nodes}
+    _order(job, injection, victim, 0)
+    os.kill(pids[victim.name], signal.SIGKILL)
+    pids[victim.name] = job.wait_for(lambda: _injected(job), PATIENCE_S, "a worker that hangs")
+    try:
+        job.wait_training(nodes=NODES, after_generation=generation)
+    except ClusterTimeout as error:
+        return Outcome(injection, f"no recovery: {str(error).splitlines()[0]}", PATIENCE_S)
+    events = read_journal(job.folder / "journal")
+    verdicts = [e for e in events if e["event"] == "hang-found" and e["monotonic"] >= since_s]
+    now = {node.name: node.workers()[0].pid for node in job.running}
+    # The world that it hangs in never began: its rank is what the verdict says.
+    rank = verdicts[0]["ranks"][0] if verdicts and verdicts[0]["node"] == victim.name else -1
+    wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
+    return Outcome(injection, wrong, _pause_s(job, generation))
+
+
+def _injected(job: TrainingJob) -> int | None:
+    """The process that has taken the order."""
+    if (job.folder / "inject").exists() or not (job.folder / "injected").exists():
+        return None
+    return int((job.folder / "injected").read_text().split()[0])
 
 
 def _order(job: TrainingJob, injection: Injection, victim: LocalNode, pid: int) -> None:

@@ -15,6 +15,7 @@ from hang_injection import (
     Outcome,
     draw,
     inject,
+    inject_while_a_world_forms,
     one_of_each,
     start,
     table,
@@ -36,6 +37,13 @@ def test_ten_hangs_of_ten_kinds(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
         outcomes = [inject(job, injection) for injection in one_of_each(random.Random(SEED))]
         assert not any(outcome.wrong for outcome in outcomes), table(outcomes)
         job.assert_finishes_whole(undisturbed)
+
+
+def test_a_worker_that_hangs_while_a_world_forms(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    """Its peers wait for it before the first step of that world."""
+    with start(etcd.endpoint, tmp_path, WORKLOAD) as job:
+        outcomes = [inject_while_a_world_forms(job, action) for action in ("stop", "sleep")]
+        assert not any(outcome.wrong for outcome in outcomes), table(outcomes)
 
 
 @pytest.mark.soak

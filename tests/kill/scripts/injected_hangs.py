@@ -151,8 +151,11 @@ class Hanging(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.injections.at("forward" if self.training else "evaluation")
         if x.requires_grad:
-            x.register_hook(lambda grad: self.injections.at("backward"))
+            x.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
         return x
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        self.injections.at("backward")
 
 
 class HangingSGD(torch.optim.SGD):
@@ -216,7 +219,7 @@ def main() -> None:
         with torch.no_grad():
             for (x,) in held_out:
                 model(x)
-        model.train()
+        model.train()  # type: ignore[no-untyped-call]
 
     def train() -> None:
         for epoch in run.epochs(options.epochs):
