@@ -14,28 +14,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from elastic.doctor import machine, verdicts
+from elastic.doctor import machine, machine_verdicts
 from elastic.doctor.findings import Finding, skipped
-from elastic.doctor.probes import PROBES_WITHIN_S, Probe
+from elastic.doctor.probes import Probe
+from elastic.tuning.doctor_intervals import PREFLIGHT_PROBES_S
 
 
 def examine(folder: str | None, *, machine_is_checked: bool) -> list[Finding]:
     """``folder``: of the checkpoints, if they are files. ``machine_is_checked``: by the agent."""
     gpu = folder_probe = None
     if not machine_is_checked and machine.has_gpu_driver():
-        gpu = Probe("gpu", (), deadline_s=PROBES_WITHIN_S)
+        gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S)
     if folder is not None:
         place = _existing(folder)
-        folder_probe = Probe("folder", (place,), deadline_s=PROBES_WITHIN_S)
+        folder_probe = Probe("folder", (place,), deadline_s=PREFLIGHT_PROBES_S)
     found: list[Finding] = []
     if not machine_is_checked:
         found += [
-            verdicts.of_shm(machine.shm()),
-            *verdicts.of_limits(machine.limits()),
-            *(verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
+            machine_verdicts.of_shm(machine.shm()),
+            *machine_verdicts.of_limits(machine.limits()),
+            *(machine_verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
         ]
     if folder_probe is not None and folder is not None:
-        found += verdicts.of_folder(folder, folder_probe.result())
+        found += machine_verdicts.of_folder(folder, folder_probe.result())
     return found
 
 

@@ -21,8 +21,6 @@ from typing import Any
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor import machine
 
-# For a check before a node joins: a node that is merely busy must not be sent away.
-PROBES_WITHIN_S = 10.0
 _FACTS: Mapping[str, type[Any]] = {
     "shm": machine.ShmFacts,
     "limits": machine.LimitFacts,

@@ -77,6 +77,7 @@ class Bye:
 
     clean: bool
     error: str
+    step: int | None = None  # steps committed
 
 
 @dataclass(frozen=True, kw_only=True)

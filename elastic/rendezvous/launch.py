@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.leaving import LauncherPhase, Leaving
 from elastic.agent.service import NodeService
 from elastic.agent.worker_tuning import WorkerTuning
 from elastic.clock import SYSTEM_CLOCK
@@ -153,6 +153,7 @@ class Launch:
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
             "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
+            "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
         }
         with _environment:  # another launch may be starting workers: its variables are not ours
             environ = dict(os.environ)
@@ -266,7 +267,7 @@ class Launch:
             self._close()
 
     def _finish(self) -> None:
-        self.leaving.phase = Phase.FINISHING
+        self.leaving.phase = LauncherPhase.FINISHING
         if self.leaving.told:  # the others' end is theirs
             self.service.finished()
             raise self.leaving.end()
@@ -279,7 +280,7 @@ class Launch:
             )
 
     def _close(self) -> None:
-        self.leaving.phase = Phase.CLOSING
+        self.leaving.phase = LauncherPhase.CLOSING
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._give_signals_back)
             last_first.callback(remove_origin, self._origin)

@@ -86,7 +86,7 @@ class Worlds:
         """The process is about to end."""
         self._flights.close()
         if self._client is not None:
-            self._client.send(Bye(clean=clean, error=error))
+            self._client.send(Bye(clean=clean, error=error, step=self._position().step))
             self._client.close()
 
     # -- the main thread asks -----------------------------------------------------------------
