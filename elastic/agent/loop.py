@@ -42,7 +42,7 @@ from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import ProgressPage
+from elastic.link.protocol import FlightTrace, ProgressPage
 from elastic.liveness.channel import LIMITS, LivenessServer
 from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
@@ -277,6 +277,9 @@ class NodeLoop:
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
+            case LinkSaid(worker, FlightTrace() as trace):
+                if self._hangs is not None:
+                    self._hangs.on_flight(worker, trace)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
@@ -288,6 +291,8 @@ class NodeLoop:
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+                if message.ranks and self._workers is not None:
+                    self._workers.ask_for_flights()
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)

@@ -153,6 +153,7 @@ class Launch:
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
+            "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
             PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
         }

@@ -96,6 +96,7 @@ OTHER_VARIABLES = frozenset(
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
+        "PREFLIGHT_PASSED",
         "STOCK_ETCD",
         "TUNED",
         "WORLD",

@@ -42,6 +42,9 @@ DISCOVERY_LOOK_S = 0.02
 # Between two looks whether to give up a call to the store; handlers of signals run as well.
 WORLD_STORE_SLICE_S = 0.1
 
+# For join(preflight=True): what three checks may take, and a start of python on a busy machine.
+PREFLIGHT_S = 45.0
+
 # The process group -------------------------------------------------------------------------------
 
 # Collectives of an aborted group come back within about 2 ms, if at all.
