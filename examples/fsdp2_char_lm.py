@@ -128,10 +128,7 @@ def main() -> None:
 
     # Each rank of the mesh is a position in the data. The global batch is constant, so the order
     # and the number of steps are the same at any size.
-    import argparse as source
-
-    text = (args.text or Path(source.__file__)).read_bytes()
-    dataset = Text(text, args.context)
+    dataset = Text((args.text or Path(argparse.__file__)).read_bytes(), args.context)
     sampler = ElasticSampler(
         dataset, num_replicas=size, rank=rank, shuffle=True, global_batch=args.global_batch
     )
@@ -164,7 +161,6 @@ def main() -> None:
     writers = checkpoints.WriterGroup(nonce=nonce, generation=generation, rank=rank, size=size)
     engine = checkpoints.Engine(args.checkpoints, busy="wait") if args.checkpoints else None
 
-    loss = torch.zeros((), device=device)
     for epoch in range(sampler.epoch, args.epochs):
         sampler.set_epoch(epoch)
         for share in sampler.steps(args.micro_batch):
@@ -193,12 +189,15 @@ def main() -> None:
             for outcome in engine.outcomes() if engine else ():
                 if outcome.status is not checkpoints.SaveStatus.COMMITTED:
                     print(f"checkpoint {outcome.name}: {outcome.reason}", flush=True)
-        dist.all_reduce(loss)
-        if rank == 0:
-            line = {"epoch": epoch, "step": step, "loss": round(float(loss), 4)}
-            print(json.dumps({**line, "norm": round(float(norm.full_tensor()), 4)}), flush=True)
+            if sampler.step == sampler.plan.steps:
+                dist.all_reduce(loss)
+                values = {"loss": float(loss), "norm": float(norm.full_tensor())}
+                if rank == 0:
+                    print(json.dumps({"epoch": epoch, "step": step, **values}), flush=True)
     if engine:
         engine.close()  # waits for the last save
+    if rank == 0:
+        print(json.dumps({"done": True, "step": step, "world_size": size}), flush=True)
     dist.destroy_process_group()
 
 
