@@ -61,7 +61,7 @@ def main() -> None:
         pause_after_step(options.folder / "hurry", options.step_s, epoch / options.epochs)
         advance(sampler)
 
-    ElasticSampler.steps, ElasticSampler.advance = noted_steps, noted_advance  # type: ignore[method-assign]
+    ElasticSampler.steps, ElasticSampler.advance = noted_steps, noted_advance  # type: ignore[assignment, method-assign]
     sys.argv = [
         str(options.example),
         f"--checkpoints={folder}",
