@@ -7,6 +7,7 @@ things ever happen at once here.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from elastic.agent.messages import (
     PushedWorld,
     WorkersStart,
 )
+from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.permission import Permission
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
@@ -34,13 +36,15 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
+from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.succession import LeaderProbed, Succession
 from elastic.link.protocol import ProgressPage
 from elastic.liveness.channel import LivenessServer
+from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
@@ -79,6 +83,7 @@ class NodeLoop:
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
+        oom_kills: OomKillCounter,
         tls: Tls | None = None,
     ) -> None:
         self._at = NodeContext(
@@ -108,7 +113,7 @@ class NodeLoop:
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
-        self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._workers = Workers(self._at, oom_kills) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
@@ -419,10 +424,24 @@ class NodeLoop:
         self._at.status.learn_pushed(record, self._at.clock.monotonic())
 
     def _set_done(self, done: Done) -> None:
+        if self._at.status.done is None and failure_timeline.is_wanted(done):
+            self._write_timeline(done)
         if self._at.status.set_done(done):
             self._at.journal.emit(
                 JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
             )
+
+    def _write_timeline(self, done: Done) -> None:
+        """Before the end is known to the main thread, whose error shows it."""
+        keys, options = self._at.keys, self._at.options
+        page = failure_timeline.render(done, keys.root, done_key=keys.done)
+        folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+        name = f"failure-timeline-{self._at.status.node.name}"
+        path, problem = ReportFolder(folder).write_page(name, page)
+        said = f"(this page is {path})" if path else f"({problem})"
+        self._at.status.timeline = f"{page}\n{said}"
+        event = FailureTimelineWritten(timeline=page, report=path, problem=problem)
+        self._at.journal.emit(event, level=logging.WARNING if problem else logging.DEBUG)
 
     def _on_lease_lost(self) -> None:
         if self._lease is None or not self._lease.lost:

@@ -76,6 +76,7 @@ class Bye:
 
     clean: bool
     error: str
+    step: int | None = None  # steps committed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,6 +152,7 @@ class Launch:
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
+            "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
         }
         with _environment:  # another launch may be starting workers: its variables are not ours
             environ = dict(os.environ)

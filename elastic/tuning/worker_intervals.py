@@ -44,12 +44,6 @@ WORLD_STORE_SLICE_S = 0.1
 
 # The process group -------------------------------------------------------------------------------
 
-# The limit of a collective. Long, because rank 0 may evaluate for minutes while the others wait;
-# short enough that a hang without a watchdog ends on the same day.
-COLLECTIVE_TIMEOUT_S = 1800.0
-# No collective's limit is tightened below this: torch's own default for NCCL is ten minutes, and
-# data loading or a garbage collection that nobody has announced may take a minute.
-COLLECTIVE_FLOOR_S = 120.0
 # Collectives of an aborted group come back within about 2 ms, if at all.
 DRAIN_S = 0.05
 # Between two looks whether they have.

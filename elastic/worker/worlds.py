@@ -82,7 +82,7 @@ class Worlds:
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
         if self._client is not None:
-            self._client.send(Bye(clean=clean, error=error))
+            self._client.send(Bye(clean=clean, error=error, step=self._position().step))
             self._client.close()
 
     # -- the main thread asks -----------------------------------------------------------------
