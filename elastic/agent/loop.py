@@ -25,6 +25,7 @@ from elastic.agent.messages import (
     WorkersStart,
 )
 from elastic.agent.permission import Permission
+from elastic.agent.step_times import StepTimesReport
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
 from elastic.errors import (
@@ -38,7 +39,7 @@ from elastic.events import JobEnded, LeaseLost, StoreProblem
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent, Probed
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import ProgressPage
+from elastic.link.protocol import ProgressPage, StepReport
 from elastic.liveness.channel import LivenessServer
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
@@ -109,6 +110,7 @@ class NodeLoop:
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
+        self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
         self._lease: Lease | None = None
@@ -265,12 +267,15 @@ class NodeLoop:
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
+            case LinkSaid(worker, StepReport(times=times)):
+                self._step_times.on_report(worker, times)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
                 if self._hangs is not None:
                     self._hangs.on_ended(worker.pid)
+                self._step_times.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
             case RanksAreQuiet():
@@ -310,6 +315,8 @@ class NodeLoop:
             self._workers.report(self._lease)
         if self._hangs is not None and self._lease is not None and not self._lease.lost:
             self._hangs.publish(self._lease)
+        if self._lease is not None and not self._lease.lost:
+            self._step_times.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:

@@ -15,8 +15,9 @@ from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
+from elastic.stragglers.facts import StepTimes
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
@@ -93,6 +94,13 @@ class ProgressPage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """Worker, once a window: how long its steps take, for the detection of stragglers."""
+
+    times: StepTimes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Welcome:
     """Agent: the answer to a hello."""
 
@@ -128,6 +136,13 @@ class Permit:
     until_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasureSteps:
+    """Agent: report the times of steps in windows of this length."""
+
+    window_s: float
+
+
 Message = (
     Hello
     | Heartbeat
@@ -138,10 +153,12 @@ Message = (
     | Bye
     | SigtermAsk
     | ProgressPage
+    | StepReport
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
+    | MeasureSteps
 )
 FROM_WORKER = (
     Hello,
@@ -153,8 +170,9 @@ FROM_WORKER = (
     Bye,
     SigtermAsk,
     ProgressPage,
+    StepReport,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, MeasureSteps)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
