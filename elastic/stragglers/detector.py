@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 
 from elastic.stragglers.facts import StepPart, StepTimes
 
+# In seconds: less than a clock can tell.
+_NOTHING = 1e-9
+
 RankKey = tuple[str, int]
 """Node id and local rank: they stay when ranks are numbered anew."""
 
@@ -134,7 +137,7 @@ def compare(ranks: Sequence[RankWindow], policy: StragglerPolicy) -> tuple[Compa
     if len(counted) < 2:
         return ()
     typical_s = _typical([r.own_per_sample_s for r in counted])
-    if typical_s <= 0:
+    if typical_s < _NOTHING:
         return ()
     deviations = [abs(r.own_per_sample_s - typical_s) for r in counted]
     spread_s = max(_DEVIATIONS * _typical(deviations), _LEAST_SPREAD * typical_s)
