@@ -25,7 +25,6 @@ from elastic.agent.messages import (
     WorkersStart,
 )
 from elastic.agent.permission import Permission
-from elastic.agent.step_times import StepTimesReport
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
 from elastic.errors import (
@@ -47,6 +46,7 @@ from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
+from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import (
     Deleted,
@@ -269,7 +269,7 @@ class NodeLoop:
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
             case LinkSaid(worker, StepReport(times=times)):
-                self._step_times.on_report(worker, times)
+                self._step_times.on_report(worker.pid, worker.local_rank, times)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)

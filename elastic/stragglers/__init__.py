@@ -2,7 +2,7 @@
 
 Who does what: each worker adds up what its steps spend on data, computation, collectives,
 checkpoints and its own code (``windows.py``, fed by :mod:`elastic.hangs.phases`), and tells its
-agent once a window (``facts.py``). Agents publish that (:mod:`elastic.agent.step_times`), and the
+agent once a window (``facts.py``). Agents publish that (:mod:`elastic.node.step_times`), and the
 leader compares the ranks of a world (``detector.py``: pure;
 :mod:`elastic.leadership.straggler_judge` is its edge).
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from membership_nodes import node, world
 
-from elastic.agent.step_times import StepTimesReport
 from elastic.clock import ManualClock
 from elastic.errors import RecordError
 from elastic.events import Event, StragglerFound, StragglerRecovered
 from elastic.leadership.straggler_judge import StragglerJudge
-from elastic.link.server import Worker
 from elastic.membership.decision import Policy
 from elastic.membership.records import (
     Keys,
@@ -26,6 +24,7 @@ from elastic.membership.records import (
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
+from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
 from elastic.stragglers.facts import RankStepTimes, StepTimes
@@ -237,18 +236,6 @@ def test_after_a_restart_of_the_store_only_what_it_has_counts() -> None:
     assert len(leader.events) == 1
 
 
-@dataclass(frozen=True)
-class Known:
-    """What of a worker is looked at."""
-
-    pid: int
-    local_rank: int
-
-
-def worker(pid: int, local_rank: int) -> Worker:
-    return Known(pid, local_rank)  # type: ignore[return-value]
-
-
 def test_a_node_publishes_once_a_window_for_all_its_workers() -> None:
     at = context(Journal(), nproc=2)
     report = StepTimesReport(at)
@@ -260,9 +247,9 @@ def test_a_node_publishes_once_a_window_for_all_its_workers() -> None:
         entry = at.store.get(key)
         return entry.mod_revision if entry is not None else 0
 
-    report.on_report(worker(101, 1), times(1))
+    report.on_report(101, 1, times(1))
     assert revision() == 0, "the other worker has not ended its window"
-    report.on_report(worker(100, 0), times(1, 0.2))
+    report.on_report(100, 0, times(1, 0.2))
     first = revision()
     entry = at.store.get(key)
     assert entry is not None
@@ -272,9 +259,9 @@ def test_a_node_publishes_once_a_window_for_all_its_workers() -> None:
         RankStepTimes(local_rank=1, times=times(1)),
     )
     assert revision() == first, "nothing new"
-    report.on_report(worker(100, 0), times(2))
+    report.on_report(100, 0, times(2))
     assert revision() == first
     report.on_ended(101)
-    report.on_report(worker(102, 1), times(1))
+    report.on_report(102, 1, times(1))
     assert revision() > first
     lease.close()

@@ -6,7 +6,6 @@ compares (:mod:`elastic.leadership.straggler_judge`). Everything runs on the nod
 
 from __future__ import annotations
 
-from elastic.link.server import Worker
 from elastic.membership.records import NodeStepTimes, encode
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
@@ -21,10 +20,10 @@ class StepTimesReport:
         self._times: dict[int, RankStepTimes] = {}  # by pid
         self._fresh: set[int] = set()  # reported since the record was written
 
-    def on_report(self, worker: Worker, times: StepTimes) -> None:
+    def on_report(self, pid: int, local_rank: int, times: StepTimes) -> None:
         """A window of a worker has ended."""
-        self._times[worker.pid] = RankStepTimes(local_rank=worker.local_rank, times=times)
-        self._fresh.add(worker.pid)
+        self._times[pid] = RankStepTimes(local_rank=local_rank, times=times)
+        self._fresh.add(pid)
 
     def on_ended(self, pid: int) -> None:
         """A worker is gone."""
