@@ -171,6 +171,13 @@ STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
 STACKS_PY_SPY_S = 5.0
 
+# Stragglers -------------------------------------------------------------------------------------
+
+# A rank's step times are told to the leader once in such a window (straggler_window_s), and three
+# windows in a row make a straggler. Nothing presses: a slow rank costs a part of each step, and a
+# window of this length costs etcd one small write per node and window.
+STRAGGLER_WINDOW_S = 10.0
+
 # The health endpoint -----------------------------------------------------------------------------
 
 # A connection to /livez or /readyz is closed after this: a kubelet asks and goes.
