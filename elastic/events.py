@@ -15,6 +15,24 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JournalOpened(Event):
+    """A process begins its journal, or goes on in a new file of it."""
+
+    schema: int  # version of the lines that follow
+    role: str  # "agent" or "worker"
+    run_id: str | None
+    pid: int
+    host: str
+    boot_id: str  # of the machine: its processes share a monotonic clock; "": not known
+    library: str  # version of torch-elastic-harness; "": not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalClosed(Event):
+    """The last line of a process that ended in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeArrived(Event):
     """This node waits for a world; ``failure`` and ``exit_code`` are those of its worker, if it
     is because one has failed."""
@@ -45,6 +63,11 @@ class WorldEntered(Event):
     first_rank: int
     size: int
     waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersStarting(Event):
+    """torchrun starts worker processes on this node: all of them, or one in a dead one's place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +103,7 @@ class HangFound(Event):
 class HangOver(Event):
     """A rank that was about to be ended as hung goes on."""
 
-    rank: int
+    hung_rank: int
     reason: str
 
 
@@ -89,7 +112,7 @@ class FailureJudged(Event):
     """The leader's verdict on the failure that broke a world, and the text that it rests on."""
 
     generation: int
-    node: str
+    failed: str  # the node's name
     action: str  # restart, exclude-node or stop
     rule: str
     confidence: str
@@ -263,6 +286,7 @@ class Recovered(Event):
     wait_s: float  # waiting for the next world
     build_s: float  # building its group
     agree_s: float  # agreeing on the state, and sending it to who lacks it
+    paused_s: float  # in worlds below the job's minimum of nodes, where nothing is trained
     wrap_s: float  # initialising DDP, and the rest
 
 
@@ -300,3 +324,32 @@ class PartNotCopied(Event):
     name: str
     peer: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes(Event):
+    """Where a rank's time has gone since its last such event, or since its world began.
+
+    The parts add up to ``duration_s``. Written every STEP_TIMES_S seconds, after the first step of
+    a world, and when a world ends.
+    """
+
+    generation: int
+    step: int  # committed by now
+    steps: int  # of them in this window
+    duration_s: float  # the window ends when the event is written
+    productive_s: float  # in steps that were committed, less what follows
+    data_s: float  # waiting for batches
+    checkpoint_s: float  # training stood still for checkpoints
+    evaluation_s: float
+    open_s: float  # since the last commit, less what counts above: a step that has not ended
+    collective_s: float  # of productive_s: waiting for other ranks
+    ended: str  # why the window ends: "due", "first-step", "fault", "change" or "close"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Event):
+    """A worker's run is closed: after training, or with an error of the script."""
+
+    clean: bool
+    error: str

@@ -36,6 +36,11 @@ class Keys:
         return Keys(f"{prefix.rstrip('/')}/{run_id}/")
 
     @property
+    def run_id(self) -> str:
+        """The job's name, without the prefix."""
+        return self.root.rstrip("/").rpartition("/")[2]
+
+    @property
     def nodes(self) -> str:
         return f"{self.root}nodes/"
 

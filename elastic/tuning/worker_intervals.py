@@ -29,6 +29,12 @@ WORKER_SLICE_S = 0.2
 # Between two looks for a world, where the thread that hears of it may not be woken.
 WORLD_LOOK_S = 0.005
 
+# Telemetry ---------------------------------------------------------------------------------------
+
+# Between two sums of where the time has gone (elastic/training/step_account.py): a rank writes
+# about 250 KiB an hour, and what a killed process had not written is at most this.
+STEP_TIMES_S = 5.0
+
 # Meeting in a world's store ----------------------------------------------------------------------
 
 # Between two looks for a newer world, while nobody listens at the store's port.
