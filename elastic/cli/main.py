@@ -31,6 +31,8 @@ COMMANDS = {
     "run": Command(
         "elastic.cli.launch.run", "start a training job: torchrun's flags, and a local etcd"
     ),
+    "events": Command("elastic.cli.observe.events", "the events of a run, from its journals"),
+    "report": Command("elastic.cli.observe.report", "where a run's time went, from its journals"),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),

@@ -25,7 +25,7 @@ from elastic.telemetry.activities import (
     union,
 )
 from elastic.telemetry.journal_reader import JournalRecord
-from elastic.telemetry.lanes import StepFacts, agent_lane, lane_start, step_facts, worker_lane
+from elastic.telemetry.lanes import StepHistory, agent_lane, lane_start, step_history, worker_lane
 from elastic.telemetry.merging import JournalWriter, MergedJournal
 
 _UNNAMED = ("", "none")  # torchrun's own name for a job without one
@@ -84,7 +84,7 @@ def goodput_of(journal: MergedJournal, run_id: str | None = None) -> Goodput:
     notes = list(journal.notes)
     chosen, writers = _of_run(journal.writers, run_id, notes)
     records = [record for writer in writers for record in writer.records]
-    facts = step_facts(records)
+    facts = step_history(records)
     nodes = _nodes(writers, facts)
     if not nodes:
         return Goodput(chosen, 0.0, 0.0, Breakdown({}), (), (), 0, 0, tuple(notes))
@@ -186,7 +186,7 @@ class _NodeTime:
         return lost
 
 
-def _nodes(writers: Sequence[JournalWriter], facts: StepFacts) -> list[_NodeTime]:
+def _nodes(writers: Sequence[JournalWriter], facts: StepHistory) -> list[_NodeTime]:
     by_name: dict[str, list[JournalWriter]] = defaultdict(list)
     for writer in writers:
         by_name[writer.node].append(writer)
@@ -203,7 +203,7 @@ def _nodes(writers: Sequence[JournalWriter], facts: StepFacts) -> list[_NodeTime
 def _agent_lanes(writers: Sequence[JournalWriter], workers: Sequence[Lane]) -> list[Lane]:
     ordered = sorted(writers, key=lane_start)
     starts = [*map(lane_start, ordered[1:]), float("inf")]
-    lanes = (agent_lane(w, workers, next_start_s=s) for w, s in zip(ordered, starts, strict=True))
+    lanes = (agent_lane(w, workers, next_start_s=s) for w, s in zip(ordered, starts, strict=False))
     return [lane for lane in lanes if lane is not None]
 
 

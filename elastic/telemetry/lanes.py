@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from elastic.telemetry.activities import Activity, Lane, Stretch
 from elastic.telemetry.journal_reader import JournalRecord
 from elastic.telemetry.merging import JournalWriter
+from elastic.tuning.worker_intervals import UNREPORTED_S
 
 _PARTS = (
     ("data_s", Activity.DATA),
@@ -27,12 +28,10 @@ _LAPS = (
     ("agree_s", Activity.STATE_TRANSFER),
     ("wrap_s", Activity.REBUILD),
 )
-# A killed worker has not written down less than this; if it says nothing for longer, it hung.
-UNREPORTED_S = 10.0
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepHistory:
     """What the windows of all ranks tell together."""
 
     usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
@@ -49,7 +48,7 @@ class StepFacts:
         return self.usual_s[min(self.usual_s, key=lambda g: abs(g - generation))]
 
 
-def step_facts(records: Iterable[JournalRecord]) -> StepFacts:
+def step_history(records: Iterable[JournalRecord]) -> StepHistory:
     """From the windows of all ranks of a run."""
     times: dict[int, float] = defaultdict(float)
     steps: dict[int, int] = defaultdict(int)
@@ -71,7 +70,7 @@ def step_facts(records: Iterable[JournalRecord]) -> StepFacts:
                 times[generation] += record.number("productive_s")
                 steps[generation] += made
     cuts = _cuts(begins)
-    return StepFacts(
+    return StepHistory(
         usual_s={g: times[g] / steps[g] for g in times},
         shares=_shares(windows, cuts),
         cuts=cuts,
@@ -128,7 +127,7 @@ def _cuts(begins: Mapping[int, int]) -> dict[int, int]:
 # Workers -----------------------------------------------------------------------------------------
 
 
-def worker_lane(writer: JournalWriter, facts: StepFacts) -> Lane | None:
+def worker_lane(writer: JournalWriter, facts: StepHistory) -> Lane | None:
     """From the process's first line to its last; None if it wrote only one."""
     lane = _WorkerLane(writer, facts)
     for record in writer.records:
@@ -138,7 +137,7 @@ def worker_lane(writer: JournalWriter, facts: StepFacts) -> Lane | None:
 
 
 class _WorkerLane:
-    def __init__(self, writer: JournalWriter, facts: StepFacts) -> None:
+    def __init__(self, writer: JournalWriter, facts: StepHistory) -> None:
         self.lane = Lane(writer.node)
         self._facts = facts
         self._cursor_s = writer.records[0].at_s
@@ -156,7 +155,7 @@ class _WorkerLane:
             case "state-restored" | "world-joined" if self._meanwhile is Activity.STARTUP:
                 self._fill(record.at_s - record.number("duration_s"))
                 self._add(Activity.STATE_TRANSFER, record.at_s)
-            case "worker-ended":
+            case "run-closed":
                 is_clean = record.data.get("clean") is True
                 self.lane.then = Activity.SHUTDOWN if is_clean else Activity.ABORT
             case _:

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.telemetry.journal_reader import JournalRecord
+from elastic.tuning.worker_intervals import CLOCK_SET_S, SILENT_NODE_S
 
 # What all ranks or nodes write at once, and how far apart it may be without any skew.
 _TOGETHER = (("world-joined", 1.0), ("world-entered", 20.0), ("job-ended", 20.0))
-_SET_S = 1.0  # a wall clock that moves by this against the monotonic one was set
-_SILENT_S = 10.0
 _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
 
 
@@ -140,7 +139,7 @@ def _set_clocks(writers: Sequence[JournalWriter], offset_s: float) -> list[str]:
     moved_s = max(
         (abs(r.time_s - r.monotonic_s - offset_s) for w in writers for r in w.records), default=0.0
     )
-    if moved_s < _SET_S:
+    if moved_s < CLOCK_SET_S:
         return []
     nodes = ", ".join(sorted({w.node for w in writers}))
     return [
@@ -205,7 +204,7 @@ def _silent(writers: Sequence[JournalWriter], ordered: Sequence[JournalRecord]) 
     lost = {r.text("lost"): r.text("reason") for r in ordered if r.name == "node-lost"}
     notes = []
     for node, (end_s, said) in sorted(ends.items()):
-        if said or (node not in lost and last_s - end_s < _SILENT_S):
+        if said or (node not in lost and last_s - end_s < SILENT_NODE_S):
             continue
         why = f": it was lost ({lost[node]})" if node in lost else ""
         notes.append(f"{node} wrote nothing in the last {last_s - end_s:.1f} s of the run{why}")

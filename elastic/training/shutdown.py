@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from elastic.events import CheckpointSkipped, WorkerEnded
+from elastic.events import CheckpointSkipped, RunClosed
 from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
@@ -71,7 +71,7 @@ class Shutdown:
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
         self._lifecycle.close()
-        self._journal.emit(WorkerEnded(clean=clean, error=error), level=logging.DEBUG)
+        self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
 
     def _close_in_order(self) -> None:
         """Training is complete: its last state is committed before the process ends."""
