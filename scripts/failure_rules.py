@@ -24,8 +24,11 @@ _HEAD = """# Failure verdicts
 
 Written by `scripts/failure_rules.py`; do not edit.
 
-When workers fail and no node was lost, the leader judges the first failure by its text and exit
-code:
+When workers fail and no node was lost, the leader judges one failure by its text and exit code: the
+first that is not the consequence of another one. (The peers of a failing worker may report
+"connection closed" before it reports its own error: the leader waits up to a second for that.) The
+text is the exception that ended the script; a script that catches it and calls `sys.exit(1)`, or is
+killed by a signal, has none.
 
 - **restart**: the next world has the same nodes. The failure budget bounds how often; the same
   error three times in a row without progress ends the job with it.

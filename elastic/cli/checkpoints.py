@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -20,6 +20,7 @@ from checkpoints.format.manifest import info_of
 from checkpoints.policies.retention import RetentionPolicy
 from checkpoints.storage.roots import storage_for
 from checkpoints.tools.interop import FORMATS
+from elastic.cli.command_parser import CommandParser
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
 
@@ -43,15 +44,10 @@ def main(argv: Sequence[str]) -> int:
         raise CheckpointTrouble(error.message, hint=error.hint) from error
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"`{self.prog} -h` shows its options")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic checkpoints``."""
-    parser = _Parser(prog="elastic checkpoints", description="Look after saved checkpoints.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    parser = CommandParser(prog="elastic checkpoints", description="Look after saved checkpoints.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
         command = commands.add_parser(name, help=text, description=text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
-from typing import NoReturn
 
+from elastic.cli.command_parser import CommandParser
 from elastic.cli.main import COMMANDS
 from elastic.errors import ConfigError
 
@@ -40,7 +40,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic completion``."""
-    own = _Parser(
+    own = CommandParser(
         prog="elastic completion",
         description="Print a completion script: `elastic completion bash > "
         "~/.local/share/bash-completion/completions/elastic`, or `elastic completion zsh > "
@@ -48,8 +48,3 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument("shell", choices=SHELLS)
     return own
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic completion -h` shows its options")

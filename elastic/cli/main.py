@@ -11,10 +11,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
+from elastic.cli.command_parser import CommandParser, nearest
 from elastic.cli.exit_codes import INTERRUPTED
-from elastic.cli.suggest import nearest
 from elastic.errors import ConfigError, ElasticError
 
 
@@ -63,14 +62,9 @@ def say_error(error: ElasticError) -> None:
     print(f"elastic: {error}", file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic -h` lists the commands")
-
-
 def _subcommand(arguments: list[str]) -> tuple[str, list[str]]:
     width = max(map(len, COMMANDS)) + 2
-    parser = _Parser(
+    parser = CommandParser(
         prog="elastic",
         usage="elastic [-h] [--version] COMMAND ...",
         description="Keeps a PyTorch data-parallel job training while nodes die, hang, leave "

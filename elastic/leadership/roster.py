@@ -45,6 +45,8 @@ class Failed:
     node: str  # its name
     text: str | None
     exit_code: int | None
+    step: int | None = None  # steps committed by the worker that failed
+    is_oom_kill: bool = False
 
 
 class Roster:
@@ -101,7 +103,14 @@ class Roster:
     def _remember_failure(self, node: Node) -> None:
         # (Workers that replace a single one among them are starting, or ready.)
         if node.running is None and node.failure_exit_code is not None:
-            failed = Failed(node.node_id, node.name, node.failure, node.failure_exit_code)
+            failed = Failed(
+                node.node_id,
+                node.name,
+                node.failure,
+                node.failure_exit_code,
+                node.failure_step,
+                node.failure_is_oom_kill,
+            )
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
     def delete(self, node_id: str, now: float) -> None:

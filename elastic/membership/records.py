@@ -80,11 +80,14 @@ class FailureRecord:
     node: str  # its name
     text: str | None
     exit_code: int | None
+    step: int | None = None  # steps committed by the worker that failed; None: not known
+    is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakageRecord:
-    """A world that failures broke: the failure budget's memory, for the next leader."""
+    """A world that broke or shrank: the failure budget's memory, for the next leader, and a line of
+    the failure timeline."""
 
     generation: int
     lived_s: float
@@ -92,6 +95,13 @@ class BreakageRecord:
     failures: tuple[FailureRecord, ...]
     lost: tuple[str, ...]  # names
     time_s: float  # wall clock
+    left: tuple[str, ...] = ()  # names of nodes that left in order
+    churned: tuple[str, ...] = ()  # of those that were lost or left: not for the first time lately
+    counts: bool = True  # against the failure budget
+    step: int | None = None  # of the job, as far as the leader knew
+    excluded: str = ""  # name of a node whose machine was at fault
+    verdict: str = ""  # on the first failure, for people
+    response: str = ""  # what the leader did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +161,8 @@ class Node:
     failure: str | None  # what its workers ended with, when it arrived after a failure
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for people and seniority among joining nodes
+    failure_step: int | None = None  # steps committed by the worker that failed; None: not known
+    failure_is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
     memory_port: _Port = 0
     tls: bool = False  # it connects to other nodes with TLS, and serves them so
     version: int = RECORD_VERSION
@@ -241,6 +253,7 @@ class Done:
     generation: int
     final_step: int | None
     time_s: float
+    breakages: tuple[BreakageRecord, ...] = ()  # of a job that failed: the last ones
     version: int = RECORD_VERSION
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from elastic.membership.failure_budget import is_consequence
+from elastic.failures.verdict import is_consequence
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
 from elastic.membership.member_status import MemberStatus
 from elastic.membership.proposal import also, count, names, propose, verb
@@ -164,7 +164,7 @@ class SurvivingWorld:
             return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
         reason = self._why(joining)
         if left_out:
-            reason += f"; {names(left_out)} left out, in quarantine after repeated failures"
+            reason += f"; {names(left_out)} quarantined"
         causes = {g.cause for g in self.status.gone}
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
         planned = self.status.unbroken and len(survivors) == len(self.status.survivors)

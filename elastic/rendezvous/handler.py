@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.agent import worker_tuning
-from elastic.agent.leaving import Phase, told_to_leave
+from elastic.agent.leaving import LauncherPhase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
 from elastic.errors import ConfigError, ElasticError
@@ -185,7 +185,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _next_rendezvous(self) -> RendezvousInfo:
         agent = torch_private.calling_agent()
         launch = self._launches[0] if self._launches else self._begin(agent)
-        launch.leaving.phase = Phase.WAITING
+        launch.leaving.phase = LauncherPhase.WAITING
         if launch.leaving.told:
             launch.leaving.end_if_left()
         launch.end_strays()
@@ -199,7 +199,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             failure_exit_code=failure.exit_code if failure else None,
         )
         world = launch.service.wait_for_world()
-        launch.leaving.phase = Phase.STARTING
+        launch.leaving.phase = LauncherPhase.STARTING
         launch.workers_start_again()
         if world is None:
             return self._warm_up(launch)
@@ -260,7 +260,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch = self._launches[0]
         launch.service.beat()
         launch.leaving.install()
-        launch.leaving.phase = Phase.RUNNING
+        launch.leaving.phase = LauncherPhase.RUNNING
         launch.look_at_workers(torch_private.supervision())
         if launch.leaving.told:
             launch.leaving.end_if_left()
@@ -310,7 +310,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _end(self, error: ElasticError | JobSucceeded) -> NoReturn:
         """End this agent with what its launcher can use, not with a traceback."""
         for launch in self._launches:
-            launch.leaving.phase = Phase.CLOSING  # torch ends the workers next: not to be cut short
+            launch.leaving.phase = (
+                LauncherPhase.CLOSING
+            )  # torch ends the workers next: not to be cut short
             launch.service.expect_end_of_workers()
             launch.tell_workers_it_is_the_end()
         raise ending(error, self._launcher) from error

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.leaving import LauncherPhase, Leaving
 from elastic.agent.service import NodeService
 from elastic.agent.worker_tuning import WorkerTuning
 from elastic.clock import SYSTEM_CLOCK
@@ -270,7 +270,7 @@ class Launch:
             self._close()
 
     def _finish(self) -> None:
-        self.leaving.phase = Phase.FINISHING
+        self.leaving.phase = LauncherPhase.FINISHING
         if self.leaving.told:  # the others' end is theirs
             self.service.finished()
             raise self.leaving.end()
@@ -283,7 +283,7 @@ class Launch:
             )
 
     def _close(self) -> None:
-        self.leaving.phase = Phase.CLOSING
+        self.leaving.phase = LauncherPhase.CLOSING
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._give_signals_back)
             last_first.callback(remove_origin, self._origin)

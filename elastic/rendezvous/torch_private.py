@@ -46,6 +46,7 @@ from torch.distributed.elastic.utils import store as store_util
 
 from elastic import torch_versions
 from elastic.errors import ConfigError
+from elastic.membership.failure_budget import is_consequence
 from elastic.membership.records import Member
 from elastic.rendezvous.function_worker import FunctionInEnvironment
 from elastic.telemetry.log import get_logger
@@ -284,10 +285,16 @@ def _first_failure(run_result: Any) -> WorkerFailure | None:
     failures = list(getattr(run_result, "failures", {}).values())
     if not failures:
         return None
-    first = min(failures, key=lambda failure: int(failure.timestamp))
-    written = first.error_file_data.get("message", "")
+    in_order = sorted(failures, key=lambda failure: int(failure.timestamp))
+    reports = [WorkerFailure(text=_error_of(f), exit_code=int(f.exitcode)) for f in in_order]
+    # Timestamps are in seconds: several workers fail in one, most of them because of the first.
+    return next((r for r in reports if not is_consequence(r.text)), reports[0])
+
+
+def _error_of(failure: Any) -> str | None:
+    written = failure.error_file_data.get("message", "")
     text = written.get("message", "") if isinstance(written, dict) else ""
-    return WorkerFailure(text=str(text) or None, exit_code=int(first.exitcode))
+    return str(text) or None
 
 
 @dataclass(frozen=True)

@@ -153,21 +153,21 @@ class Run:
         self,
         loader: ElasticLoader,
         *,
-        checkpoint_dir: Root | None = None,
+        checkpoints: Checkpoints | Root | None = None,
         when: WhenGiven = None,
         keep: KeepGiven = None,
     ) -> Iterator[Step]:
         """The steps that are left of the loader's epoch, for loops over micro-batches.
 
-        ``checkpoint_dir``, ``when`` and ``keep`` are those of :func:`join`, and change it from
-        here on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A folder that join does
-        not know yet can only be named here before any state is restored, which ``run.retry`` and
-        ``run.epochs`` do. Raises ConfigError and TrainingError.
+        ``checkpoints``, ``when`` and ``keep`` are those of :func:`join`, and override them from
+        here on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that has joined
+        without a folder can name it here only before any state is restored, which ``run.retry``
+        and ``run.epochs`` do. Raises ConfigError and TrainingError.
         """
-        if (checkpoint_dir, when, keep) != (None, None, None):
-            checkpoints, lifecycle = self._parts.checkpoints, self._parts.lifecycle
-            checkpoints.amend(checkpoint_dir, when, keep, is_restored=lifecycle.is_restored)
-            self._parts.registry.piggyback(checkpoints.flags)
+        if (checkpoints, when, keep) != (None, None, None):
+            manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
+            manager.amend(checkpoints, when, keep, is_restored=lifecycle.is_restored)
+            self._parts.registry.piggyback(manager.flags)
         return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -274,7 +274,6 @@ _run: Run | None = None
 def join(
     *,
     checkpoints: Checkpoints | Root | None = None,
-    checkpoint_dir: Root | None = None,
     when: WhenGiven = None,
     keep: KeepGiven = None,
     seed: int = 0,
@@ -283,15 +282,16 @@ def join(
     """Become part of the job. The same object on every call.
 
     ``checkpoints`` is a folder or :class:`Checkpoints`; by default ``ELASTIC_CHECKPOINTS``, and
-    without that nothing is saved. ``checkpoint_dir`` is another name for it. ``when`` is a policy
-    of :mod:`checkpoints.policies.save`, or the number of steps between two saves (50); ``keep`` is
-    one of :mod:`checkpoints.policies.retention`, or how many of the newest stay (3). ``seed``
-    decides the order of the data and everything random inside steps. ``backend`` is
+    without that nothing is saved. ``when`` is a policy of :mod:`checkpoints.policies.save`, or the
+    number of steps between two saves (50); ``keep`` is one of
+    :mod:`checkpoints.policies.retention`, or how many of the newest are retained (3). ``seed``
+    determines the order of the data and every random number inside steps. ``backend`` is
     torch.distributed's, by default ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs.
+    Raises ConfigError for options that contradict each other.
     """
     global _run
     if _run is None:
-        policy = checkpoints_from(checkpoints, checkpoint_dir=checkpoint_dir, when=when, keep=keep)
+        policy = checkpoints_from(checkpoints, when=when, keep=keep)
         _run = _join(policy, seed, backend)
     return _run
 

@@ -308,6 +308,6 @@ def test_the_same_hang_three_times_in_a_row_ends_the_job_with_it(seed: int) -> N
         )
         for generation in (1, 2, 3)
     ]
-    stop = failure_budget.verdict(history, 40.0, failure_budget.BudgetPolicy())
+    stop = failure_budget.verdict(history, 40.0, failure_budget.FailureBudget())
     assert stop is not None
     assert reason in stop.reason

@@ -6,15 +6,15 @@ import pytest
 
 from elastic.membership.failure_budget import (
     Breakage,
-    BudgetPolicy,
     Failure,
+    FailureBudget,
     FlapPolicy,
     FlapTracker,
     StopJob,
     verdict,
 )
 
-POLICY = BudgetPolicy()
+POLICY = FailureBudget()
 NOW = 1000.0
 
 

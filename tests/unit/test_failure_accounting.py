@@ -1,4 +1,4 @@
-"""What a leader holds against nodes and job: who cools down, when the job stops."""
+"""What a leader holds against nodes and job: who is quarantined, when the job stops."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
 from elastic.tuning.agent_options import AgentOptions
 
+ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OPTIONS = AgentOptions(quarantine_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
@@ -129,7 +130,7 @@ def test_joining_and_leaving_are_not_charged() -> None:
     leaves = seen(node("n3", NodeState.LEAVING, in_process=True, running=EIGHT))
     left = broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), leaves))
     assert accounting.charge(left, StepRate(8, 500, 0.1, NOW), NOW) is None
-    assert accounting.records(NOW, 0.0) == ()
+    assert [r.counts for r in accounting.records(NOW, 0.0)] == [False]
 
 
 def test_the_next_leader_goes_on_counting() -> None:
@@ -221,3 +222,15 @@ def test_the_origin_of_a_failure_is_the_first_error_that_is_no_consequence() -> 
     assert replace(several, failures=()).origin is None
     killed = (failures[0], Failed("id-n2", "n2", None, -9))
     assert replace(several, failures=killed).origin == killed[1]
+
+
+def test_a_machine_that_fails_again_and_again_is_not_the_scripts_failure() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    for generation in range(1, 5):  # a quarantine each, and the same error after it
+        group = world("n1", "n2", generation=generation)
+        gone = seen(node("n2", arrived_for=generation, failure=ECC, exit_code=1))
+        failed = broken(view(group, out("n1", group), gone))
+        failed = replace(failed, failures=(Failed("id-n2", "n2", ECC, 1),))
+        assert accounting.charge(failed, None, NOW + generation) is None
+        assert accounting.records(NOW, 0.0)[-1].excluded == "n2"
+        assert "id-n2" in accounting.quarantined(NOW + generation)

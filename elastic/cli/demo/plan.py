@@ -45,7 +45,7 @@ class JobPosition:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What was done already, and where the job stood then."""
 
     killed_at: JobPosition | None = None
@@ -81,7 +81,7 @@ class Plan:
         spare = max(1, STEPS - 1 - position.step - kept)
         return max(DEMO_STEP_S, left_s / spare)
 
-    def after(self, act: Act, position: JobPosition) -> Plan:
+    def after(self, act: Act, position: JobPosition) -> DemoPlan:
         """The plan once ``act`` was done at ``position``."""
         if act is Act.KILL:
             return replace(self, killed_at=position)

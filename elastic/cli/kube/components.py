@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.cli.suggest import nearest
+from elastic.cli.command_parser import nearest
 from elastic.errors import ConfigError
 
 OWN_CERTIFICATES = "own-certificates"

@@ -7,8 +7,9 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
+from elastic.cli.command_parser import CommandParser
 from elastic.cli.kube import components, names, stores
 from elastic.cli.kube.job import (
     SHARED_NAMESPACE,
@@ -48,15 +49,10 @@ _OWN_PREFIXES = (
 _T = TypeVar("_T")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"`{self.prog} -h` shows its options")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic kube``."""
-    kube = _Parser(prog="elastic kube", description="Manifests for Kubernetes.")
-    commands = kube.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    kube = CommandParser(prog="elastic kube", description="Manifests for Kubernetes.")
+    commands = kube.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
     text = "set sizes, image, script and store of a job; print its manifests"
     command = commands.add_parser(
         "render",

@@ -12,8 +12,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
+from elastic.cli.command_parser import CommandParser, nearest
 from elastic.cli.launch.torchrun_parser import torchrun_parser
-from elastic.cli.suggest import nearest
 from elastic.errors import ConfigError
 
 OUR_BACKENDS = ("etcd-v3", "etcd")
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """torchrun's parser with our flags and defaults."""
-    parser = _Parser(
+    parser = _RunParser(
         prog="elastic run",
         description="Start a training job, or join one: torchrun with an etcd rendezvous, "
         "failures bounded by a budget and exit codes that tell why it ended.",
@@ -214,11 +214,13 @@ def _check_script(args: argparse.Namespace) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
+class _RunParser(CommandParser):
+    """argparse would print torchrun's own name of the argument."""
+
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
             raise ConfigError("no training script is given", hint="elastic run FLAGS SCRIPT ...")
-        raise ConfigError(message, hint=_HELP)
+        super().error(message)
 
 
 def _positive(text: str) -> int:
