@@ -52,6 +52,10 @@ class Keys:
         return f"{self.root}leader"
 
     @property
+    def progress(self) -> str:
+        return f"{self.root}progress"
+
+    @property
     def world(self) -> str:
         return f"{self.root}world"
 

@@ -214,7 +214,7 @@ names = st.sampled_from(
         "made-up",
     ]
 )
-odd = st.one_of(
+odd: st.SearchStrategy[Any] = st.one_of(
     st.floats(-10.0, 1e6),
     st.integers(-5, 10**6),
     st.sampled_from([None, "", "x", True, float("inf"), float("nan"), [], {}, "first-step"]),

@@ -197,10 +197,12 @@ def test_a_position_that_raises_costs_no_event(tmp_path: Path) -> None:
 
 def test_threads_write_whole_lines_with_numbers_of_their_own(tmp_path: Path) -> None:
     journal = journal_in(tmp_path, max_bytes=400_000)
-    threads = [
-        threading.Thread(target=lambda: [journal.emit(Waiting(reason="x")) for _ in range(100)])
-        for _ in range(8)
-    ]
+
+    def write() -> None:
+        for _ in range(100):
+            journal.emit(Waiting(reason="x"))
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,22 +9,19 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NoReturn
 
-from elastic.cli.observe.printable import printable, timestamp
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.observe.printable import age, printable, timestamp
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 from elastic.telemetry.merging import merge
 from elastic.tuning.worker_intervals import FOLLOW_S
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 # What stands at the beginning of a line, or tells people nothing.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
@@ -44,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic events``."""
-    own = _Parser(
+    own = CommandParser(
         prog="elastic events",
         description="Print the events of a run: the journals of all its processes, in order of "
         "time. What each event holds: docs/reference/events.md.",
@@ -95,8 +92,8 @@ def folder_of(given: str | None) -> Path:
 
 def moment(text: str, now_s: float) -> float:
     """An age or a time, as seconds since 1970. Raises ConfigError."""
-    if age := _DURATION.fullmatch(text):
-        return now_s - float(age[1]) * _UNITS[age[2]]
+    if (seconds := age(text)) is not None:
+        return now_s - seconds
     try:
         at = datetime.fromisoformat(text.removesuffix("Z"))
     except ValueError:
@@ -172,8 +169,3 @@ def _value(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     shown = printable(text)
     return json.dumps(shown, ensure_ascii=False) if " " in shown else shown
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic events -h` shows its options")

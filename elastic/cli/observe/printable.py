@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timezone
 
+from elastic.errors import ConfigError
 from elastic.telemetry.journal import shorten
+
+_DURATION = re.compile(r"(\d{1,12}(?:\.\d+)?)(s|m|h|d)")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def printable(text: str, limit: int = 300) -> str:
@@ -47,3 +52,21 @@ def duration(seconds: float) -> str:
     if seconds < 86400:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
+
+
+def age(text: str) -> float | None:
+    """``90s``, ``10m``, ``2h`` or ``1d`` in seconds; None for anything else.
+
+    >>> age("1.5m"), age("soon")
+    (90.0, None)
+    """
+    match = _DURATION.fullmatch(text)
+    return float(match[1]) * _UNITS[match[2]] if match else None
+
+
+def seconds_of(text: str, flag: str) -> float:
+    """What a flag says. Raises ConfigError."""
+    seconds = age(text)
+    if seconds is None:
+        raise ConfigError(f"{flag}={printable(text)} is no time", hint=f"for example {flag}=10m")
+    return seconds

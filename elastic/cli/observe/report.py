@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from elastic.cli.command_parser import CommandParser
 from elastic.cli.observe.events import folder_of
 from elastic.cli.observe.printable import duration, printable, timestamp
 from elastic.errors import ConfigError
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic report``."""
-    own = _Parser(
+    own = CommandParser(
         prog="elastic report",
         description="Print which part of a run's time made progress, where the rest went, and what "
         "each change of the world has cost. From journals alone: the job may be over or run.",
@@ -173,8 +174,3 @@ def _cell(text: str, limit: int = 200) -> str:
     for character in "\\|<>[]`*_":
         shown = shown.replace(character, f"\\{character}")
     return shown
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic report -h` shows its options")
