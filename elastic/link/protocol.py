@@ -16,7 +16,7 @@ from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
-from elastic.stragglers.facts import StepTimes
+from elastic.stragglers.facts import StepDurations
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
@@ -108,7 +108,7 @@ class FlightTrace:
 class StepReport:
     """Worker, once a window: how long its steps take, for the detection of stragglers."""
 
-    times: StepTimes
+    times: StepDurations
 
 
 @dataclass(frozen=True, kw_only=True)
