@@ -59,6 +59,7 @@ from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
 from elastic.tuning.agent_intervals import FINISH_WITHOUT_STORE_S
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import PEER_SILENCE, peer_silence_s
 
 _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time
@@ -152,6 +153,9 @@ class Launch:
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
+            "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
+            "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
+            PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
         }
         with _environment:  # another launch may be starting workers: its variables are not ours
             environ = dict(os.environ)

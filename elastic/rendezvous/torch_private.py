@@ -46,7 +46,7 @@ from torch.distributed.elastic.utils import store as store_util
 
 from elastic import torch_versions
 from elastic.errors import ConfigError
-from elastic.membership.failure_budget import is_consequence
+from elastic.failures.verdict import is_consequence
 from elastic.membership.records import Member
 from elastic.rendezvous.function_worker import FunctionInEnvironment
 from elastic.telemetry.log import get_logger
