@@ -93,6 +93,7 @@ OTHER_VARIABLES = frozenset(
         "CHECKPOINTS",
         "ENDING",
         "JOURNAL",
+        "JOURNAL_MIB",
         "LEDGER",
         "LINK",
         "LOG_LEVEL",
