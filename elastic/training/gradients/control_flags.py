@@ -1,7 +1,7 @@
 """Flags of each rank for all others, piggybacked on the first gradient bucket of a step.
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
-collective of its own. The first bucket of gradients is summed over all ranks in every step
+separate collective. The first bucket of gradients is summed over all ranks in every step
 anyway, so it is made three elements longer: each is 1 on a rank that sets the flag, so a sum above
 0 means that some rank did. The bucket's own memory grows by them, once, so that no
 gradient is copied (docs/decisions/0014).
@@ -58,7 +58,7 @@ class ControlFlags:
         self._ends.clear()
 
     def settle(self) -> None:
-        """The collectives have ended: copy from a GPU now, before more is queued behind them."""
+        """The collectives have ended: copy from a GPU now, before more is queued."""
         self._ends = [end.cpu() for end in self._ends]
 
     def received(self) -> StepFlags | None:
