@@ -7,6 +7,7 @@ things ever happen at once here.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -35,18 +36,23 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
+from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
+from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import ProgressPage
+from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
 from elastic.liveness.channel import LIMITS, LivenessServer
+from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
+from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import (
     Deleted,
@@ -81,6 +87,7 @@ class NodeLoop:
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
+        oom_kills: OomKillCounter,
         tls: Tls | None = None,
     ) -> None:
         self._at = NodeContext(
@@ -114,10 +121,16 @@ class NodeLoop:
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
-        self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._workers = Workers(self._at, oom_kills) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
+        self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
+        self._progress = ProgressWriter(
+            self._at,
+            lambda: self._lease if self._registered and self._succession.term else None,
+            lambda: self._hangs.checkpoint_step if self._hangs is not None else None,
+        )
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._knows_world = False  # the world has been read since this lease was granted
@@ -155,6 +168,7 @@ class NodeLoop:
             self._workers.start()
         if self._hangs is not None:
             self._hangs.start()
+        self._progress.start()
         keys = self._at.keys
         self._watch = self._at.store.watch(
             [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
@@ -173,6 +187,7 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        self._progress.close()
         if self._hangs is not None:
             self._hangs.close()
         if self._workers is not None:
@@ -272,17 +287,25 @@ class NodeLoop:
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
+            case LinkSaid(worker, FlightTrace() as trace):
+                if self._hangs is not None:
+                    self._hangs.on_flight(worker, trace)
+            case LinkSaid(worker, StepReport(times=times)):
+                self._step_times.on_report(worker.pid, worker.local_rank, times)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
                 if self._hangs is not None:
                     self._hangs.on_ended(worker.pid)
+                self._step_times.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+                if message.ranks and self._workers is not None:
+                    self._workers.ask_for_flights()
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)
@@ -317,6 +340,8 @@ class NodeLoop:
             self._workers.reporter.publish(self._lease)
         if self._hangs is not None and self._lease is not None and not self._lease.lost:
             self._hangs.publish(self._lease)
+        if self._lease is not None and not self._lease.lost:
+            self._step_times.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
@@ -425,10 +450,24 @@ class NodeLoop:
         self._at.status.learn_pushed(record, self._at.clock.monotonic())
 
     def _set_done(self, done: Done) -> None:
+        if self._at.status.done is None and failure_timeline.is_wanted(done):
+            self._write_timeline(done)
         if self._at.status.set_done(done):
             self._at.journal.emit(
                 JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
             )
+
+    def _write_timeline(self, done: Done) -> None:
+        """Before the end is known to the main thread, whose error shows it."""
+        keys, options = self._at.keys, self._at.options
+        page = failure_timeline.render(done, keys.root, done_key=keys.done)
+        folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+        name = f"failure-timeline-{self._at.status.node.name}"
+        path, problem = ReportFolder(folder).write_page(name, page)
+        said = f"(this page is {path})" if path else f"({problem})"
+        self._at.status.timeline = f"{page}\n{said}"
+        event = FailureTimelineWritten(timeline=page, report=path, problem=problem)
+        self._at.journal.emit(event, level=logging.WARNING if problem else logging.DEBUG)
 
     def _on_lease_lost(self) -> None:
         if self._lease is None or not self._lease.lost:

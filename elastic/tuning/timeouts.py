@@ -100,6 +100,10 @@ class Timeouts:
     hang_timeout_s: float = 3.5
     # outside of a step, where evaluations and checkpoints are, this.
     hang_script_timeout_s: float = 900.0
+    # A collective fails after so long, whoever is missing from it: the process group's timeout. The
+    # second line behind the detection of hangs, so by default at least twice
+    # hang_script_timeout_s, and long enough for an evaluation on one rank.
+    collective_timeout_s: float = 1800.0
 
     # An agent's thread that has not turned for this long is hung: longer than torch may keep its
     # main thread busy with ending workers.
@@ -112,6 +116,8 @@ class Timeouts:
         require_below(
             "lease_s", self.lease_s, "takeover_s", self.takeover_s, factor=_LEASES_TO_TAKEOVER
         )
+        require_below("last_call_s", self.last_call_s, "join_timeout_s", self.join_timeout_s)
+        require_below("join_window_s", self.join_window_s, "join_timeout_s", self.join_timeout_s)
         _require_order_of_leaving(self)
         if self.hang_timeout_s < LEAST_HANG_TIMEOUT_S:
             raise ConfigError(
@@ -124,6 +130,18 @@ class Timeouts:
             self.hang_timeout_s,
             "hang_script_timeout_s",
             self.hang_script_timeout_s,
+        )
+
+    def require_hangs_before_collectives(self) -> None:
+        """Raise ConfigError unless a hang is found before collectives fail because of it.
+
+        Of no meaning where hangs are not acted upon.
+        """
+        require_below(
+            "hang_script_timeout_s",
+            self.hang_script_timeout_s,
+            "collective_timeout_s",
+            self.collective_timeout_s,
         )
 
     @property
@@ -191,6 +209,35 @@ def of_environment(environ: Mapping[str, str]) -> Timeouts:
             hint="give the pod's terminationGracePeriodSeconds",
         ) from None
     return for_pod(grace_s)
+
+
+def collective_for(hang_script_timeout_s: float) -> float:
+    """The process group's timeout that leaves a rank this much time outside of a step.
+
+    >>> collective_for(60), collective_for(7200)
+    (1800.0, 14400.0)
+    """
+    return max(Timeouts.collective_timeout_s, 2 * hang_script_timeout_s)
+
+
+def collective_of_environment(environ: Mapping[str, str]) -> float:
+    """The process group's timeout that this worker's agent has set; the default without one.
+
+    Raises:
+        ConfigError: it is no number above zero.
+    """
+    text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT_S")
+    if text is None:
+        return Timeouts.collective_timeout_s
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        raise ConfigError(
+            f"ELASTIC_COLLECTIVE_TIMEOUT_S={text!r} is not a number",
+            hint="give a number of seconds, or leave it out",
+        ) from None
+    require_positive("collective_timeout_s", timeout_s)
+    return timeout_s
 
 
 def permission_s(takeover_s: float) -> float:
