@@ -23,6 +23,7 @@ from checkpoints.format.names import (
     parse_attempt,
     parse_part_file,
 )
+from checkpoints.intervals import GARBAGE_MIN_AGE_S
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
@@ -50,7 +51,7 @@ def collect_garbage(
     *,
     generation: int = 0,
     nonce: str | None = None,
-    min_age_s: float = 3600.0,
+    min_age_s: float = GARBAGE_MIN_AGE_S,
     clock: Callable[[], float] = time.time,
 ) -> GarbageCollectionResult:
     """Commit complete attempts and remove those whose world has ended. One process calls it.

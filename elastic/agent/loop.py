@@ -25,7 +25,7 @@ from elastic.agent.messages import (
     PushedWorld,
     WorkersStart,
 )
-from elastic.agent.oom_kills import OomKillCounter
+from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.permission import Permission
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
@@ -39,7 +39,8 @@ from elastic.errors import (
 from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
 from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
-from elastic.leadership.leader import NodesEvent, Probed
+from elastic.leadership.leader import NodesEvent
+from elastic.leadership.prober import Probed
 from elastic.leadership.succession import LeaderProbed, Succession
 from elastic.link.protocol import ProgressPage
 from elastic.liveness.channel import LivenessServer
@@ -312,7 +313,7 @@ class NodeLoop:
         if not self._registered and self._at.status.node.nproc > 0:
             self._register()
         if self._workers is not None and self._lease is not None and not self._lease.lost:
-            self._workers.report(self._lease)
+            self._workers.reporter.publish(self._lease)
         if self._hangs is not None and self._lease is not None and not self._lease.lost:
             self._hangs.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
@@ -334,7 +335,7 @@ class NodeLoop:
                 self._at.options.lease_s, on_lost=lambda: self.post(LeaseEnded())
             )
             if self._workers is not None:
-                self._workers.register_again()
+                self._workers.reporter.register_again()
             if self._hangs is not None:
                 self._hangs.register_again()
             self._knows_world = False

@@ -8,8 +8,7 @@ from dataclasses import replace
 from elastic.doctor.findings import Finding, failed, ok, warning
 from elastic.doctor.machine import NameFacts
 from elastic.doctor.probes import Unanswered
-
-SKEW_WARNING_S = 1.0
+from elastic.tuning.doctor_intervals import CLOCK_SKEW_WARNING_S
 
 
 def equal_over_nodes(name: str, values: Mapping[str, str], remedy: str, *, fatal: bool) -> Finding:
@@ -41,7 +40,7 @@ def of_clock(node: str, offset_s: float, bound_s: float) -> Finding:
     """``offset_s`` ± ``bound_s``: a node's clock against the first node's."""
     name = f"clock of {node}"
     measured = f"{offset_s * 1000:+.1f} ms ± {bound_s * 1000:.1f} ms"
-    if abs(offset_s) - bound_s > SKEW_WARNING_S:
+    if abs(offset_s) - bound_s > CLOCK_SKEW_WARNING_S:
         return warning(
             name,
             f"{measured}: times in logs and certificates are off",

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from elastic.doctor.etcd import CertificateFacts, EtcdFacts, MemberFacts, StepFacts
 from elastic.doctor.findings import Finding, failed, ok, skipped, warning
 from elastic.errors import ElasticError
+from elastic.tuning.doctor_intervals import CERTIFICATE_WARNING_S, SLOW_ETCD_MS, TOO_SLOW_ETCD_MS
 
-# etcd's own advice for its disk is 10 ms; an agent's lease lives for 4 s, and is renewed in thirds.
-SLOW_ETCD_MS, TOO_SLOW_ETCD_MS = 100.0, 1000.0
-CERTIFICATE_WARNING_S = 14 * 86400.0
 _NEWEST_ETCD = (3, 6)
 _DAMAGING_ETCD = ((3, 5, 0), (3, 5, 1), (3, 5, 2))  # etcd-io/etcd#13766
 

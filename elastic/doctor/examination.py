@@ -23,6 +23,7 @@ from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.doctor_intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
 
 Say = Callable[[str], None]
 
@@ -41,8 +42,8 @@ class ExaminationPlan:
     ports: tuple[int, ...] = ()  # to be tried between all nodes, beside ephemeral ones
     only_local: bool = False  # no process groups
     # Longest silence of one operation, and of one probe. Starts of processes get more.
-    deadline_s: float = 20.0
-    join_timeout_s: float = 60.0
+    deadline_s: float = DOCTOR_DEADLINE_S
+    join_timeout_s: float = DOCTOR_JOIN_S
     name: str = field(
         default_factory=lambda: os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname()
     )

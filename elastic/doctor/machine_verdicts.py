@@ -18,6 +18,7 @@ from elastic.doctor.machine import (
     VersionFacts,
 )
 from elastic.doctor.probes import Unanswered
+from elastic.tuning.doctor_intervals import SLOW_FSYNC_MS
 from elastic.tuning.memory import RUNTIME_SHM_BYTES, human
 
 # torch's DataLoader keeps descriptors for every tensor that is shared; NCCL some for every peer.
@@ -26,7 +27,6 @@ RDMA_LOCKED_BYTES = 1 << 30
 LEAST_SHM_BYTES = 64 << 20
 LEAST_MTU = 1280  # RFC 8200: what IPv6 asks of every link
 LITTLE_SPACE_BYTES, TOO_LITTLE_SPACE_BYTES = 10 << 30, 64 << 20
-SLOW_FSYNC_MS = 500.0
 
 
 def of_shm(facts: ShmFacts | Unanswered) -> Finding:

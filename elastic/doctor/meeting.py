@@ -18,8 +18,8 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import failed
 from elastic.errors import ElasticError
 from elastic.store.keyvalue import Deleted, Entry, KeyValue, Put, Reset, WatchEvent
+from elastic.tuning.doctor_intervals import DOCTOR_LEASE_S
 
-LEASE_S = 10.0
 CLOCK_ROUNDS = 5
 
 
@@ -72,7 +72,7 @@ class Meeting:
         self._gone: set[str] = set()
         self._session = ""
         self.members: tuple[Participant, ...] = ()
-        self._lease = store.lease(LEASE_S)
+        self._lease = store.lease(DOCTOR_LEASE_S)
         self._watch = store.watch([self._root], self._on_event, name="doctor-meeting")
 
     def __enter__(self) -> Meeting:

@@ -13,9 +13,9 @@ from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Finding, failed, ok
+from elastic.tuning.doctor_intervals import DOCTOR_PAIR_CONNECT_S
 
 PAYLOAD_BYTES = 64 << 10
-CONNECT_WITHIN_S = 3.0
 _NAMED_AT_MOST = 4
 
 
@@ -41,7 +41,7 @@ class BoundPorts:
 class _Echo(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         stream: socket.socket = self.request
-        stream.settimeout(CONNECT_WITHIN_S)
+        stream.settimeout(DOCTOR_PAIR_CONNECT_S)
         with contextlib.suppress(OSError):  # the other node reports it
             stream.sendall(_receive(stream))
 
@@ -97,13 +97,13 @@ def _connect(to: int, address: str, port: int) -> ConnectionAttempt:
     began = SYSTEM_CLOCK.monotonic()
     said, took_ms = "", 0.0
     try:
-        with socket.create_connection((address, port), timeout=CONNECT_WITHIN_S) as stream:
+        with socket.create_connection((address, port), timeout=DOCTOR_PAIR_CONNECT_S) as stream:
             took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
             stream.sendall(bytes(PAYLOAD_BYTES))
             _receive(stream)
     except TimeoutError:
         answers = f"connects, and {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
-        said = answers or f"no answer within {CONNECT_WITHIN_S:g} s"
+        said = answers or f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
     except OSError as error:
         said = error.strerror or str(error)
     return ConnectionAttempt(to=to, address=address, port=port, took_ms=took_ms, error=said)

@@ -19,7 +19,7 @@ import pytest
 from etcd_certificates import Authority
 
 from elastic.agent.messages import Close
-from elastic.agent.oom_kills import OomKillCounter
+from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.service import NodeService
 from elastic.errors import (
     CoordinationError,
@@ -305,7 +305,7 @@ def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
             return Verdict(Liveness.SUSPECT, "refused by a firewall", refused=True)
         return real(host, port, node_id, **more)
 
-    monkeypatch.setattr("elastic.leadership.leader.probe", firewall)
+    monkeypatch.setattr("elastic.leadership.prober.probe", firewall)
     other.arrive("RuntimeError: Connection closed by peer")  # every member is asked
     assert refused.wait(DEADLINE_S)
     eventually(lambda: any("may be dead: the lease decides" in str(e) for e in leader.events))

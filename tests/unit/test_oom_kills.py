@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from test_worker_deaths import Context
 
-from elastic.agent.oom_kills import OomKillCounter
+from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.workers import Workers
 from elastic.failures.verdict import FailureFacts, judge_failure
 from elastic.link.protocol import Bye, Hello, Ready

@@ -174,7 +174,7 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
 def test_who_saves_when_none_is_in_flight_does_not_wait_for_a_share_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervised, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(supervised, "COMMIT_PATIENCE_S", 0.2)
     rank = Rank(MemoryStorage(), 0, 2)
     rank.save(1)
     waiting = rank.saver.engine

@@ -18,12 +18,8 @@ from typing import IO, Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, RankOutcome, Result, Speed
+from elastic.tuning.doctor_intervals import DOCTOR_END_S, DOCTOR_OTHER_RANKS_S, DOCTOR_START_S
 
-# torch's import on a machine that is busy with other things.
-START_WITHIN_S = 120.0
-# After one rank has failed the others cannot succeed; they may still say what they saw.
-_OTHERS_WITHIN_S = 2.0
-_END_WITHIN_S = 2.0
 # Of a launcher around us: not for these ranks.
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,7 +66,7 @@ class Ranks:
     def pids(self) -> tuple[int, ...]:
         return tuple(one.process.pid for one in self._processes.values())
 
-    def wait_until_ready(self, within_s: float = START_WITHIN_S) -> bool:
+    def wait_until_ready(self, within_s: float = DOCTOR_START_S) -> bool:
         """Until all have imported torch."""
         ends_s = SYSTEM_CLOCK.monotonic() + within_s
         while any(one.build is None for one in self._processes.values()):
@@ -96,7 +92,7 @@ class Ranks:
                 one.process.stdin.flush()
         while not all(one.progress.is_done for one in self._processes.values()):
             failed_before = self._has_failed()
-            patience_s = _OTHERS_WITHIN_S if failed_before else silence_s
+            patience_s = DOCTOR_OTHER_RANKS_S if failed_before else silence_s
             if not self._take(SYSTEM_CLOCK.monotonic() + patience_s):
                 break
         return self.progress()
@@ -112,7 +108,7 @@ class Ranks:
                 os.killpg(one.process.pid, signal.SIGKILL)
         for one in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                one.process.wait(_END_WITHIN_S)
+                one.process.wait(DOCTOR_END_S)
                 one.reader.join()
             with contextlib.suppress(OSError):
                 assert one.process.stdin is not None
@@ -223,7 +219,7 @@ def _with_state(progress: RankOutcome) -> RankOutcome:
 
 def _how_ended(one: _Process) -> str:
     try:
-        code = one.process.wait(_END_WITHIN_S)
+        code = one.process.wait(DOCTOR_END_S)
     except subprocess.TimeoutExpired:
         return "has closed its output"
     if code < 0:

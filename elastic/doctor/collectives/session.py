@@ -13,10 +13,11 @@ from typing import Any
 
 from elastic.doctor.collectives import outcomes
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, RankOutcome, Result, Speed
-from elastic.doctor.collectives.ranks import START_WITHIN_S, RankLayout, Ranks
+from elastic.doctor.collectives.ranks import RankLayout, Ranks
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.doctor.meeting import AllGather, Participant
 from elastic.node.ports import PortReserve
+from elastic.tuning.doctor_intervals import DOCTOR_EXCHANGE_MARGIN_S, DOCTOR_START_S
 
 # Listed here, too: their functions live in a module that imports torch.
 OPERATIONS = (
@@ -33,8 +34,6 @@ OPERATIONS = (
     "barrier",
     "new_group",
 )
-# One node's ranks may be through at once while another's wait for their deadline.
-_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +227,7 @@ class _Backend:
             "why": "" if is_ready else _why_not_ready(self._ranks.progress()),
         }
         everyone = self._session.exchange(
-            f"{self._name} ready {self._starts}", own, START_WITHIN_S + _MARGIN_S
+            f"{self._name} ready {self._starts}", own, DOCTOR_START_S + DOCTOR_EXCHANGE_MARGIN_S
         )
         builds = {n: told["build"] for n, told in everyone.items() if told["build"] is not None}
         if len(builds) == len(self._session.members):
@@ -265,7 +264,7 @@ class _Backend:
                 raise NodeMissing(self._of_missing(told.keys()))
             methods = self._methods(group, told[0])
             own = self._ranks.run(group, methods, self._silence_s(group))
-            within_s = self._silence_s(group) + _MARGIN_S
+            within_s = self._silence_s(group) + DOCTOR_EXCHANGE_MARGIN_S
             everyone = session.exchange(f"{label} outcome", [asdict(p) for p in own], within_s)
         if len(everyone) < len(session.members):
             raise NodeMissing(_merged(everyone) + self._of_missing(everyone.keys()))
