@@ -25,7 +25,6 @@ from elastic.agent.messages import (
     PushedWorld,
     WorkersStart,
 )
-from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.permission import Permission
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
@@ -48,6 +47,7 @@ from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.tls import Tls

@@ -13,7 +13,6 @@ from dataclasses import replace
 from elastic.agent.leaving import Leaving
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
-from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
 from elastic.agent.world_wait import WorldWait
@@ -32,6 +31,7 @@ from elastic.membership.records import (
     WorldRecord,
     decode,
 )
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from elastic.agent.failure_reporter import FailureReporter, nodes_of
 from elastic.agent.messages import ChangeNode
-from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
     Bye,
@@ -40,6 +39,7 @@ from elastic.membership.records import (
 from elastic.membership.step_rate import StepRate
 from elastic.messages.world import RankAssignment, WorldSpec, derive
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import STORE
 
 IN_PROCESS = "in-process"

@@ -19,7 +19,6 @@ import pytest
 from etcd_certificates import Authority
 
 from elastic.agent.messages import Close
-from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.service import NodeService
 from elastic.errors import (
     CoordinationError,
@@ -46,6 +45,7 @@ from elastic.membership.records import (
     decode,
 )
 from elastic.node.identity import current_process
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
