@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
@@ -42,7 +43,7 @@ from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.succession import LeaderProbed, Succession
 from elastic.link.protocol import FlightTrace, ProgressPage
-from elastic.liveness.channel import LivenessServer
+from elastic.liveness.channel import LIMITS, LivenessServer
 from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
@@ -66,6 +67,7 @@ from elastic.store.keyvalue import (
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import peer_silence_s
 
 
 class NodeLoop:
@@ -108,8 +110,12 @@ class NodeLoop:
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
+            on_silent=lambda node_id, was_leader: self.post(
+                ConnectionClosed(node_id, was_leader, fell_silent=True)
+            ),
             key=lambda: secret.key(LIVENESS),
             tls=tls,
+            limits=replace(LIMITS, silence_s=peer_silence_s(options.lease_s)),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
@@ -262,8 +268,8 @@ class NodeLoop:
                     term.on_probed(message)
             case ConnectionOpened(node_id, is_leader):
                 self._succession.on_connection_opened(node_id, is_leader)
-            case ConnectionClosed(node_id, was_leader):
-                self._succession.on_connection_closed(node_id, was_leader)
+            case ConnectionClosed(node_id, was_leader, fell_silent):
+                self._succession.on_connection_closed(node_id, was_leader, fell_silent=fell_silent)
             case ConnectionDropped(node_id):
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.agent.failure_reporter import FailureReporter, nodes_of
+from elastic.agent.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.messages import ChangeNode
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
@@ -209,7 +209,10 @@ class Workers:
         self._at.journal.emit(
             WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
         )
-        accused = nodes_of(newest, generation, said.missing)
+        accused = (
+            *nodes_of(newest, generation, said.missing),
+            *nodes_at(newest, generation, said.unreachable),
+        )
         self.reporter.report(generation, error, accused=accused)
 
     def is_hung(self, pid: int, reason: str) -> None:

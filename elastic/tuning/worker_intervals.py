@@ -59,6 +59,9 @@ GLOO_SLICE_MS = 20
 STREAM_SLICE_S = 20e-6
 # While a group is being built, what must be aborted appears bit by bit: shut down what is new.
 ABORT_AGAIN_S = 0.005
+# A group is built in milliseconds. One that is not connects to somebody who does not answer: the
+# connections that it has begun since the last look get their limit (peer_silence_s).
+BUILD_LOOK_S = 0.25
 # After its time a build ends by itself, and says who is missing, unless it hangs.
 BUILD_GRACE_S = 0.5
 # A deadline that ends the process counts in ticks of this: a machine that was frozen counts one.

@@ -33,11 +33,12 @@ from elastic.messages.environment import world_variables
 from elastic.messages.world import derive
 from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
+from elastic.tuning.timeouts import peer_silence_of
 from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
 from elastic.worker.flight_recorder import FlightRecorder
 from elastic.worker.hang_page import offer_page
 from elastic.world.arrival import GroupSpec
-from elastic.world.faults import GroupBuildFailed
+from elastic.world.faults import GroupBuildFailed, unreachable_peers
 from elastic.world.world import World, node_name
 
 AGENT_DIED_EXIT_CODE = 1
@@ -223,7 +224,14 @@ class Worlds:
             return
         missing = error.missing if isinstance(error, GroupBuildFailed) else ()
         text = f"{type(error).__name__}: {error}"
-        self.send(CollectiveFailure(generation=self._entering, error=text, missing=missing))
+        self.send(
+            CollectiveFailure(
+                generation=self._entering,
+                error=text,
+                missing=missing,
+                unreachable=unreachable_peers(error),
+            )
+        )
 
     def left(self, step: int) -> None:
         """This rank has left at a boundary, as told."""
@@ -293,6 +301,7 @@ def group_spec(message: WorldMessage) -> GroupSpec:
         message.assignment,
         store_key=SecretKey.parse(message.store_key),
         store_tls=message.store_tls,
+        silence_s=peer_silence_of(os.environ),
     )
 
 
