@@ -250,6 +250,17 @@ def set_scales(scaler: GradScaler, scales: dict[str, Any]) -> None:
     scaler._per_optimizer_states = defaultdict(refresh)
 
 
+# FSDP1 ---------------------------------------------------------------------------------------
+
+
+def is_flat_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is what FSDP1 makes of a module's parameters.
+
+    Not among :data:`NAMES`: a torch without FSDP1 has no tensors with this mark.
+    """
+    return getattr(tensor, "_is_flat_param", False) is True
+
+
 # torch.compile -------------------------------------------------------------------------------
 
 

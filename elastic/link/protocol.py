@@ -16,6 +16,7 @@ from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
+from elastic.stragglers.facts import StepTimes
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
@@ -103,6 +104,13 @@ class FlightTrace:
     entries: tuple[FlightEntry, ...]
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """Worker, once a window: how long its steps take, for the detection of stragglers."""
+
+    times: StepTimes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
     """Agent: the answer to a hello."""
@@ -144,6 +152,13 @@ class FlightAsk:
     """Agent: ranks show no progress; which collectives has this one begun?"""
 
 
+@dataclass(frozen=True)
+class MeasureSteps:
+    """Agent: report the times of steps in windows of this length."""
+
+    window_s: float
+
+
 Message = (
     Hello
     | Heartbeat
@@ -155,11 +170,13 @@ Message = (
     | SigtermAsk
     | ProgressPage
     | FlightTrace
+    | StepReport
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
     | FlightAsk
+    | MeasureSteps
 )
 FROM_WORKER = (
     Hello,
@@ -172,8 +189,9 @@ FROM_WORKER = (
     SigtermAsk,
     ProgressPage,
     FlightTrace,
+    StepReport,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk, MeasureSteps)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,

@@ -351,7 +351,9 @@ def start_components(
     device = choose_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    journal = journal if journal is not None else _journal_of_environment()
+    own = _journal_of_environment() if journal is None else None
+    journal = own if own is not None else journal
+    assert journal is not None
     components = assemble(
         seed=seed,
         group=ProcessGroup(device, backend, journal),
@@ -360,6 +362,8 @@ def start_components(
         journal=journal,
         worlds=worlds,
     )
+    if own is not None:
+        own.locate(lambda: _position(components))
     components.preemption.install()
     return components
 
@@ -372,4 +376,14 @@ def _journal_of_environment() -> Journal:
             "rank": int(os.environ.get("RANK", "0")),
             "generation": world_from_environment().generation,
         },
+        role="worker",
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID"),
     )
+
+
+def _position(components: Components) -> dict[str, int | None]:
+    """Where this rank is, for the lines of its journal."""
+    lifecycle, step = components.lifecycle, components.job.progress.step
+    if not lifecycle.has_world:
+        return {"step": step}
+    return {"rank": lifecycle.world.rank, "generation": lifecycle.world.generation, "step": step}

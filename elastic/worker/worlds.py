@@ -22,16 +22,19 @@ from elastic.link.protocol import (
     FlightAsk,
     Heartbeat,
     Left,
+    MeasureSteps,
     Message,
     Permit,
     Ready,
     SigtermAnswer,
     SigtermAsk,
+    StepReport,
     WorldMessage,
 )
 from elastic.messages.environment import world_variables
 from elastic.messages.world import derive
 from elastic.secure_channel.keys import SecretKey
+from elastic.stragglers.windows import step_windows
 from elastic.telemetry.log import get_logger
 from elastic.tuning.timeouts import peer_silence_of
 from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
@@ -78,7 +81,7 @@ class Worlds:
             local_rank=local_rank,
             on_message=self._on_message,
             on_agent_death=_die,
-            beat=self._position,
+            beat=self._beat,
         )
         if (page := offer_page()) is not None:
             self._client.send(page)
@@ -249,6 +252,11 @@ class Worlds:
 
     # -- the link's thread --------------------------------------------------------------------
 
+    def _beat(self) -> Heartbeat:
+        if (times := step_windows.take()) is not None:
+            self.send(StepReport(times=times))
+        return self._position()
+
     def _on_message(self, message: Message) -> None:
         match message:
             case WorldMessage():
@@ -261,6 +269,8 @@ class Worlds:
                     self._changed.notify_all()
             case FlightAsk():
                 self._flights.dump()
+            case MeasureSteps(window_s=window_s):
+                step_windows.measure(window_s)
             case _:
                 pass
 
