@@ -2,8 +2,8 @@
 
 python scripts/timeouts_table.py          # write the page
 
-What it says is in elastic/tuning: the comment above an interval is its reason, the expression its
-formula, and who imports it depends on it.
+The source is elastic/tuning and checkpoints/intervals.py: the comment above an interval is its
+reason, the expression its formula, and the files that import it depend on it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoints import intervals as checkpoint_intervals
 from elastic.errors import ConfigError
-from elastic.tuning import agent_intervals, agent_options, timeouts, worker_intervals
+from elastic.tuning import (
+    agent_intervals,
+    agent_options,
+    doctor_intervals,
+    timeouts,
+    worker_intervals,
+)
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import Timeouts
 
+MODULES = (timeouts, agent_intervals, worker_intervals, doctor_intervals, checkpoint_intervals)
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "timeouts.md"
 _HEADING = re.compile(r"# (.+?) -{3,}$")
 
 INTRODUCTION = """\
-<!-- Written by scripts/timeouts_table.py from elastic/tuning: edit that. -->
+<!-- Written by scripts/timeouts_table.py from elastic/tuning and checkpoints/intervals.py. -->
 # Timeouts
 
-Every interval of a job, in one place: `elastic/tuning`. Times are in seconds (`_MS`: milliseconds).
+Every interval of a job has one place: `elastic/tuning`, and `checkpoints/intervals.py` for the
+checkpoint library, which does not import `elastic`. Times are in seconds (`_MS`: milliseconds).
 What to raise or lower for a cluster is in [tuning](how-to/tune.md); what torch's and NCCL's own
 timeouts are set to, `elastic env` prints.
 
@@ -57,7 +66,7 @@ FIXED = """
 These follow from the protocol, from torch or from the kernel. They are constants: nothing sets
 them. Connections between nodes have their own limits (`elastic/secure_channel/limits.py`), as has
 the process that ends orphaned workers (`elastic/node/orphan_reaper.py`): both run without the rest
-of the package. Checkpoints, a package of their own, keep theirs.
+of the package.
 """
 
 
@@ -72,7 +81,7 @@ class Interval(NamedTuple):
 
 def page() -> str:
     """The whole page."""
-    constants = [i for module in (timeouts, agent_intervals, worker_intervals) for i in of(module)]
+    constants = [i for module in MODULES for i in of(module)]
     return (
         INTRODUCTION
         + "".join(_settable(constants))
@@ -173,9 +182,24 @@ def _refusals() -> Iterator[str]:
         {"lease_s": 100.0},
         {"checkpoint_budget_s": 25.0},
         {"leave_grace_s": 25.0, "shutdown_timeout_s": 25.0},
+        {"last_call_s": 600.0},
+        {"join_window_s": 600.0},
+        {"hang_timeout_s": 900.0},
     ):
         try:
             Timeouts(**settings)
+        except ConfigError as error:
+            yield f"- {error.message}. To do: {error.hint}.\n"
+    for options in (
+        {"collective_timeout_s": 600.0},
+        {"quarantine_s": 600.0},
+        {"healthy_s": 600.0},
+        {"termination_grace_s": 20.0},
+        {"leave_grace_s": 1.0},
+        {"hung_after_s": 1.0},
+    ):
+        try:
+            AgentOptions(**options)
         except ConfigError as error:
             yield f"- {error.message}. To do: {error.hint}.\n"
 
@@ -197,15 +221,15 @@ def _fixed(constants: list[Interval]) -> Iterator[str]:
 
 
 def _value(name: str) -> float:
-    modules = (timeouts, agent_intervals, worker_intervals)
-    return float(next(getattr(m, name) for m in modules if hasattr(m, name)))
+    return float(next(getattr(m, name) for m in MODULES if hasattr(m, name)))
 
 
 def _users() -> dict[str, set[str]]:
     """For each name, the files that use it."""
     found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "elastic").rglob("*.py")):
-        file = path.relative_to(ROOT / "elastic").as_posix()
+    packages = (ROOT / "elastic", ROOT / "checkpoints")
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix().removeprefix("elastic/")
         tree = ast.parse(path.read_text())
         names = (n for n in ast.walk(tree) if isinstance(n, ast.Name))
         mentioned = {n.id for n in names if isinstance(n.ctx, ast.Load)}

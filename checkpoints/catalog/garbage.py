@@ -23,6 +23,7 @@ from checkpoints.format.names import (
     parse_attempt,
     parse_part_file,
 )
+from checkpoints.intervals import GARBAGE_MIN_AGE_S
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
@@ -50,13 +51,13 @@ def collect_garbage(
     *,
     generation: int = 0,
     nonce: str | None = None,
-    min_age_s: float = 3600.0,
+    min_age_s: float = GARBAGE_MIN_AGE_S,
     clock: Callable[[], float] = time.time,
 ) -> GarbageCollectionResult:
     """Commit complete attempts and remove those whose world has ended. One process calls it.
 
     ``generation`` and ``nonce`` are those of the caller's world; with a nonce of None the caller
-    belongs to no world, and attempts are removed by age alone. Raises :class:`SaveError` if the
+    belongs to no world, and attempts are removed only by age. Raises :class:`SaveError` if the
     storage fails.
     """
     storage = storage_for(root)

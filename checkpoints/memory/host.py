@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from checkpoints.intervals import PEER_REQUEST_S
 from checkpoints.memory.node_memory import COPIES, OWN, NodeMemory
 from checkpoints.memory.peer_server import PeerServer
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
@@ -149,7 +150,9 @@ def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
     return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder).limit_bytes)
 
 
-def memory_roots(folder: str | os.PathLike[str], *, timeout_s: float = 5.0) -> list[Root]:
+def memory_roots(
+    folder: str | os.PathLike[str], *, timeout_s: float = PEER_REQUEST_S
+) -> list[Root]:
     """For :class:`~checkpoints.TieredStorage`: this node's parts, the replicas it holds, then
     the memory of all other nodes.
 

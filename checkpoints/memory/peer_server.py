@@ -1,9 +1,9 @@
 """Serves the parts in this node's memory to the other nodes of the job, and stores their replicas.
 
 Owned by a process that outlives the workers. Client and server first prove to each other that they
-hold the job's key (:mod:`elastic.secure_channel`); then it gets a thread of its own. Requests and
-answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, with raw bytes behind
-them where they say so. Paths are only ever names of
+hold the job's key (:mod:`elastic.secure_channel`); then it gets a separate thread. Requests and
+answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, followed by
+raw bytes if their fields announce them. Paths are only ever names of
 :mod:`checkpoints.format.names`; any other path is refused.
 """
 
@@ -27,6 +27,7 @@ from checkpoints.format.names import (
     parse_part_file,
     parse_writer_file,
 )
+from checkpoints.intervals import PEER_EXCHANGE_S, PEER_IDLE_S
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.protocol import ReadableFile
@@ -43,8 +44,6 @@ MAX_REQUEST = 16 << 10
 MAX_ANSWER = 4 << 20
 BLOCK_BYTES = 1 << 20
 LIMITS = Limits(frame_bytes=MAX_REQUEST, open_connections=128)
-_IDLE_S = 120.0
-_EXCHANGE_S = 10.0
 _MAX_COUNT = 1 << 40
 _FIELDS = {
     "list": {"do", "path"},
@@ -123,7 +122,7 @@ class PeerServer(Handler):
             raise ProtocolError(f"there are {len(self._threads)} connections already")
         sock, received = self._hub.detach(connection)
         try:
-            channel = Channel(sock, timeout_s=_EXCHANGE_S, received=received)
+            channel = Channel(sock, timeout_s=PEER_EXCHANGE_S, received=received)
             thread = threading.Thread(
                 target=self._serve, args=(channel,), name="checkpoint-peer-connection", daemon=True
             )
@@ -135,11 +134,11 @@ class PeerServer(Handler):
 
     def _serve(self, channel: Channel) -> None:
         try:
-            channel.wait(_IDLE_S)
+            channel.wait(PEER_IDLE_S)
             while (request := channel.receive(MAX_REQUEST)) is not None:
                 channel.expect(0)
                 self._answer(channel, request)
-                channel.wait(_IDLE_S)
+                channel.wait(PEER_IDLE_S)
         except OSError:
             pass  # disconnected or too slow: the peer reports it
         except BaseException as error:  # noqa: BLE001  reported to the owner

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
+from checkpoints.intervals import PEER_REQUEST_S
 from checkpoints.memory.peer_server import BLOCK_BYTES, MAX_ANSWER
 from checkpoints.storage.protocol import ReadableFile, WritableFile
 from elastic.secure_channel.channel import Channel
@@ -48,7 +49,7 @@ class PeerStorage:
         *,
         key: Callable[[], SecretKey],
         tls: Tls | None = None,
-        timeout_s: float = 5.0,
+        timeout_s: float = PEER_REQUEST_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from checkpoints.format.names import CheckpointName, parse_part_file, part_file, writer_file
+from checkpoints.intervals import (
+    PEER_REQUEST_S,
+    REPLICATION_FIRST_BACKOFF_S,
+    REPLICATION_MAX_BACKOFF_S,
+    REPLICATION_POLL_S,
+)
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls
 
-_POLL_S = 0.1
-_INITIAL_BACKOFF_S = 1.0
-_MAX_BACKOFF_S = 30.0
 # A step is complete once all ranks have written: the newest may lack parts, the one before rarely.
 _NEWEST = 2
 
@@ -53,7 +56,7 @@ class Replicator:
         tls: Tls | None = None,
         on_outcome: Callable[[ReplicationOutcome], object] = lambda outcome: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
-        timeout_s: float = 5.0,
+        timeout_s: float = PEER_REQUEST_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = own
@@ -83,7 +86,7 @@ class Replicator:
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(_POLL_S):
+            while not self._closing.wait(REPLICATION_POLL_S):
                 self._follow(self._peer())
                 while self._may_copy() and self._copy_one():
                     pass
@@ -96,7 +99,10 @@ class Replicator:
         return not self._closing.is_set() and self._monotonic() >= self._not_before_s
 
     def _backoff_s(self) -> float:
-        return min(_INITIAL_BACKOFF_S * 2.0 ** min(self._failures - 1, 10), _MAX_BACKOFF_S)
+        return min(
+            REPLICATION_FIRST_BACKOFF_S * 2.0 ** min(self._failures - 1, 10),
+            REPLICATION_MAX_BACKOFF_S,
+        )
 
     def _follow(self, address: PeerAddress | None) -> None:
         """Switch to another peer, which holds no replicas yet."""

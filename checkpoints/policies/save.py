@@ -12,6 +12,11 @@ import math
 from dataclasses import dataclass
 
 from checkpoints.errors import ArgumentError
+from checkpoints.intervals import (
+    AUTOMATIC_BETWEEN_FAILURES_S,
+    AUTOMATIC_MAX_INTERVAL_S,
+    AUTOMATIC_MIN_INTERVAL_S,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +149,9 @@ class Automatic(SavePolicy):
     for restart dumps", 2006, equation 20.
     """
 
-    expected_between_failures_s: float = 4 * 3600.0
-    min_interval_s: float = 30.0
-    max_interval_s: float = 3600.0
+    expected_between_failures_s: float = AUTOMATIC_BETWEEN_FAILURES_S
+    min_interval_s: float = AUTOMATIC_MIN_INTERVAL_S
+    max_interval_s: float = AUTOMATIC_MAX_INTERVAL_S
 
     def __post_init__(self) -> None:
         _positive("Automatic: expected_between_failures_s", self.expected_between_failures_s)

@@ -28,6 +28,7 @@ from checkpoints.catalog.commit import is_committed
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import flatten, spec_of
+from checkpoints.intervals import PART_POLL_S, SAVE_DEADLINE_S
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, write_and_commit
 from checkpoints.saving.outcome import (
@@ -46,7 +47,6 @@ from checkpoints.tensors.partition import share_of
 
 THREAD_NAME = "checkpoint-writer"
 _NICENESS = 10
-_POLL_S = 0.1  # poll interval for the other writers' parts
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Engine:
         *,
         keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
         fence: Callable[[], bool] | None = None,
-        deadline_s: float = 600.0,
+        deadline_s: float = SAVE_DEADLINE_S,
         busy: Literal["skip", "wait"] = "skip",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -217,12 +217,12 @@ class Engine:
             left_s = min(until_s, *(deadline for _, deadline in handles)) - self._monotonic()
             if self._monotonic() >= until_s:
                 return False
-            handles[0][0].wait(min(max(left_s, 0.0), _POLL_S))
+            handles[0][0].wait(min(max(left_s, 0.0), PART_POLL_S))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the saves in flight and join the thread; False if it did not end in time.
 
-        A hung writer thread is left behind: it is a daemon and never commits.
+        A hung writer thread is leaked: it is a daemon and never commits.
         """
         if self._closed:
             return not self._thread.is_alive()
@@ -230,7 +230,7 @@ class Engine:
         finished = self._died is not None or self.wait(timeout_s)
         self._abandon(lambda job: True, "the engine was closed")
         self._jobs.put(None)
-        self._thread.join(timeout=_POLL_S * 10 if finished else 0.0)
+        self._thread.join(timeout=PART_POLL_S * 10 if finished else 0.0)
         self._report_death()
         return finished and not self._thread.is_alive()
 
@@ -307,7 +307,7 @@ class Engine:
         """Process one job, or poll those that wait for other writers; False at the end."""
         waiting = self.in_flight > 0
         try:
-            job = self._jobs.get(timeout=_POLL_S if waiting else None)
+            job = self._jobs.get(timeout=PART_POLL_S if waiting else None)
         except queue.Empty:
             self._poll_waiting()
             return True

@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoints.errors import SaveError
 from checkpoints.format.names import CheckpointName
+from checkpoints.intervals import COMMIT_PATIENCE_S, SAVE_DEADLINE_S, WRITER_SLICE_S
 from checkpoints.policies.retention import RetentionFunction
 from checkpoints.saving.engine import Engine
 from checkpoints.saving.outcome import (
@@ -25,11 +26,7 @@ from checkpoints.saving.outcome import (
 from checkpoints.saving.save import save
 from checkpoints.storage.protocol import Storage
 
-# A save that nobody could commit by then is abandoned: one of its writers, or the disk, is gone.
-DEADLINE_S = 600.0
-PATIENCE_S = 60.0
 MAX_DEATHS = 3
-_SLICE_S = 0.02
 
 
 class SupervisedEngine:
@@ -72,12 +69,14 @@ class SupervisedEngine:
     def is_busy(self) -> bool:
         """Whether a save is in flight that can be expected to be committed.
 
-        A written save that waits for longer than :data:`PATIENCE_S` lacks a share that failed on
-        another rank. A policy that saves when none is in flight need not wait for its deadline.
+        A written save that waits for longer than :data:`COMMIT_PATIENCE_S` lacks a share that
+        failed on another rank. A policy that saves when none is in flight need not wait for its
+        deadline.
         """
         now_s = self._monotonic()
         return any(
-            not handle.is_written or now_s - began_s < PATIENCE_S for handle, began_s in self._open
+            not handle.is_written or now_s - began_s < COMMIT_PATIENCE_S
+            for handle, began_s in self._open
         )
 
     @property
@@ -171,7 +170,7 @@ class SupervisedEngine:
     def _wait(self, done: Callable[[], bool], budget_s: float) -> bool:
         until_s = self._monotonic() + budget_s
         while not done() and self._monotonic() < until_s:
-            self._sleep(_SLICE_S)
+            self._sleep(WRITER_SLICE_S)
             self.poll()
         self.poll()
         return done()
@@ -182,7 +181,7 @@ class SupervisedEngine:
             self._engine = Engine(
                 self._storage,
                 keep=self._keep,
-                deadline_s=DEADLINE_S,
+                deadline_s=SAVE_DEADLINE_S,
                 clock=self._clock,
                 monotonic=self._monotonic,
             )

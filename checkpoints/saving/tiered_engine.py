@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from checkpoints.errors import ArgumentError
+from checkpoints.intervals import SAVE_DEADLINE_S
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.policies.save import SaveContext, SavePolicy
 from checkpoints.saving.engine import Engine
@@ -76,7 +77,7 @@ class TieredEngine:
         tiers: Sequence[Tier],
         *,
         began_at_step: int = 0,
-        deadline_s: float = 600.0,
+        deadline_s: float = SAVE_DEADLINE_S,
         busy: Literal["skip", "wait"] = "skip",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,

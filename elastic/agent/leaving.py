@@ -34,7 +34,7 @@ def leave_at_once_on_sigterm(end: Callable[[], BaseException] = told_to_leave) -
         signal.signal(signal.SIGTERM, leave_at_once)
 
 
-class Phase(Enum):
+class LauncherPhase(Enum):
     """What torchrun's main thread does."""
 
     WAITING = "waiting"  # for a world: no workers run
@@ -76,7 +76,7 @@ class Leaving:
         tell_workers: Callable[[], object] = lambda: None,
         end: Callable[[], BaseException] = told_to_leave,
     ) -> None:
-        self.phase = Phase.WAITING
+        self.phase = LauncherPhase.WAITING
         self.told = False
         self._end = end
         self._has_raised = False
@@ -103,16 +103,18 @@ class Leaving:
         if self.told:
             return
         self.told = True
-        if self.phase in (Phase.CLOSING, Phase.PARKED):
+        if self.phase in (LauncherPhase.CLOSING, LauncherPhase.PARKED):
             return
-        if self.phase is Phase.FINISHING:  # nothing is taken back: the others count it as finished
+        if (
+            self.phase is LauncherPhase.FINISHING
+        ):  # nothing is taken back: the others count it as finished
             raise self.end()
-        self._in_order = self.phase is Phase.RUNNING and self._node.can_leave_in_order
+        self._in_order = self.phase is LauncherPhase.RUNNING and self._node.can_leave_in_order
         self._node.leave("SIGTERM")
         if self._in_order:
             # The workers leave at a step's boundary; torchrun's next poll sees that they have.
             self._by_s = self._clock.monotonic() + self._grace_s
-        elif self.phase is not Phase.STARTING:  # else the next poll ends it
+        elif self.phase is not LauncherPhase.STARTING:  # else the next poll ends it
             self._stop()
 
     def end(self) -> BaseException:

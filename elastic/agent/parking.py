@@ -8,7 +8,7 @@ back but its process, says what became of the job (log, ``/readyz``) and waits t
 
 from __future__ import annotations
 
-from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.leaving import LauncherPhase, Leaving
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import NodeParked
 from elastic.membership.records import Done
@@ -25,7 +25,7 @@ def park(
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Block until SIGTERM. On torchrun's main thread, with the node's service closed."""
-    leaving.phase = Phase.PARKED
+    leaving.phase = LauncherPhase.PARKED
     status.parked = True
     journal.emit(
         NodeParked(outcome=done.outcome.value, exit_code=done.exit_code, reason=done.reason)

@@ -6,6 +6,7 @@ happens on the thread of :mod:`elastic.agent.loop`; the two meet on the board.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
 from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
+from elastic.agent.world_wait import WorldWait
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import CoordinationError, JoinTimeout, NodeRefused, RecordError
+from elastic.errors import NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.hangs.watch import Supervised
 from elastic.health.endpoints import Routes, routes_of
@@ -27,16 +29,15 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
-    WorldState,
     decode,
 )
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.agent_intervals import (
-    ASK_MEMBERS_S,
     FINISH_WITHOUT_STORE_S,
     MAIN_THREAD_SLICE_S,
 )
@@ -57,6 +58,7 @@ class NodeService:
         journal: EventSink,
         clock: Clock = SYSTEM_CLOCK,
         last_contact_s: Callable[[], float] | None = None,
+        oom_kills: OomKillCounter | None = None,
         tls: Tls | None = None,
     ) -> None:
         self._store = store
@@ -64,6 +66,7 @@ class NodeService:
         self._options = options
         self._journal = journal
         self._clock = clock
+        self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         node = replace(node, tls=tls is not None)  # for all to see who can mix
         self._status = NodeStatus(node, keys, clock.monotonic())
         self._loop = NodeLoop(
@@ -83,7 +86,16 @@ class NodeService:
             clock=clock,
             journal=journal,
             last_contact_s=last_contact_s,
+            oom_kills=self._oom_kills,
             tls=tls,
+        )
+        self._wait = WorldWait(
+            store=store,
+            keys=keys,
+            options=options,
+            status=self._status,
+            loop=self._loop,
+            clock=clock,
         )
 
     @property
@@ -135,6 +147,11 @@ class NodeService:
             self._refuse_if_it_cannot_mix(node)
         self._status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
+        is_oom_kill = failure_exit_code == -signal.SIGKILL and (
+            node.failure_is_oom_kill or self._oom_kills.has_killed()
+        )
+        if is_oom_kill and OOM_KILL not in (failure or ""):
+            failure = f"{failure or 'a worker was ended by SIGKILL'}: {OOM_KILL}"
         self._journal.emit(
             NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code)
         )
@@ -150,6 +167,8 @@ class NodeService:
                 arrived_for=after,
                 failure=failure,
                 failure_exit_code=failure_exit_code,
+                failure_step=self._status.failure_step if failure_exit_code is not None else None,
+                failure_is_oom_kill=is_oom_kill,
             )
         )
         # After the change: while the node still counts as running its last world, the next one
@@ -181,57 +200,7 @@ class NodeService:
             JobFailed, BudgetSpent: the job has ended without success.
             JobSucceeded: it has ended with success.
         """
-        status = self._status
-        deadline = self._clock.monotonic() + self._options.join_timeout_s
-        ask_at_s = 0.0
-        while True:
-            status.watchdog.beat()
-            with status.changed:
-                status.raise_if_over()
-                if not self._loop.alive:
-                    raise CoordinationError("this node's service was closed while it waited")
-                world = status.world.world
-                if world is not None and self._is_for_us(world):
-                    return world
-                now = self._clock.monotonic()
-                if self._is_spare(world):
-                    deadline = now + self._options.join_timeout_s
-                if now >= deadline:
-                    raise self._join_timeout(world)
-            # Not under the lock: this asks the store.
-            if world is not None and now >= ask_at_s:
-                if self._is_to_be_joined(world):
-                    return None
-                ask_at_s = now + ASK_MEMBERS_S
-            with status.changed:
-                if status.world.world is world:
-                    status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
-
-    def _is_for_us(self, world: WorldRecord) -> bool:
-        # (A world whose members keep their workers is never entered by starting some: if it has
-        # this node, it was written before the leader knew that they have ended.)
-        return (
-            world.state is WorldState.ACTIVE
-            and world.mode != IN_PROCESS
-            and self.node_id in world.node_ids
-            and world.generation > self._status.node.arrived_for
-        )
-
-    def _is_to_be_joined(self, world: WorldRecord) -> bool:
-        """Whether the members keep their workers: nobody waits for ours, so they get ready."""
-        if self.node_id in world.node_ids or not self._loop.link_path:
-            return False
-        return world.mode == IN_PROCESS or self._members_keep_workers(world)
-
-    def _members_keep_workers(self, world: WorldRecord) -> bool:
-        """Whether all members of a first world have said that their workers are ready."""
-        try:
-            entries = self._store.list(self._keys.nodes).entries
-            nodes = [decode(Node, entry.key, entry.value) for entry in entries]
-        except CoordinationError:
-            return False
-        members = [n for n in nodes if n.node_id in world.node_ids]
-        return len(members) > 0 and all(n.in_process for n in members)
+        return self._wait.run()
 
     def warm_up(self) -> None:
         """The main thread starts workers that are in no world yet."""
@@ -242,27 +211,8 @@ class NodeService:
         """torchrun starts the workers next: before the node's state says so."""
         self._status.starts += 1
         self._status.stopping = False
-
-    def _is_spare(self, world: WorldRecord | None) -> bool:
-        """A healthy world without room for us: a spare waits for as long as it takes."""
-        return (
-            world is not None
-            and world.state is WorldState.ACTIVE
-            and self.node_id not in world.node_ids
-            and len(world.members) >= world.max_nodes
-        )
-
-    def _join_timeout(self, world: WorldRecord | None) -> JoinTimeout:
-        node = self._status.node
-        members = f"the last world: {world.reason}" if world else "no world was ever formed"
-        report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
-        return JoinTimeout(
-            f"no world with this node within join_timeout_s={self._options.join_timeout_s:g} "
-            f"under {self._keys.root} (min {node.min_nodes}, max {node.max_nodes}; "
-            f"{members}{report})",
-            hint="start more nodes with the same --rdzv-id, lower the minimum of --nnodes, "
-            "or raise join_timeout_s",
-        )
+        self._status.failure_step = None
+        self._oom_kills.mark()
 
     def enter(self, world: WorldRecord, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
@@ -282,6 +232,8 @@ class NodeService:
                 running=world,
                 failure=None,
                 failure_exit_code=None,
+                failure_step=None,
+                failure_is_oom_kill=False,
             )
         )
 
@@ -298,7 +250,7 @@ class NodeService:
             return False
         if node.in_process:
             restarts = self._must_restart(world, node)
-            self._raise_if_paused_for_long(world, entry.since_s)
+            self._wait.raise_if_paused_for_long(world, entry.since_s)
         else:
             restarts = running is not None and world.generation > running.generation
         self._status.stopping = self._status.stopping or restarts
@@ -312,11 +264,6 @@ class NodeService:
         if world.generation <= node.running.generation or node.state is NodeState.LEAVING:
             return False
         return not is_member or world.mode != IN_PROCESS
-
-    def _raise_if_paused_for_long(self, world: WorldRecord, since_s: float) -> None:
-        paused_s = self._clock.monotonic() - since_s
-        if world.state is WorldState.PAUSED and paused_s > self._options.join_timeout_s:
-            raise self._join_timeout(world)
 
     @property
     def link_path(self) -> str:

@@ -12,12 +12,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from elastic.agent.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.messages import ChangeNode
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
     Bye,
     CollectiveFailure,
     Entered,
+    FlightAsk,
     Heartbeat,
     Hello,
     Left,
@@ -30,18 +32,16 @@ from elastic.link.protocol import (
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.membership.records import (
-    FailureReport,
     Node,
     NodeState,
     WorldRecord,
     WorldState,
-    encode,
 )
 from elastic.membership.step_rate import StepRate
 from elastic.messages.world import RankAssignment, WorldSpec, derive
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import STORE
-from elastic.store.keyvalue import Lease
 
 IN_PROCESS = "in-process"
 HUNG_EXIT_CODE = 1
@@ -66,8 +66,9 @@ class WorkerEnded:
 class Workers:
     """One per agent, over all starts of its workers."""
 
-    def __init__(self, context: NodeContext) -> None:
+    def __init__(self, context: NodeContext, oom_kills: OomKillCounter | None = None) -> None:
         self._at = context
+        self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         self._server = LinkServer(
             on_message=lambda worker, message: context.post(LinkSaid(worker, message)),
             on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
@@ -78,8 +79,7 @@ class Workers:
         self._entered: dict[int, int] = {}  # pid to generation
         self._starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
         self._pushed: WorldRecord | None = None  # the newest world they were told
-        self._failure_report: FailureReport | None = None  # to be written, or written
-        self._trouble_written = False
+        self.reporter = FailureReporter(context)
         self._has_parted = False  # told to leave: their ends are no deaths
         self._permit: Permit | None = None  # the last one
         self._hung: dict[int, str] = {}  # pids that this agent ends, and why
@@ -103,6 +103,10 @@ class Workers:
     def world(self) -> WorldRecord | None:
         """The newest world that they were told."""
         return self._pushed or self._node.running
+
+    def ask_for_flights(self) -> None:
+        """Have them say which collectives they began, for the report of a hang."""
+        self._server.send(FlightAsk())
 
     # ── what workers say ─────────────────────────────────────────────────────────────────
 
@@ -183,25 +187,33 @@ class Workers:
                 waited_s=0.0,
             )
         )
-        self._change(lambda n: replace(n, running=world, failure=None, failure_exit_code=None))
+        self._at.status.failure_step = None
+        self._change(
+            lambda n: replace(
+                n,
+                running=world,
+                failure=None,
+                failure_exit_code=None,
+                failure_step=None,
+                failure_is_oom_kill=False,
+            )
+        )
 
     def _on_failure(self, worker: Worker, said: CollectiveFailure) -> None:
         generation, error = said.generation, said.error
         newest = self._pushed or self._node.running
         if newest is not None and generation < newest.generation and not newest.switch_at_step:
             return  # already answered
-        if self._failure_report is not None and self._failure_report.generation >= generation:
+        if self.reporter.has_reported(generation):
             return
         self._at.journal.emit(
             WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
         )
-        self._failure_report = FailureReport(
-            node_id=self._node.node_id,
-            generation=generation,
-            error=error[:500],
-            accused=_nodes_of(newest, generation, said.missing),
+        accused = (
+            *nodes_of(newest, generation, said.missing),
+            *nodes_at(newest, generation, said.unreachable),
         )
-        self._trouble_written = False
+        self.reporter.report(generation, error, accused=accused)
 
     def is_hung(self, pid: int, reason: str) -> None:
         """A worker is about to be ended."""
@@ -211,10 +223,7 @@ class Workers:
         """The workers wait for each other, and all live: the same ranks form another world."""
         if self.world is None or self.world.generation > generation:
             return
-        self._failure_report = FailureReport(
-            node_id=self._node.node_id, generation=generation, error=reason[:500]
-        )
-        self._trouble_written = False
+        self.reporter.report(generation, reason)
 
     def _note_left(self) -> None:
         present = {w.pid for w in self._server.workers()}
@@ -243,9 +252,16 @@ class Workers:
         if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
             return
         _kill_group(worker.pid)
+        is_failure = was_ready and self._node.state in (NodeState.READY, NodeState.STARTING)
+        is_killed = death.signal == signal.SIGKILL and hung is None
+        # Asked once for each failure: of what it has been told, the counter says no more.
+        is_oom_kill = is_failure and is_killed and self._oom_kills.has_killed()
         text = hung or (bye.error if bye is not None and bye.error else _how(worker, death))
+        if is_oom_kill:
+            text = f"{text}: {OOM_KILL}"
+        self._at.status.failure_step = bye.step if bye is not None else None
         self._at.journal.emit(WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=text))
-        if not was_ready or self._node.state not in (NodeState.READY, NodeState.STARTING):
+        if not is_failure:
             return  # torchrun restarts it; the others have not trained with it without a restart
         generation = self._generation
         is_replaced = self._can_be_replaced(worker)
@@ -262,6 +278,8 @@ class Workers:
                 failure=text,
                 # What this agent has ended was not killed from outside: it is held against it.
                 failure_exit_code=_exit_code(death) if hung is None else HUNG_EXIT_CODE,
+                failure_step=self._at.status.failure_step,
+                failure_is_oom_kill=is_oom_kill,
             )
         )
 
@@ -366,45 +384,10 @@ class Workers:
             local_size=self._node.nproc,
         )
 
-    # ── what the store is told ───────────────────────────────────────────────────────────
-
-    def report(self, lease: Lease) -> None:
-        """Write, or take back, this node's trouble. Called with the node's live lease."""
-        report, node = self._failure_report, self._node
-        if report is None:
-            return
-        key = self._at.keys.failure_report(node.node_id)
-        newest = self._at.status.world.world
-        over = newest is not None and newest.generation > report.generation
-        if over and newest is not None and newest.switch_at_step is None:
-            if self._trouble_written:
-                self._at.store.delete(key)
-            self._failure_report = None
-        elif not self._trouble_written:
-            self._at.store.put(key, encode(report), lease=lease)
-            self._trouble_written = True
-
-    def register_again(self) -> None:
-        """The lease is new: what stood on the old one is gone."""
-        self._trouble_written = False
-
     def _change(self, change: Callable[[Node], Node]) -> None:
         """At once for the eyes of the main thread; published with the next registration."""
         self._at.status.change_node(change)
         self._at.post(ChangeNode(lambda node: node))
-
-
-def _nodes_of(
-    world: WorldRecord | None, generation: int, ranks: tuple[int, ...]
-) -> tuple[str, ...]:
-    """The nodes that run these ranks of that generation."""
-    if world is None or world.generation != generation:
-        return ()
-    return tuple(
-        m.node_id
-        for m in world.members
-        if any(0 <= rank - world.first_rank_of(m.node_id) < m.nproc for rank in ranks)
-    )
 
 
 def _kill_group(pid: int) -> None:

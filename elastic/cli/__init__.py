@@ -1,6 +1,6 @@
 """The ``elastic`` command. ``main`` finds the subcommand and imports it, and nothing else.
 
 :mod:`elastic.cli.launch` is ``elastic run``, :mod:`elastic.cli.demo` the demo,
-:mod:`elastic.cli.kube` the manifests; ``checkpoints``, ``finish`` (with ``scale``) and
-``completion`` are one file each.
+:mod:`elastic.cli.kube` the manifests; every other command is one file. ``command_parser`` is the
+parser of all of them, ``job_arguments`` the flags that name a job and its etcd.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
-from typing import NoReturn
 
+from elastic.cli.command_parser import CommandParser
 from elastic.cli.main import COMMANDS
 from elastic.errors import ConfigError
 
@@ -23,24 +23,24 @@ def main(argv: Sequence[str]) -> int:
             "completion scripts are made by the package shtab, which is not installed",
             hint="pip install 'torch-elastic-harness[completion]'",
         ) from error
-    print(shtab.complete(whole_parser(), shell=args.shell))
+    print(shtab.complete(complete_parser(), shell=args.shell))
     return 0
 
 
-def whole_parser() -> argparse.ArgumentParser:
-    """The whole command line as one parser. Imports every command, and with some of them torch."""
-    whole = argparse.ArgumentParser(prog="elastic")
-    whole.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = whole.add_subparsers(dest="command")
+def complete_parser() -> argparse.ArgumentParser:
+    """The complete command line as one parser. Imports every command; some of them import torch."""
+    complete = argparse.ArgumentParser(prog="elastic")
+    complete.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = complete.add_subparsers(dest="command")
     for name, command in COMMANDS.items():
         own = importlib.import_module(command.module).parser()
         commands.add_parser(name, parents=[own], add_help=False, help=command.summary)
-    return whole
+    return complete
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic completion``."""
-    own = _Parser(
+    own = CommandParser(
         prog="elastic completion",
         description="Print a completion script: `elastic completion bash > "
         "~/.local/share/bash-completion/completions/elastic`, or `elastic completion zsh > "
@@ -48,8 +48,3 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument("shell", choices=SHELLS)
     return own
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic completion -h` shows its options")

@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.job_arguments import add_job_arguments, options_of
 from elastic.doctor.collectives.outcomes import rate
-from elastic.doctor.examination import Plan, Report, examine
+from elastic.doctor.examination import ExaminationPlan, Report, examine
 from elastic.doctor.findings import HEALTHY, Finding, Status, exit_code, summary
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import read_options
 from elastic.tuning.memory import human
 
 _COLOURS = {
@@ -48,7 +49,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _say(text: str) -> None:
-    """Progress, for a person who waits."""
+    """Progress messages for an interactive terminal."""
     if sys.stderr.isatty():
         print(f"elastic: {text}", file=sys.stderr, flush=True)
 
@@ -118,14 +119,9 @@ def _speeds_table(report: Report) -> Any:
 # The command line --------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic doctor -h` lists the flags")
-
-
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic doctor``."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="elastic doctor",
         description="Check this machine, etcd, and every operation of torch.distributed. With "
         "--nnodes=N, started on each of N nodes, also what lies between them.",
@@ -133,26 +129,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "2 usage. Options of the agents (certificates, user, prefix) are read from the same "
         "ELASTIC_* variables.",
     )
-    parser.add_argument(
-        "--rdzv-endpoint",
-        "--endpoint",
-        default=environ.get("PET_RDZV_ENDPOINT"),
-        metavar="HOST:PORT",
-        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
-    )
-    parser.add_argument(
-        "--rdzv-id",
-        "--run-id",
-        default=environ.get("PET_RDZV_ID"),
-        help="the job's name, below which keys are written (default: PET_RDZV_ID)",
-    )
-    parser.add_argument(
-        "--rdzv-conf",
-        "--conf",
-        default=environ.get("PET_RDZV_CONF", ""),
-        metavar="KEY=VALUE,...",
-        help="options, as torchrun takes them: cacert, cert, key, user, password_file, prefix",
-    )
+    add_job_arguments(parser, environ)
     parser.add_argument(
         "--nnodes", type=_positive, default=1, metavar="N", help="nodes that run this (default: 1)"
     )
@@ -178,14 +155,14 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     parser.add_argument(
         "--deadline",
         type=_seconds,
-        default=Plan.deadline_s,
+        default=ExaminationPlan.deadline_s,
         metavar="S",
         help="the longest that one operation may be silent (default: %(default)g)",
     )
     parser.add_argument(
         "--join-timeout",
         type=_seconds,
-        default=Plan.join_timeout_s,
+        default=ExaminationPlan.join_timeout_s,
         metavar="S",
         help="how long to wait for the other nodes (default: %(default)g)",
     )
@@ -193,7 +170,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> ExaminationPlan:
     """What to examine. Raises ConfigError."""
     if args.nnodes > 1 and not (args.rdzv_endpoint and args.rdzv_id):
         lacking = "--rdzv-endpoint" if not args.rdzv_endpoint else "--rdzv-id"
@@ -201,8 +178,8 @@ def _plan(args: argparse.Namespace) -> Plan:
             f"--nnodes={args.nnodes} without {lacking}: the nodes find each other through etcd",
             hint="give all of them the same --rdzv-endpoint=HOST:PORT and --rdzv-id=NAME",
         )
-    return Plan(
-        options=read_options(_conf(args.rdzv_conf), os.environ),
+    return ExaminationPlan(
+        options=options_of(args),
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,
         nnodes=args.nnodes,
@@ -214,18 +191,6 @@ def _plan(args: argparse.Namespace) -> Plan:
         deadline_s=args.deadline,
         join_timeout_s=args.join_timeout,
     )
-
-
-def _conf(text: str) -> dict[str, str]:
-    """torchrun's ``key=value,key=value``."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    for key, equals, value in pairs:
-        if not (key.strip() and equals and value.strip()):
-            raise ConfigError(
-                f"--rdzv-conf={text}: {key!r} is not KEY=VALUE",
-                hint="for example --rdzv-conf=prefix=/elastic",
-            )
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _ports(text: str) -> tuple[int, ...]:

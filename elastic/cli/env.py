@@ -1,7 +1,7 @@
 """``elastic env``: the variables of NCCL, torch and gloo that workers on this machine would get.
 
 What an agent started here with the same options would set, where each value comes from, and why.
-Reads the machine and the environment; imports no torch, and asks nobody.
+Reads the machine and the environment; imports no torch, and connects to nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.job_arguments import add_options_argument, options_of
 from elastic.cli.launch.flags import node_range
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.network import Network, read_network, source_address
 from elastic.tuning.worker_environment import (
     DEFAULT,
@@ -32,7 +34,7 @@ IN_PROCESS = "in-process"
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic env ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
-    options = read_options(_conf(args.rdzv_conf), os.environ)
+    options = options_of(args)
     found = of_this_machine(args, options, os.environ, read_network())
     if args.output == "json":
         print(json.dumps(_document(found), indent=2))
@@ -43,26 +45,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic env``."""
-    own = _Parser(
+    own = CommandParser(
         prog="elastic env",
         description="Print the variables of NCCL, torch and gloo that workers on this machine get: "
         "the value, where it comes from, and why.",
     )
-    own.add_argument(
-        "--rdzv-conf",
-        "--rdzv_conf",
-        default="",
-        metavar="NAME=VALUE,...",
-        help="the agent's options, as for torchrun: profile, interface, mode, ...",
-    )
+    add_options_argument(own, environ)
     own.add_argument(
         "--nnodes", default="1:2", metavar="MIN:MAX", help="as for torchrun (default: 1:2)"
     )
     own.add_argument(
         "--local-addr",
-        "--local_addr",
         metavar="ADDRESS",
         help="where the other nodes reach this one, as for torchrun",
     )
@@ -71,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="of the leader, or of another node: the interface is the one on the route to it",
     )
-    own.add_argument("--sources", action="store_true", help="say where each was read, too")
+    own.add_argument("--sources", action="store_true", help="also show the source of each value")
     own.add_argument("-o", "--output", choices=("table", "json"), default="table")
     return own
 
@@ -106,20 +101,6 @@ def of_this_machine(
     )
 
 
-def _conf(text: str) -> dict[str, str]:
-    """``name=value,...``, as torchrun reads it."""
-    found = {}
-    for pair in filter(None, text.split(",")):
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise ConfigError(
-                f"--rdzv-conf={text}: {pair!r} is not NAME=VALUE",
-                hint="for example --rdzv-conf=profile=ethernet,interface=eth1",
-            )
-        found[name.strip()] = value.strip()
-    return found
-
-
 def _document(found: WorkerEnvironment) -> dict[str, Any]:
     return {
         "profile": found.profile._asdict(),
@@ -137,7 +118,7 @@ def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
 
     print(f"profile {found.profile.name}: {found.profile.reason}")
     if found.route is None:
-        print("interface: not known before there is a leader; --leader=ADDRESS tells")
+        print("interface: not known before there is a leader; give --leader=ADDRESS")
     else:
         print(f"interface {found.route.interface}: {found.route.reason}")
     columns = ("variable", "value", "from", "why", *(("source",) if is_wide else ()))
@@ -148,8 +129,3 @@ def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
         row = [variable.name, variable.value, variable.origin, variable.reason]
         table.add_row(*row, *((variable.source,) if is_wide else ()))
     Console(markup=False, highlight=False).print(table)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic env -h` tells more")

@@ -1,8 +1,8 @@
 """``elastic finish``: wait for the job's end, then scale its StatefulSet to 0.
 
-A StatefulSet starts again whatever exits, so finished agents park (ELASTIC_PARK), and this ends
-them. Its own exit code is the job's: ``kubectl wait --for=condition=complete job/...`` tells the
-user that training has succeeded, and only that.
+A StatefulSet restarts every pod that exits, so finished agents park (ELASTIC_PARK), and this
+command ends them. Its exit code is the job's: ``kubectl wait --for=condition=complete job/...``
+succeeds only if training has.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import NoReturn
 
 import tenacity
 
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.job_arguments import add_job_arguments, endpoint_of, options_of, run_id_of
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ConfigError, StoreUnreachable
+from elastic.errors import StoreUnreachable
 from elastic.membership.records import Done, Keys, Outcome, decode
 from elastic.store.etcd.options import etcd_config
 from elastic.store.keyvalue import (
@@ -33,7 +35,7 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -41,9 +43,9 @@ TERMINATED = 128 + signal.SIGTERM
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic finish ARGV``; returns the job's exit code."""
     args = parser().parse_args(argv)
-    options = read_options(_conf(args.conf), os.environ)
-    keys = Keys.of(options.prefix, _required(args.run_id, "--run-id", "PET_RDZV_ID"))
-    endpoint = _required(args.endpoint, "--endpoint", "PET_RDZV_ENDPOINT")
+    options = options_of(args)
+    keys = Keys.of(options.prefix, run_id_of(args))
+    endpoint = endpoint_of(args)
     # All of it before the wait, which may last for weeks; the rights, too, by a dry run.
     server = ApiServer.of_pod(os.environ, args.credentials)
     namespace = args.namespace or server.own_namespace()
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
     if done.outcome is Outcome.FAILURE and args.keep_failed:
-        say(f"statefulset/{args.statefulset} is kept as it is (--keep-failed)")
+        say(f"statefulset/{args.statefulset} is not changed (--keep-failed)")
         return _exit_code(done)
     scale_statefulset(server, namespace=namespace, name=args.statefulset, replicas=0, say=say)
     say(f"{target} is scaled to 0")
@@ -133,14 +135,9 @@ def wait_for_done(store: KeyValue, keys: Keys) -> Done:
 # The command line --------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic finish -h` lists the flags")
-
-
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic finish``."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="elastic finish",
         description="Wait for the end of a job, then scale its StatefulSet to 0. For a pod whose "
         "service account may patch that one scale.",
@@ -150,26 +147,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     )
     parser.add_argument("--statefulset", required=True, metavar="NAME", help="the job's")
     parser.add_argument("--namespace", help="default: this pod's")
-    parser.add_argument(
-        "--endpoint",
-        "--rdzv-endpoint",
-        default=environ.get("PET_RDZV_ENDPOINT"),
-        metavar="HOST:PORT",
-        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
-    )
-    parser.add_argument(
-        "--run-id",
-        "--rdzv-id",
-        default=environ.get("PET_RDZV_ID"),
-        help="the job's name (default: PET_RDZV_ID)",
-    )
-    parser.add_argument(
-        "--conf",
-        "--rdzv-conf",
-        default=environ.get("PET_RDZV_CONF", ""),
-        metavar="KEY=VALUE,...",
-        help="options, in torchrun's format (default: PET_RDZV_CONF)",
-    )
+    add_job_arguments(parser, environ)
     parser.add_argument(
         "--keep-failed",
         action="store_true",
@@ -183,21 +161,3 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         help="of the service account: token, ca.crt, namespace (default: where pods have it)",
     )
     return parser
-
-
-def _required(value: str | None, flag: str, variable: str) -> str:
-    if not value:
-        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"give {flag}")
-    return value
-
-
-def _conf(text: str) -> dict[str, str]:
-    """torchrun's ``key=value,key=value``."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    for key, equals, value in pairs:
-        if not (key.strip() and equals and value.strip()):
-            raise ConfigError(
-                f"--conf={text}: {key!r} is not KEY=VALUE",
-                hint="for example --conf=prefix=/elastic",
-            )
-    return {key.strip(): value.strip() for key, _, value in pairs}

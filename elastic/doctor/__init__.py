@@ -2,9 +2,9 @@
 
 Facts are gathered at the edge: ``machine`` (run in child processes with a deadline by ``probes``),
 ``etcd``, ``pairs`` (TCP between nodes) and ``operations`` (torch.distributed, in the processes of
-``ranks``). ``verdicts`` turns them into ``findings`` and does nothing else. ``examination`` calls
-them in order, ``meeting`` lets the nodes of one examination exchange values through etcd, and
-``preflight`` is the short form that an agent runs before its node may join.
+``ranks``). The files ``*_verdicts`` turn facts into ``findings`` and do nothing else.
+``examination`` calls them in order, ``meeting`` lets the nodes of one examination exchange values
+through etcd, and ``preflight`` is the short form that an agent runs before its node may join.
 
 Start with ``examination``. Only ``operations``, which runs in processes of its own, imports torch.
 Nothing here prints: ``elastic.cli.doctor`` does.

@@ -21,11 +21,13 @@ from elastic.store.etcd.endpoints import Endpoint, EtcdConfig
 from elastic.store.etcd.store import EtcdStore
 from elastic.store.keyvalue import KeyValue, Put, Reset, WatchEvent
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.doctor_intervals import (
+    DOCTOR_ETCD_CALL_S,
+    DOCTOR_ETCD_CONNECT_S,
+    DOCTOR_LEASE_S,
+)
 
 SAMPLES = 15
-CONNECT_WITHIN_S = 5.0
-CALL_WITHIN_S = 5.0
-_LEASE_S = 10.0  # whatever is written goes with it, if this process is killed
 _UTC_TIME, _OCTETS_OF_LENGTH = 0x17, 0x80
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
 
@@ -79,8 +81,8 @@ def quick(config: EtcdConfig) -> EtcdConfig:
     """The same etcd, with deadlines of a check."""
     return replace(
         config,
-        connect_timeout_s=min(config.connect_timeout_s, CONNECT_WITHIN_S),
-        request_timeout_s=CALL_WITHIN_S,
+        connect_timeout_s=min(config.connect_timeout_s, DOCTOR_ETCD_CONNECT_S),
+        request_timeout_s=DOCTOR_ETCD_CALL_S,
     )
 
 
@@ -120,7 +122,7 @@ def permissions(store: KeyValue, root: str) -> Iterator[StepFacts]:
     with _Seen(store, key) as seen:
         yield _step("watch", seen.wait_until_it_listens)
         try:
-            lease = store.lease(_LEASE_S)
+            lease = store.lease(DOCTOR_LEASE_S)
         except CoordinationError as error:
             yield StepFacts(name="lease", error=error.message)
             return
@@ -154,8 +156,8 @@ class _Seen:
         self._wait(self._written, "the watch has not told of the write")
 
     def _wait(self, event: threading.Event, otherwise: str) -> None:
-        if not SYSTEM_CLOCK.wait(event, CALL_WITHIN_S):
-            raise CoordinationError(f"{otherwise} within {CALL_WITHIN_S:g} s")
+        if not SYSTEM_CLOCK.wait(event, DOCTOR_ETCD_CALL_S):
+            raise CoordinationError(f"{otherwise} within {DOCTOR_ETCD_CALL_S:g} s")
 
     def _on_event(self, event: WatchEvent) -> None:
         if isinstance(event, Reset):
@@ -198,7 +200,7 @@ def _latencies(store: EtcdStore, root: str) -> tuple[tuple[float, ...], tuple[fl
     """Linearizable reads and writes, in milliseconds; none if they fail (see the steps)."""
     key = f"{root}doctor/latency-{secrets.token_hex(6)}"
     try:
-        lease = store.lease(_LEASE_S)
+        lease = store.lease(DOCTOR_LEASE_S)
         try:
             write_ms = tuple(_timed(lambda: store.put(key, b"x", lease=lease)))
             read_ms = tuple(_timed(lambda: store.get(key)))
@@ -210,7 +212,7 @@ def _latencies(store: EtcdStore, root: str) -> tuple[tuple[float, ...], tuple[fl
 
 
 def _timed(call: Callable[[], object]) -> Iterator[float]:
-    ends_s = SYSTEM_CLOCK.monotonic() + CALL_WITHIN_S
+    ends_s = SYSTEM_CLOCK.monotonic() + DOCTOR_ETCD_CALL_S
     for _ in range(SAMPLES):
         began = SYSTEM_CLOCK.monotonic()
         call()
@@ -251,7 +253,7 @@ def _server_certificate(config: EtcdConfig, endpoint: Endpoint) -> CertificateFa
         if config.cert and config.key:
             context.load_cert_chain(config.cert, config.key)
         with (
-            socket.create_connection(endpoint[:2], timeout=CALL_WITHIN_S) as plain,
+            socket.create_connection(endpoint[:2], timeout=DOCTOR_ETCD_CALL_S) as plain,
             context.wrap_socket(plain, server_hostname=endpoint.host) as secured,
         ):
             der = secured.getpeercert(binary_form=True)

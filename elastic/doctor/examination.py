@@ -13,22 +13,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.doctor import etcd, pairs, verdicts
-from elastic.doctor.collectives.session import Measured, Session, torch_findings
+from elastic.doctor import cross_node_verdicts, etcd, etcd_verdicts, machine_verdicts, pairs
+from elastic.doctor.collectives.session import Session, TransferMeasurement, torch_findings
 from elastic.doctor.findings import Finding, Status, skipped
-from elastic.doctor.meeting import Exchange, Meeting, MeetingFailed, Participant, alone
+from elastic.doctor.meeting import AllGather, Meeting, MeetingFailed, Participant, alone
 from elastic.doctor.probes import Probe
 from elastic.errors import CoordinationError
 from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.doctor_intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExaminationPlan:
     """What to examine."""
 
     options: AgentOptions
@@ -41,8 +42,8 @@ class Plan:
     ports: tuple[int, ...] = ()  # to be tried between all nodes, beside ephemeral ones
     only_local: bool = False  # no process groups
     # Longest silence of one operation, and of one probe. Starts of processes get more.
-    deadline_s: float = 20.0
-    join_timeout_s: float = 60.0
+    deadline_s: float = DOCTOR_DEADLINE_S
+    join_timeout_s: float = DOCTOR_JOIN_S
     name: str = field(
         default_factory=lambda: os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname()
     )
@@ -53,11 +54,11 @@ class Report:
     """Findings of all nodes, and the measured speeds."""
 
     findings: tuple[Finding, ...]
-    speeds: tuple[Measured, ...] = ()
+    speeds: tuple[TransferMeasurement, ...] = ()
     nodes: tuple[str, ...] = ()
 
 
-def examine(plan: Plan, say: Say) -> Report:
+def examine(plan: ExaminationPlan, say: Say) -> Report:
     """Run every check. Never raises for what it finds, and never waits for longer than the sum of
     its deadlines. Raises ConfigError for options that cannot be used."""
     keys = Keys.of(plan.options.prefix, plan.run_id or f"doctor-{secrets.token_hex(4)}")
@@ -65,13 +66,13 @@ def examine(plan: Plan, say: Say) -> Report:
     first = config.endpoints[0] if config else None
     probes = _start_probes(plan, (first.host, first.port) if first else ("", 0))
     say("checking this machine")
-    own = verdicts.of_certificates(etcd.own_certificates(plan.options))
+    own = etcd_verdicts.of_certificates(etcd.own_certificates(plan.options))
     if config is None:
         own.append(skipped("etcd", "no --rdzv-endpoint"))
     else:
         say(f"checking etcd at {plan.endpoint}")
         facts = etcd.inspect(config, keys.root)
-        own = verdicts.of_etcd(facts) + own
+        own = etcd_verdicts.of_etcd(facts) + own
         if not facts.reachable:
             config = None  # nothing more can be asked of it
     results = {name: probe.result() for name, probe in probes.items()}
@@ -84,11 +85,11 @@ def examine(plan: Plan, say: Say) -> Report:
     try:
         store = EtcdStore(etcd.quick(config))
     except CoordinationError as error:  # it went away a moment ago
-        return Report(findings=(*own, verdicts.lost_etcd(error)))
+        return Report(findings=(*own, etcd_verdicts.lost_etcd(error)))
     return _examine_together(plan, store, keys, own, results, address, say)
 
 
-def _start_probes(plan: Plan, endpoint: tuple[str, int]) -> dict[str, Probe]:
+def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str, Probe]:
     wanted: dict[str, Sequence[object]] = {
         "network": (plan.local_addr or plan.options.pod_ip or "", *endpoint),
         "shm": (),
@@ -101,23 +102,23 @@ def _start_probes(plan: Plan, endpoint: tuple[str, int]) -> dict[str, Probe]:
     return {name: Probe(name, a, deadline_s=plan.deadline_s) for name, a in wanted.items()}
 
 
-def _of_machine(plan: Plan, results: Mapping[str, Any]) -> list[Finding]:
+def _of_machine(plan: ExaminationPlan, results: Mapping[str, Any]) -> list[Finding]:
     found = [
-        *verdicts.of_network(results["network"]),
-        verdicts.of_shm(results["shm"]),
-        *verdicts.of_limits(results["limits"]),
-        *verdicts.of_gpu(results["gpu"]),
-        verdicts.of_versions(results["versions"]),
+        *machine_verdicts.of_network(results["network"]),
+        machine_verdicts.of_shm(results["shm"]),
+        *machine_verdicts.of_limits(results["limits"]),
+        *machine_verdicts.of_gpu(results["gpu"]),
+        machine_verdicts.of_versions(results["versions"]),
     ]
     if plan.folder:
-        return [*found, *verdicts.of_folder(plan.folder, results["folder"])]
+        return [*found, *machine_verdicts.of_folder(plan.folder, results["folder"])]
     return [*found, skipped("checkpoint folder", "no --checkpoints")]
 
 
 # One machine ---------------------------------------------------------------------------------
 
 
-def _examine_alone(plan: Plan, own: list[Finding], address: str, say: Say) -> Report:
+def _examine_alone(plan: ExaminationPlan, own: list[Finding], address: str, say: Say) -> Report:
     if plan.only_local:
         return Report(findings=tuple(own), nodes=(plan.name,))
     me = _participant(plan, address)
@@ -127,7 +128,7 @@ def _examine_alone(plan: Plan, own: list[Finding], address: str, say: Say) -> Re
     return Report(findings=(*own, *found), speeds=tuple(speeds), nodes=(plan.name,))
 
 
-def _participant(plan: Plan, address: str) -> Participant:
+def _participant(plan: ExaminationPlan, address: str) -> Participant:
     return Participant(
         node_id=secrets.token_hex(6),
         name=plan.name,
@@ -141,7 +142,7 @@ def _participant(plan: Plan, address: str) -> Participant:
 
 
 def _examine_together(
-    plan: Plan,
+    plan: ExaminationPlan,
     store: EtcdStore,
     keys: Keys,
     own: list[Finding],
@@ -153,7 +154,7 @@ def _examine_together(
         try:
             meeting = Meeting(store, keys.root, _participant(plan, address))
         except CoordinationError as error:
-            return Report(findings=(*own, verdicts.lost_etcd(error)))
+            return Report(findings=(*own, etcd_verdicts.lost_etcd(error)))
         with meeting:
             say(f"waiting for {plan.nnodes} nodes below {keys.root}")
             try:
@@ -166,19 +167,19 @@ def _examine_together(
             except MeetingFailed as failure:
                 return Report(findings=(*own, failure.finding), nodes=(plan.name,))
             except CoordinationError as error:
-                return Report(findings=(*own, verdicts.lost_etcd(error)), nodes=(plan.name,))
+                return Report(findings=(*own, etcd_verdicts.lost_etcd(error)), nodes=(plan.name,))
     return Report(findings=(*everything, *shared), speeds=tuple(speeds), nodes=tuple(names))
 
 
 def _between(
-    plan: Plan, meeting: Meeting, names: list[str], results: Mapping[str, Any], say: Say
-) -> tuple[list[Finding], list[Measured]]:
+    plan: ExaminationPlan, meeting: Meeting, names: list[str], results: Mapping[str, Any], say: Say
+) -> tuple[list[Finding], list[TransferMeasurement]]:
     """What is found between the nodes; the same on all of them."""
     members = meeting.members
     found = list(_of_equality(meeting, names, results, plan.deadline_s))
     say("comparing clocks")
     offsets = meeting.clocks(plan.deadline_s)
-    found += [verdicts.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
+    found += [cross_node_verdicts.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
     say("connecting to the other nodes")
     found += _of_pairs(plan, meeting, names)
     if plan.only_local:
@@ -194,7 +195,7 @@ def _between(
 
 
 def _of_equality(
-    meeting: Exchange, names: list[str], results: Mapping[str, Any], within_s: float
+    meeting: AllGather, names: list[str], results: Mapping[str, Any], within_s: float
 ) -> Iterator[Finding]:
     facts = {
         "python": getattr(results["versions"], "python", "unknown"),
@@ -206,7 +207,7 @@ def _of_equality(
     everyone = meeting("versions", facts, within_s)
     for what in facts:
         values = {names[n]: value[what] for n, value in everyone.items()}
-        yield verdicts.equal_over_nodes(
+        yield cross_node_verdicts.equal_over_nodes(
             f"equal {what}",
             values,
             "use one image and one configuration on all nodes",
@@ -214,7 +215,7 @@ def _of_equality(
         )
 
 
-def _of_pairs(plan: Plan, meeting: Meeting, names: list[str]) -> list[Finding]:
+def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list[Finding]:
     members, me = meeting.members, meeting.number
     host_names = sorted({m.host_name for n, m in enumerate(members) if n != me})
     with pairs.listening(members[me].address, plan.ports) as listeners:
@@ -228,20 +229,22 @@ def _of_pairs(plan: Plan, meeting: Meeting, names: list[str]) -> list[Finding]:
                 if n != me
             ]
         )
-        of_names = verdicts.of_names(host_names, lookup.result())
+        of_names = cross_node_verdicts.of_names(host_names, lookup.result())
         value = {"connections": pairs.as_values(attempts), "names": asdict(of_names)}
         everyone = meeting("connections", value, plan.deadline_s)  # until then all listen
     found = [
-        verdicts.unbound(names[n], error) for n, told in served.items() for error in told["errors"]
+        cross_node_verdicts.unbound(names[n], error)
+        for n, told in served.items()
+        for error in told["errors"]
     ]
     missing = [name for n, name in enumerate(names) if n not in everyone]
     if missing:
-        found.append(verdicts.missing_nodes("nodes", missing, plan.deadline_s))
+        found.append(cross_node_verdicts.missing_nodes("nodes", missing, plan.deadline_s))
     found += [_finding(value["names"], names[n]) for n, value in sorted(everyone.items())]
     return found + pairs.findings(names, {n: v["connections"] for n, v in everyone.items()})
 
 
-def _shared_folder(plan: Plan, meeting: Meeting) -> str | None:
+def _shared_folder(plan: ExaminationPlan, meeting: Meeting) -> str | None:
     """The folder of checkpoints, if all nodes see in it what the first one wrote."""
     if plan.folder is None:
         return None
@@ -255,12 +258,16 @@ def _shared_folder(plan: Plan, meeting: Meeting) -> str | None:
 
 
 def _collect(
-    meeting: Exchange, own: list[Finding], names: list[str], within_s: float
+    meeting: AllGather, own: list[Finding], names: list[str], within_s: float
 ) -> list[Finding]:
     everyone = meeting("findings", [asdict(finding) for finding in own], within_s)
     found = [_finding(one) for n in sorted(everyone) for one in everyone[n]]
     missing = [name for n, name in enumerate(names) if n not in everyone]
-    return [*found, verdicts.missing_nodes("report", missing, within_s)] if missing else found
+    return (
+        [*found, cross_node_verdicts.missing_nodes("report", missing, within_s)]
+        if missing
+        else found
+    )
 
 
 def _finding(value: Mapping[str, Any], node: str | None = None) -> Finding:

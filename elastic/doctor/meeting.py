@@ -18,8 +18,8 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import failed
 from elastic.errors import ElasticError
 from elastic.store.keyvalue import Deleted, Entry, KeyValue, Put, Reset, WatchEvent
+from elastic.tuning.doctor_intervals import DOCTOR_LEASE_S
 
-LEASE_S = 10.0
 CLOCK_ROUNDS = 5
 
 
@@ -49,19 +49,19 @@ class Participant:
     nproc: int
 
 
-class Exchange(Protocol):
-    """All nodes tell each other something: ``number → value``, without those that are missing."""
+class AllGather(Protocol):
+    """All nodes exchange one value each: ``number → value``, without the nodes that are missing."""
 
     def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]: ...
 
 
 def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-    """The exchange of a single node."""
+    """The all-gather of a single node."""
     return {0: value}
 
 
 class Meeting:
-    """This node's part. ``with Meeting(...) as meeting: meeting.join(60)``; it is an Exchange."""
+    """This node's part. ``with Meeting(...) as meeting: meeting.join(60)``; it is an AllGather."""
 
     def __init__(self, store: KeyValue, root: str, me: Participant) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Meeting:
         self._gone: set[str] = set()
         self._session = ""
         self.members: tuple[Participant, ...] = ()
-        self._lease = store.lease(LEASE_S)
+        self._lease = store.lease(DOCTOR_LEASE_S)
         self._watch = store.watch([self._root], self._on_event, name="doctor-meeting")
 
     def __enter__(self) -> Meeting:

@@ -13,14 +13,14 @@ from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Finding, failed, ok
+from elastic.tuning.doctor_intervals import DOCTOR_PAIR_CONNECT_S
 
 PAYLOAD_BYTES = 64 << 10
-CONNECT_WITHIN_S = 3.0
 _NAMED_AT_MOST = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connection:
+class ConnectionAttempt:
     """One attempt from this node to a port of another one."""
 
     to: int  # the other node's number
@@ -31,7 +31,7 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listeners:
+class BoundPorts:
     """The ports that a node serves, and those that it could not bind, with the reason."""
 
     ports: tuple[int, ...]
@@ -41,7 +41,7 @@ class Listeners:
 class _Echo(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         stream: socket.socket = self.request
-        stream.settimeout(CONNECT_WITHIN_S)
+        stream.settimeout(DOCTOR_PAIR_CONNECT_S)
         with contextlib.suppress(OSError):  # the other node reports it
             stream.sendall(_receive(stream))
 
@@ -57,7 +57,7 @@ class _ServerV6(_Server):
 
 
 @contextlib.contextmanager
-def listening(address: str, wanted: Sequence[int]) -> Iterator[Listeners]:
+def listening(address: str, wanted: Sequence[int]) -> Iterator[BoundPorts]:
     """Serve an ephemeral port and those wanted, for the time of the block."""
     kind = _ServerV6 if ":" in address else _Server
     servers, errors = [], []
@@ -76,7 +76,7 @@ def listening(address: str, wanted: Sequence[int]) -> Iterator[Listeners]:
         thread.start()
     try:
         ports = tuple(int(server.server_address[1]) for server in servers)
-        yield Listeners(ports=ports, errors=tuple(errors))
+        yield BoundPorts(ports=ports, errors=tuple(errors))
     finally:
         for server in servers:
             server.shutdown()
@@ -85,7 +85,7 @@ def listening(address: str, wanted: Sequence[int]) -> Iterator[Listeners]:
             thread.join()
 
 
-def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[Connection]:
+def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[ConnectionAttempt]:
     """``targets``: number, address and port. All at once: those that drop take their time."""
     if not targets:
         return []
@@ -93,20 +93,20 @@ def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[Connection]:
         return list(pool.map(lambda target: _connect(*target), targets))
 
 
-def _connect(to: int, address: str, port: int) -> Connection:
+def _connect(to: int, address: str, port: int) -> ConnectionAttempt:
     began = SYSTEM_CLOCK.monotonic()
     said, took_ms = "", 0.0
     try:
-        with socket.create_connection((address, port), timeout=CONNECT_WITHIN_S) as stream:
+        with socket.create_connection((address, port), timeout=DOCTOR_PAIR_CONNECT_S) as stream:
             took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
             stream.sendall(bytes(PAYLOAD_BYTES))
             _receive(stream)
     except TimeoutError:
         answers = f"connects, and {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
-        said = answers or f"no answer within {CONNECT_WITHIN_S:g} s"
+        said = answers or f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
     except OSError as error:
         said = error.strerror or str(error)
-    return Connection(to=to, address=address, port=port, took_ms=took_ms, error=said)
+    return ConnectionAttempt(to=to, address=address, port=port, took_ms=took_ms, error=said)
 
 
 def _receive(stream: socket.socket) -> bytes:
@@ -129,13 +129,13 @@ def connection_error(address: str, port: int, within_s: float) -> OSError | None
 
 
 def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Finding]:
-    """``attempts``: number of a node → its :class:`Connection`, as dictionaries.
+    """``attempts``: number of a node → its :class:`ConnectionAttempt`, as dictionaries.
 
     One for each pair that fails; those that a node reaches share one.
     """
     found: list[Finding] = []
     for number, raw in sorted(attempts.items()):
-        tried = [Connection(**one) for one in raw]
+        tried = [ConnectionAttempt(**one) for one in raw]
         broken = sorted({one.to for one in tried if one.error})
         well = [one for one in tried if one.to not in broken]
         if well:
@@ -147,7 +147,7 @@ def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Findi
     return found
 
 
-def _of_reached(names: Sequence[str], number: int, tried: Sequence[Connection]) -> Finding:
+def _of_reached(names: Sequence[str], number: int, tried: Sequence[ConnectionAttempt]) -> Finding:
     targets = [names[to] for to in sorted({one.to for one in tried})]
     shown = ", ".join(targets) if len(targets) <= _NAMED_AT_MOST else f"{len(targets)} nodes"
     slowest = max(one.took_ms for one in tried)
@@ -157,7 +157,7 @@ def _of_reached(names: Sequence[str], number: int, tried: Sequence[Connection]) 
     )
 
 
-def _of_broken(source: str, target: str, broken: Sequence[Connection]) -> Finding:
+def _of_broken(source: str, target: str, broken: Sequence[ConnectionAttempt]) -> Finding:
     measured = "; ".join(f"{one.address}:{one.port}: {one.error}" for one in broken)
     if any("do not come back" in one.error for one in broken):
         remedy = (
@@ -170,5 +170,5 @@ def _of_broken(source: str, target: str, broken: Sequence[Connection]) -> Findin
     return failed(f"TCP {source} → {target}", measured, remedy)
 
 
-def as_values(attempts: Sequence[Connection]) -> list[dict[str, Any]]:
+def as_values(attempts: Sequence[ConnectionAttempt]) -> list[dict[str, Any]]:
     return [asdict(one) for one in attempts]

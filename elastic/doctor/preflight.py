@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from elastic.doctor import etcd, machine, pairs, verdicts
+from elastic.doctor import etcd, etcd_verdicts, machine, machine_verdicts, pairs
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.doctor.probes import Probe
 from elastic.errors import CoordinationError, NodeUnfit
@@ -17,9 +17,7 @@ from elastic.membership.records import Keys, Leader, Node, decode
 from elastic.store.etcd.endpoints import Endpoint
 from elastic.store.keyvalue import KeyValue
 from elastic.tuning.agent_options import AgentOptions
-
-PROBES_WITHIN_S = 10.0
-CONNECT_WITHIN_S = 1.5
+from elastic.tuning.doctor_intervals import PREFLIGHT_CONNECT_S, PREFLIGHT_PROBES_S
 
 
 def preflight(
@@ -34,19 +32,19 @@ def preflight(
     told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
     arguments = (local_addr or options.pod_ip or "", *told)
     # Processes only for what may hang: names that are looked up, and a driver that is there.
-    network = Probe("network", arguments, deadline_s=PROBES_WITHIN_S)
-    gpu = Probe("gpu", (), deadline_s=PROBES_WITHIN_S) if machine.has_gpu_driver() else None
+    network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
+    gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if machine.has_gpu_driver() else None
     found = [
-        verdicts.of_permissions(keys.root, tuple(etcd.permissions(store, keys.root))),
-        *verdicts.of_certificates(etcd.own_certificates(options)),
+        etcd_verdicts.of_permissions(keys.root, tuple(etcd.permissions(store, keys.root))),
+        *etcd_verdicts.of_certificates(etcd.own_certificates(options)),
         *_of_leader(store, keys),
     ]
     return [
         *found,
-        *verdicts.of_network(network.result()),
-        verdicts.of_shm(machine.shm()),
-        *verdicts.of_limits(machine.limits()),
-        *(verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
+        *machine_verdicts.of_network(network.result()),
+        machine_verdicts.of_shm(machine.shm()),
+        *machine_verdicts.of_limits(machine.limits()),
+        *(machine_verdicts.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
     ]
 
 
@@ -79,7 +77,7 @@ def _of_leader(store: KeyValue, keys: Keys) -> Iterator[Finding]:
 
 def _of_ports(address: str, ports: Sequence[int]) -> Finding:
     name = "leader"
-    errors = {port: pairs.connection_error(address, port, CONNECT_WITHIN_S) for port in ports}
+    errors = {port: pairs.connection_error(address, port, PREFLIGHT_CONNECT_S) for port in ports}
     closed = {port: error for port, error in errors.items() if error is not None}
     if not closed:
         return ok(name, f"{address} answers on {', '.join(map(str, ports))}")

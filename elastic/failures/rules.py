@@ -32,6 +32,8 @@ class Confidence(str, Enum):
 class Rule:
     """One kind of failure.
 
+    ``is_consequence``: such a text says no more than that a peer is gone, or does not answer. It is
+    never the reason to end a job, and another worker's failure is looked for.
     ``is_local``: the cause may be one node's alone, or all nodes'. Which of the two follows from
     whether the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
     """
@@ -42,6 +44,7 @@ class Rule:
     reason: str
     pattern: re.Pattern[str]
     is_local: bool = False
+    is_consequence: bool = False
 
 
 def _rule(
@@ -51,6 +54,7 @@ def _rule(
     reason: str,
     *patterns: str,
     is_local: bool = False,
+    is_consequence: bool = False,
 ) -> Rule:
     pattern = re.compile("|".join(f"(?:{p})" for p in patterns), re.IGNORECASE)
     return Rule(
@@ -60,6 +64,7 @@ def _rule(
         reason=reason,
         pattern=pattern,
         is_local=is_local,
+        is_consequence=is_consequence,
     )
 
 
@@ -188,6 +193,7 @@ RULES: tuple[Rule, ...] = (
         "a connection of the fabric broke, or the peer at its other end is gone",
         r"got completion (from peer|with error)",
         r"ibv_wc_retry_exc_err|transport retry counter exceeded",
+        is_consequence=True,
     ),
     _rule(
         "collective-timeout",
@@ -198,6 +204,7 @@ RULES: tuple[Rule, ...] = (
         r"ran for \d+ milliseconds before timing out",
         r"timed out waiting \d+ms for (recv|send) operation",
         r"some nccl operations have failed or timed out",
+        is_consequence=True,
     ),
     _rule(
         "lost-peer",
@@ -205,12 +212,14 @@ RULES: tuple[Rule, ...] = (
         Confidence.HIGH,
         "a peer of its process group is gone",
         r"ncclremoteerror|remote process exited",
-        r"connection (was )?(closed|reset|refused|aborted)( by (remote )?peer)?",
+        r"connection (was )?(closed|reset|refused|aborted)",
+        r"(closed|reset) by (remote )?peer",
+        r"connection(reset|refused|aborted)error",
         r"socket timeout|broken pipe",
         r"ncclsystemerror|ncclinternalerror|unhandled (system|cuda) error",
         r"dist(backend|network|store)error",
-        r"connection closed by remote peer",
         r"gloo/transport",
+        is_consequence=True,
     ),
     # -- access --------------------------------------------------------------------------------
     _rule(
@@ -281,5 +290,17 @@ RULES: tuple[Rule, ...] = (
         r"expected all tensors to be on the same device",
         r"expected scalar type \w+ but found",
         r"(input|output) channels?, but got",
+    ),
+    # -- what is left of the fabric ------------------------------------------------------------
+    _rule(
+        "transport",
+        Action.RESTART,
+        Confidence.LOW,
+        "something between the ranks did not answer, or not in time",
+        # Words too common to be looked for before the mistakes of a script: "libnccl.so.2: cannot
+        # open shared object file" is missing software.
+        r"timed out|socket|network is unreachable|no route to host",
+        r"\bgloo\b|nccl|process ?group|tcpstore|watchdog",
+        is_consequence=True,
     ),
 )

@@ -9,6 +9,7 @@ error, a wrong flag): every attempt on any node fails again, so the job stops wi
 
 from __future__ import annotations
 
+import functools
 import signal
 from dataclasses import dataclass
 
@@ -63,12 +64,36 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
             "the number of data workers",
             _of_exit_code(facts),
         )
-    lines = [line.strip() for line in (facts.text or "").splitlines() if line.strip()]
+    text = facts.text or ""
+    if (matched := _first_match(text)) is not None:
+        rule, line = matched
+        return _by_rule(rule, facts, line[:_EVIDENCE])
+    return _by_exit_code(facts, bool(text.strip()))
+
+
+def is_consequence(text: str | None) -> bool:
+    """Whether a worker's error says no more than that a peer is gone, or does not answer.
+
+    Decided by the same rule as its verdict.
+
+    >>> is_consequence("RuntimeError: Connection closed by peer [127.0.0.1]:4711")
+    True
+    >>> is_consequence("ImportError: libnccl.so.2: cannot open shared object file")
+    False
+    """
+    matched = _first_match(text or "")
+    return matched is not None and matched[0].is_consequence
+
+
+# Asked again in every turn of a leader that waits.
+@functools.lru_cache(maxsize=128)
+def _first_match(text: str) -> tuple[Rule, str] | None:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     for rule in RULES:
         for line in reversed(lines):
             if rule.pattern.search(line):
-                return _by_rule(rule, facts, line[:_EVIDENCE])
-    return _by_exit_code(facts, bool(lines))
+                return rule, line
+    return None
 
 
 def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:

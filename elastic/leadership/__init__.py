@@ -1,7 +1,7 @@
 """What the leading node does, and how another takes its place.
 
-Start with ``leader``: it watches the nodes (``roster``), probes the doubtful ones, asks
-:mod:`elastic.membership` for the next world and writes it. ``failure_accounting`` decides what
+Start with ``leader``: it watches the nodes (``roster``), probes those in question (``prober``),
+asks :mod:`elastic.membership` for the next world and writes it. ``failure_accounting`` decides what
 counts against the job and its nodes. ``succession`` follows the current leader and replaces it;
 ``election`` is the key in the store that they compete for.
 

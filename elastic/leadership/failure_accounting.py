@@ -1,29 +1,48 @@
-"""What the leader holds against the job and its nodes: failures, flapping, failed builds.
+"""What the leader holds against the job and its nodes: failures, flapping, churn, failed builds.
 
 State without I/O, for one term of leadership. Every broken world is charged once, with what was
 known when its successor was decided; that says whether the job must stop, and which node is
-quarantined. The first failure of a world is judged by its text (:mod:`elastic.failures`): a machine
-that cannot work is quarantined at once, an error that every attempt repeats ends the job.
+quarantined. Losses and leaving are remembered, too: the same node again, without progress of the
+job, is churn, and spends the budget. The first failure of a world is judged by its text
+(:mod:`elastic.failures`): a machine that cannot work is quarantined at once, an error that every
+attempt repeats ends the job.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from elastic.failures.rules import Action, Confidence
-from elastic.failures.verdict import FailureFacts, FailureVerdict, judge_failure
+from elastic.failures.verdict import (
+    FailureFacts,
+    FailureVerdict,
+    is_consequence,
+    judge_failure,
+)
+from elastic.leadership.breakage_records import (
+    REMEMBERED,
+    from_record,
+    newest,
+    remembered,
+    to_record,
+)
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
 from elastic.membership.member_status import MemberStatus
-from elastic.membership.records import BreakageRecord, Cause, FailureRecord, WorldRecord
+from elastic.membership.records import (
+    BreakageRecord,
+    Cause,
+    WorldRecord,
+    WorldState,
+)
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
 from elastic.tuning.agent_options import AgentOptions
 
-# What a world's record remembers: enough to tell three times in a row, bounded in size.
-_REMEMBERED = 16
-_REMEMBERED_TEXT = 300
+_VERDICT_CHARS = 200
 _FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not the node's own doing
 
 
@@ -43,21 +62,26 @@ class Broken:
         lost = any(g.cause is Cause.LOST for g in members.gone)
         return bool(lost or members.out or members.failure_reports)
 
+    def gone(self, cause: Cause) -> tuple[str, ...]:
+        """Names of the members that were lost, or left."""
+        names = {m.node_id: m.name for m in self.members.world.members}
+        return tuple(names[g.node_id] for g in self.members.gone if g.cause is cause)
+
     @property
     def origin(self) -> Failed | None:
         """The first failure that is not the consequence of another one, as far as texts tell;
         otherwise the first."""
         failures = self.failures
-        own = (f for f in failures if not budget.is_consequence(f.text))
+        own = (f for f in failures if not is_consequence(f.text))
         return next(own, failures[0] if failures else None)
 
 
 class FailureAccounting:
-    """Charged with every broken world; asked who cools down."""
+    """Charged with every broken world; knows who is quarantined."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
-        self._policy = budget.BudgetPolicy(
+        self._policy = budget.FailureBudget(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
             healthy_s=options.healthy_s,
@@ -67,7 +91,9 @@ class FailureAccounting:
         self._builds = FailedBuilds()
         self._joined_s: dict[str, float] = {}  # node_id -> when it came into a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
+        self._step_at_change: int | None = None  # or a node left
         self._charged = 0  # the newest generation that was charged
+        self._left = 0  # the newest generation whose leaving nodes were remembered
         self._has_trained = False  # workers of this job have made steps on some node
         self._verdict: tuple[Failed, FailureVerdict] | None = None
 
@@ -79,14 +105,14 @@ class FailureAccounting:
         """Begin a term with what the last leader knew. (A leader whose own workers fail hands
         leadership over: without this, their failures would never add up.)"""
         self._breakages = [
-            _from_record(record, now - max(0.0, wall_s - record.time_s))
+            from_record(record, now - max(0.0, wall_s - record.time_s))
             for record in (world.breakages if world is not None else ())
         ]
 
     def records(self, now: float, wall_s: float) -> tuple[BreakageRecord, ...]:
         """What the next world's record is to remember."""
-        latest = self._breakages[-_REMEMBERED:]
-        return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
+        latest = newest(self._breakages, REMEMBERED)
+        return tuple(to_record(b, wall_s - (now - b.at_s)) for b in latest)
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:
@@ -96,8 +122,10 @@ class FailureAccounting:
     def saw(self, step_rate: StepRate | None) -> None:
         """The first step seen is where counting begins."""
         self._has_trained |= step_rate is not None and step_rate.step > (self._step or 0)
-        if self._step is None and step_rate is not None:
-            self._step = step_rate.step
+        if step_rate is not None:
+            self._step = step_rate.step if self._step is None else self._step
+            if self._step_at_change is None:
+                self._step_at_change = step_rate.step
 
     def lost(self, name: str, now: float) -> None:
         """A node was proved dead."""
@@ -121,33 +149,91 @@ class FailureAccounting:
         has to stop."""
         self._verdict = None
         world = broken.members.world
-        if not broken.is_broken or world.generation <= self._charged:
+        left = broken.gone(Cause.LEFT)
+        if not broken.is_broken:
+            if not left or world.generation <= max(self._charged, self._left):
+                return None
+            self._left = world.generation
+            return self._remember(self._breakage(broken, None, step_rate, now), now)
+        if world.generation <= self._charged:
             return None
         self._charged = world.generation
         steps = self._steps_made(step_rate)
+        already_out = set(self._flaps.quarantined(now))
         self._charge_joining_nodes(broken, now)
         self._charge_builds(broken, now)
         if not _is_the_jobs_own(broken):
-            return None
-        breakage = budget.Breakage(
-            generation=world.generation,
-            lived_s=now - broken.since_s,
-            # Cut as in a record: texts of two leaders are compared.
-            failures=tuple(
-                budget.Failure(f.node, f.text and f.text[-_REMEMBERED_TEXT:], f.exit_code)
-                for f in broken.failures[:_REMEMBERED]
-            ),
-            lost=_lost_without_a_word(broken),
-            at_s=now,
-            steps=steps,
-        )
+            return self._remember(self._breakage(broken, None, step_rate, now), now)
+        breakage = self._breakage(broken, steps, step_rate, now)
+        self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
             self._flaps.accused(origin.node, now)
-        # No more than these can ever matter.
-        self._breakages = [*self._breakages, breakage][-(self._policy.budget + 1) :]
         stop = self._judge(broken, breakage, now)
-        return stop or budget.verdict(self._breakages, now, self._policy)
+        if (judged := self.verdict) is not None:
+            failed, verdict = judged
+            said = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
+            excluded = failed.node if verdict.action is Action.EXCLUDE_NODE else ""
+            breakage = replace(breakage, verdict=said, excluded=excluded)
+        out = [n for n in self._flaps.quarantined(now) if n not in already_out]
+        return self._remember(replace(breakage, response=self._response(broken, out)), now, stop)
+
+    def _breakage(
+        self, broken: Broken, steps: int | None, step_rate: StepRate | None, now: float
+    ) -> budget.Breakage:
+        """What is remembered of a broken world. ``steps`` is that of one that is charged as the
+        job's own failure; any other may be churn."""
+        world = broken.members.world
+        is_own = broken.is_broken and _is_the_jobs_own(broken)
+        lost, left = _lost_without_a_word(broken), broken.gone(Cause.LEFT)
+        departed = lost if is_own else (*broken.gone(Cause.LOST), *left)
+        breakage = budget.Breakage(
+            generation=world.generation,
+            lived_s=now - broken.since_s,
+            failures=tuple(map(remembered, broken.failures[:REMEMBERED])),
+            lost=lost if is_own else broken.gone(Cause.LOST),
+            left=left,
+            at_s=now,
+            steps=steps if is_own else self._steps_since_change(step_rate),
+            step=step_rate.step if step_rate is not None else None,
+        )
+        if is_own:
+            return breakage
+        since_s = now - self._policy.failure_window_s
+        # Several agents of one machine may have one name: then it says nothing about either.
+        names = Counter(m.name for m in world.members)
+        departed = tuple(name for name in departed if names[name] == 1)
+        again = budget.departed_again(departed, self._breakages, world.generation, since_s)
+        breakage = replace(breakage, churned=again)
+        breakage = replace(breakage, counts=budget.is_churn(breakage, self._policy))
+        return replace(breakage, response=self._response(broken, ()))
+
+    def _remember(
+        self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None
+    ) -> budget.StopJob | None:
+        """Whether the job has to stop, with this breakage."""
+        # No more than these can ever matter.
+        most = max(self._policy.budget + 1, REMEMBERED)
+        self._breakages = newest([*self._breakages, breakage], most)
+        stop = stop or budget.verdict(self._breakages, now, self._policy)
+        if stop is not None:
+            ended = replace(breakage, response=f"ended the job with exit code {stop.exit_code}")
+            self._breakages[-1] = ended
+        return stop
+
+    @staticmethod
+    def _response(broken: Broken, quarantined: Iterable[str]) -> str:
+        """What the leader does about it, for people."""
+        proposal = broken.proposal
+        names = {m.node_id: m.name for m in broken.members.world.members}
+        out = [names.get(node, node) for node in quarantined]
+        nodes = [
+            n.name for n in proposal.nodes if n.name not in out and n.node_id not in quarantined
+        ]
+        said = [f"quarantined {', '.join(out)}"] if out else []
+        world = f"generation {proposal.generation} with {', '.join(nodes) or 'nobody'}"
+        said.append(f"{'paused' if proposal.state is WorldState.PAUSED else 'formed'} {world}")
+        return ", ".join(said)
 
     def _judge(
         self, broken: Broken, breakage: budget.Breakage, now: float
@@ -163,6 +249,7 @@ class FailureAccounting:
             FailureFacts(
                 text=first.text,
                 exit_code=first.exit_code,
+                is_oom_kill=first.is_oom_kill,
                 works_elsewhere=has_trained and others,
             )
         )
@@ -184,10 +271,18 @@ class FailureAccounting:
         before, self._step = self._step, max(step_rate.step, self._step or 0)
         return None if before is None else self._step - before
 
+    def _steps_since_change(self, step_rate: StepRate | None) -> int | None:
+        """Since a node was lost, or left, or the job broke."""
+        if step_rate is None:
+            return None
+        before = self._step_at_change
+        self._step_at_change = max(step_rate.step, before or 0)
+        return None if before is None else self._step_at_change - before
+
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping joining node may disturb a healthy job once per quarantine.
 
-        Before the switch it cools down whatever ended it, afterwards if it failed by itself
+        Before the switch it is quarantined whatever ended it, afterwards if it failed by itself
         within a quarantine: a node that somebody killed may come back at once.
         """
         members = broken.members
@@ -200,7 +295,9 @@ class FailureAccounting:
             if joined_s is None or now - joined_s >= self._quarantine_s:
                 continue
             failure = failed.get(node_id)
-            by_itself = failure is not None and failure.exit_code not in _FROM_OUTSIDE
+            by_itself = failure is not None and (
+                failure.is_oom_kill or failure.exit_code not in _FROM_OUTSIDE
+            )
             if members.pending or by_itself:
                 # A dead agent comes back with another id, under the same name.
                 self._flaps.cool(node_id if node_id in out else names[node_id], now)
@@ -210,35 +307,6 @@ class FailureAccounting:
         reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
         for node_id in self._builds.failed(members.world.node_ids, reports):
             self._flaps.cool(node_id, now)
-
-
-def _to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
-    return BreakageRecord(
-        generation=breakage.generation,
-        lived_s=breakage.lived_s,
-        steps=breakage.steps,
-        failures=tuple(
-            FailureRecord(
-                node=f.node,
-                text=f.text,
-                exit_code=f.exit_code,
-            )
-            for f in breakage.failures
-        ),
-        lost=breakage.lost,
-        time_s=time_s,
-    )
-
-
-def _from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
-    return budget.Breakage(
-        generation=record.generation,
-        lived_s=record.lived_s,
-        steps=record.steps,
-        failures=tuple(budget.Failure(f.node, f.text, f.exit_code) for f in record.failures),
-        lost=record.lost,
-        at_s=at_s,
-    )
 
 
 def _is_the_jobs_own(broken: Broken) -> bool:

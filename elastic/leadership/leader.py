@@ -1,7 +1,7 @@
 """What the leader does: watch the nodes, ask the doubtful ones, decide, write worlds.
 
-Runs on the node service's thread; only probes run elsewhere, and report back as
-:class:`Probed`. Nothing is decided while a node is in question: a probe takes milliseconds, a
+Runs on the node service's thread; only probes run elsewhere (:mod:`elastic.leadership.prober`).
+Nothing is decided while a node is in question: a probe takes milliseconds, a
 world formed with a dead member costs a restart of everybody.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic.errors import RecordError
@@ -25,9 +24,9 @@ from elastic.events import (
 )
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.hang_judge import HangJudge
+from elastic.leadership.prober import Probed, Prober
 from elastic.leadership.roster import Roster
 from elastic.liveness.connections import Connections
-from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import (
     Decision,
     End,
@@ -40,19 +39,17 @@ from elastic.membership.decision import (
 )
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
+    BreakageRecord,
     Cause,
     Done,
     Node,
     Outcome,
-    ProcessIdentity,
     WorldRecord,
     WorldState,
     encode,
 )
 from elastic.membership.step_rate import StepRate, switch_step
 from elastic.node.context import NodeContext
-from elastic.node.identity import proved_gone
-from elastic.node.run_secret import LIVENESS
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
 from elastic.tuning.agent_intervals import (
@@ -66,14 +63,6 @@ from elastic.tuning.agent_intervals import (
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
 # that leaves has little time, a joining node has all of it.
 STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
-
-
-@dataclass(frozen=True)
-class Probed:
-    """A probe's verdict, on its way to the service's inbox."""
-
-    node_id: str
-    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -94,14 +83,12 @@ class Leadership:
         self._since_s = context.clock.monotonic()
         self.roster = Roster(context.keys, connections)
         self._listed = False
-        self._asked: set[str] = set()
-        self._next_recheck_s = 0.0
         self._accounting = FailureAccounting(context.options)
         self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
         self._doubted_for = 0  # the generation whose trouble made every member doubtful
         self._planned_since_s: float | None = None  # a plan waits for a pace
         self._waiting_reason = ""
-        self._probes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="elastic-probe")
+        self._prober = Prober(context, self.roster)
         self._hangs = HangJudge(context)
         self._watch: Watch = context.store.watch(
             [context.keys.nodes, context.keys.failure_reports, context.keys.hangs],
@@ -112,7 +99,7 @@ class Leadership:
     def close(self) -> None:
         """End the term: no callback afterwards."""
         self._watch.close()
-        self._probes.shutdown(wait=True, cancel_futures=True)
+        self._prober.close()
 
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
@@ -166,7 +153,7 @@ class Leadership:
 
     def on_probed(self, probed: Probed) -> None:
         """A verdict arrived."""
-        self._asked.discard(probed.node_id)
+        self._prober.on_probed(probed)
         now, reason = self._at.clock.monotonic(), probed.verdict.reason
         was_dead = self.roster.is_dead(probed.node_id)
         changed = self.roster.settle(probed.node_id, probed.verdict, now)
@@ -232,7 +219,7 @@ class Leadership:
         self._hangs.judge(world)
         self.roster.doubt_members_without_key(world, now)
         self.roster.forget_strangers(world)
-        self._ask(world, now)
+        self._prober.ask(world, now)
         if self.roster.unsettled() or self.roster.unregistered(world):
             return None, now + RECHECK_S
         self._accounting.saw(self._at.status.step_rate)
@@ -274,34 +261,6 @@ class Leadership:
         )
         return WorldEntry(highest, revision, now)
 
-    def _ask(self, world: WorldRecord | None, now: float) -> None:
-        due = set(self.roster.unsettled())
-        if now >= self._next_recheck_s:
-            due.update(self.roster.silent())
-            self._next_recheck_s = now + RECHECK_S
-        members = {m.node_id: m for m in world.members} if world is not None else {}
-        for node_id in due - self._asked:
-            known = self.roster.knows(node_id)
-            member = members.get(node_id) or (known.node.as_member() if known else None)
-            if member is None:
-                self.roster.settle(node_id, Verdict(Liveness.SUSPECT, "no address"), now)
-                continue
-            self._asked.add(node_id)
-            self._probes.submit(
-                self._probe, node_id, member.liveness_host, member.liveness_port, member.process
-            )
-
-    def _probe(self, node_id: str, host: str, port: int, process: ProcessIdentity) -> None:
-        if proved_gone(process, self._at.status.node.process):
-            verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
-        else:
-            timeout_s, clock = self._at.options.probe_s, self._at.clock
-            key = self._at.secret.key(LIVENESS)
-            verdict = probe(
-                host, port, node_id, key=key, timeout_s=timeout_s, tls=self._at.tls, clock=clock
-            )
-        self._at.post(Probed(node_id, verdict))
-
     def _act(
         self, decision: Decision, entry: WorldEntry, now: float
     ) -> tuple[WorldEntry | Done | None, float]:
@@ -339,7 +298,7 @@ class Leadership:
             time_s=self._at.clock.wall(),
             switch_at_step=step,
             committed_step=step_rate.step if step_rate is not None else None,
-            breakages=self._accounting.records(now, self._at.clock.wall()),
+            breakages=self._breakages(),
         )
         revision = self._at.store.compare_and_swap(
             self._at.keys.world, encode(world), expected_revision=entry.mod_revision
@@ -431,8 +390,13 @@ class Leadership:
             generation=entry.world.generation if entry.world is not None else 0,
             final_step=step_rate.step if step_rate is not None else None,
             time_s=self._at.clock.wall(),
+            breakages=self._breakages() if outcome is Outcome.FAILURE else (),
         )
         revision = self._at.store.compare_and_swap(
             self._at.keys.done, encode(done), expected_revision=0
         )
         return done if revision is not None else None
+
+    def _breakages(self) -> tuple[BreakageRecord, ...]:
+        clock = self._at.clock
+        return self._accounting.records(clock.monotonic(), clock.wall())

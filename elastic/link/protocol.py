@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
+from elastic.hangs.flight import FlightEntry
 from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
@@ -61,6 +62,7 @@ class CollectiveFailure:
     generation: int
     error: str
     missing: tuple[int, ...] = ()  # ranks that did not come to the building of the group
+    unreachable: tuple[str, ...] = ()  # addresses of peers whose connections timed out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Bye:
 
     clean: bool
     error: str
+    step: int | None = None  # steps committed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,14 @@ class ProgressPage:
     fd: int
     stacks_fd: int
     stacks_signal: int  # 0: it writes no stacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlightTrace:
+    """Worker: the collectives that it began lately in this generation (elastic/hangs/flight.py)."""
+
+    generation: int
+    entries: tuple[FlightEntry, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +139,11 @@ class Permit:
     until_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlightAsk:
+    """Agent: ranks show no progress; which collectives has this one begun?"""
+
+
 Message = (
     Hello
     | Heartbeat
@@ -138,10 +154,12 @@ Message = (
     | Bye
     | SigtermAsk
     | ProgressPage
+    | FlightTrace
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
+    | FlightAsk
 )
 FROM_WORKER = (
     Hello,
@@ -153,12 +171,14 @@ FROM_WORKER = (
     Bye,
     SigtermAsk,
     ProgressPage,
+    FlightTrace,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Bye: 64 << 10,
+    FlightTrace: 64 << 10,
     WorldMessage: MAX_MESSAGE,
 }
 _MOST_BYTES_OF_OTHERS = 4 << 10

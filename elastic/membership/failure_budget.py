@@ -1,35 +1,34 @@
 """When to give up, and whom to leave out for a while. Pure: time comes in as an argument.
 
-A job stops for one of two reasons. The same error of the *script* broke three worlds in a row
-without progress between them: going on cannot help, so it ends with that error. Or worlds keep
-breaking without a healthy one between: the budget is spent. A healthy world refunds everything:
-one that made ``healthy_steps``, or lived ``healthy_s`` where steps are not known (restart mode).
+A job stops for one of three reasons. The same error of the *script* occurred at the same step three
+times, and the job never got past that step: going on cannot help, whatever it did between them,
+since a restart from a checkpoint makes steps every time. Or the same error broke three worlds in a
+row without progress; an error that moves forward from step to step is progress. Or worlds keep
+breaking without a healthy one between: the budget is spent. Churn spends it, too: a node that is
+lost or leaves again and again, while the job gets nowhere. A healthy world refunds everything: one
+that made ``healthy_steps``, or lived ``healthy_s`` where steps are not known (restart mode).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from elastic.failures.verdict import is_consequence
 from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
-# What a worker says when a *peer* failed: a consequence, never the reason to end a job.
-# Seen with torch 2.13: gloo "Connection closed by peer [127.0.0.1]:1234", "Connection reset by
-# peer", "Read error"; c10d "Broken pipe", "DistNetworkError", "DistStoreError: Timed out"; NCCL
-# "unhandled system error", "remote process exited", "ProcessGroupNCCL's watchdog".
-_TRANSPORT = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|(closed|reset) by (remote )?peer"
-    r"|broken pipe|timed out|network is unreachable|no route to host|socket"
-    r"|\bgloo\b|nccl|process ?group|dist(backend|network|store)error|tcpstore|watchdog"
-    r"|remote process exited|connection(reset|refused|aborted)?error",
-    re.IGNORECASE,
-)
-_KILLED = (-9, -15)  # SIGKILL, SIGTERM: somebody from outside, or out of memory
+_KILLED = (-9, -15)  # SIGKILL, SIGTERM: somebody from outside
 _TELLING = {2, 65}  # elastic.errors: wrong use, no valid checkpoint: the job ends with them, too
 _RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
+# What a rank may be ahead of the one that reports: ranks differ by one step at most.
+_STEP_AHEAD = 1
+# One or two steps may be only a report that came late.
+_LATE_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,13 @@ class Failure:
     node: str  # its name
     text: str | None  # the script's error, if it left one
     exit_code: int | None  # negative: the signal
+    step: int | None = None  # steps committed by the worker that failed
+    is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakage:
-    """A world that broke."""
+    """A world that broke, or lost nodes."""
 
     generation: int
     lived_s: float
@@ -51,10 +52,23 @@ class Breakage:
     lost: tuple[str, ...]  # names of members that were lost
     at_s: float  # monotonic
     steps: int | None = None  # made since the breakage before; None: not known
+    left: tuple[str, ...] = ()  # names of members that left in order
+    churned: tuple[str, ...] = ()  # of those lost and left: not for the first time in the window
+    counts: bool = True  # False: nodes came to be missing, which is not the job's fault
+    step: int | None = None  # of the job, as far as its leader knew
+    excluded: str = ""  # name of a node whose machine was at fault
+    verdict: str = ""  # on the first failure, for people
+    response: str = ""  # what was done about it
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it is held against the script, rather than against nodes that come and go, or
+        against a machine."""
+        return self.counts and not self.churned and not self.excluded
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetPolicy:
+class FailureBudget:
     """``budget`` breakages in ``failure_window_s`` are tolerated, one more is not."""
 
     budget: int = 10
@@ -62,7 +76,7 @@ class BudgetPolicy:
     healthy_s: float = HEALTHY_S
     # Steps made in-process are never lost: a job that makes twenty between failures gets on.
     healthy_steps: int = 20
-    same_error: int = 3  # worlds in a row that the same error of the script may break
+    same_error: int = 3  # worlds in a row, or at one step, that the same error may break
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,41 +88,118 @@ class StopJob:
     exit_code: int
 
 
-def is_consequence(text: str | None) -> bool:
-    """Whether a worker's error says no more than that a peer is gone, or does not answer."""
-    return bool(text) and _TRANSPORT.search(text or "") is not None
+class _ScriptError(NamedTuple):
+    """What the script itself did wrong."""
+
+    said: str  # for people
+    step: int | None  # where
+    is_exact: bool  # the worker that failed has said so itself
 
 
-def healthy(breakage: Breakage, policy: BudgetPolicy) -> bool:
+def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     """Whether the world had got on before it broke.
 
-    Steps can be slow: a world also counts that lived long and made a few. One or two may be only
-    a report that came late, and a world that stands still is not healthy however long it lives.
+    Steps can be slow: a world also counts that lived long and made a few. A world that stands
+    still is not healthy however long it lives.
     """
     lived_long = breakage.lived_s >= policy.healthy_s
     if breakage.steps is None:
         return lived_long
-    return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > 2)
+    return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > _LATE_STEPS)
 
 
-def verdict(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
+def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
+    """Whether nodes that vanished again are held against the job: it got nowhere meanwhile.
+
+    Less progress is asked for than after failures: that nodes come and go is not its fault.
+    """
+    if breakage.steps is None:
+        return bool(breakage.churned) and breakage.lived_s < policy.healthy_s
+    return bool(breakage.churned) and breakage.steps <= _LATE_STEPS
+
+
+def departed_again(
+    names: Iterable[str], history: Sequence[Breakage], generation: int, since_s: float
+) -> tuple[str, ...]:
+    """Those of the names that had been lost, or had left, in an older world since then."""
+    known = {
+        name
+        for breakage in history
+        if breakage.generation < generation and breakage.at_s >= since_s
+        for name in (*breakage.lost, *breakage.left)
+    }
+    return tuple(name for name in names if name in known)
+
+
+def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     """Whether the broken worlds (newest last) are reason to stop."""
-    return _script_error(history, policy) or _budget_spent(history, now, policy)
+    return (
+        _same_error_at_one_step(history, policy)
+        or _same_error_in_a_row(history, policy)
+        or _budget_spent(history, now, policy)
+    )
 
 
-def _script_error(history: Sequence[Breakage], policy: BudgetPolicy) -> StopJob | None:
-    latest = list(history)[-policy.same_error :]
-    if len(latest) < policy.same_error or any(healthy(b, policy) for b in latest[1:]):
+def _same_error_at_one_step(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
+    """The newest error has occurred at its step before, and the job never got past it."""
+    if not history or not history[-1].is_failure:
         return None
-    common = set(_script_errors(latest[-1]))
-    for breakage in latest[:-1]:
-        common &= set(_script_errors(breakage))
+    newest = history[-1]
+    for key, error in _script_errors(newest).items():
+        if error.step is None:
+            continue
+        times = sum(1 for _ in _occurrences(history, key, error.step))
+        if times >= policy.same_error:
+            reason = f"the script failed {times} times at step {error.step} in the same way"
+            return _stop(f"{reason}: {error.said}", newest)
+    return None
+
+
+def _occurrences(history: Sequence[Breakage], key: str, step: int) -> Iterator[Breakage]:
+    """Breakages by this error at this step, newest first, since the job last got past the step."""
+    for breakage in reversed(history):
+        error = _script_errors(breakage).get(key) if breakage.is_failure else None
+        if error is not None and error.step == step:
+            yield breakage
+        elif breakage.step is not None and breakage.step > step + _STEP_AHEAD:
+            return
+
+
+def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
+    row = _row_without_progress(history, policy)
+    if len(row) < policy.same_error:
+        return None
+    errors = [_script_errors(breakage) for breakage in row]  # the newest first
     # In the order of the newest report: the first to fail comes first.
-    said = next((said for key, said in _script_errors(latest[-1]).items() if key in common), None)
-    if said is None:
-        return None
-    reason = f"the script failed {len(latest)} times in a row in the same way: {said}"
-    return StopJob(reason=reason, exit_code=exit_code_of(f.exit_code for f in latest[-1].failures))
+    for key, error in errors[0].items():
+        places = [found[key] for found in errors if key in found]
+        if len(places) == len(row) and not _moves_forward(places):
+            reason = f"the script failed {len(row)} times in a row in the same way: {error.said}"
+            return _stop(reason, row[0])
+    return None
+
+
+def _row_without_progress(history: Sequence[Breakage], policy: FailureBudget) -> list[Breakage]:
+    """The last failures, newest first; shorter if the job got on between two of them."""
+    row: list[Breakage] = []
+    for breakage in reversed(history):
+        if breakage.is_failure:
+            row.append(breakage)
+        if len(row) == policy.same_error or healthy(breakage, policy):
+            break
+    return row
+
+
+def _moves_forward(places: Sequence[_ScriptError]) -> bool:
+    """Whether an error, the newest first, was at a later step every time."""
+    steps = [place.step for place in places if place.step is not None and place.is_exact]
+    pairs = itertools.pairwise(steps)
+    return len(steps) == len(places) and all(newer > older for newer, older in pairs)
+
+
+def _stop(reason: str, breakage: Breakage) -> StopJob:
+    codes = (f.exit_code for f in breakage.failures)
+    return StopJob(reason=reason, exit_code=exit_code_of(codes))
 
 
 def exit_code_of(codes: Iterable[int | None]) -> int:
@@ -116,49 +207,75 @@ def exit_code_of(codes: Iterable[int | None]) -> int:
     return next((code for code in codes if code in _TELLING), None) or 1
 
 
-def _script_errors(breakage: Breakage) -> dict[str, str]:
-    """What the script itself did wrong: comparable text -> words for people."""
+def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
+    """What the script itself did wrong, by its comparable text."""
     failures = breakage.failures
-    if breakage.lost or not failures or any(f.exit_code in _KILLED for f in failures):
+    if breakage.lost or not failures or any(_is_killed(f) for f in failures):
         return {}
-    texts = [f for f in failures if f.text and not is_consequence(f.text)]
-    if texts:
-        return {_comparable(f.text or ""): f"{(f.text or '').strip()} (on {f.node})" for f in texts}
+    own = [f for f in failures if f.is_oom_kill or (f.text and not is_consequence(f.text))]
+    if own:
+        errors: dict[str, _ScriptError] = {}
+        for f in own:
+            said = f"{(f.text or '').strip()} (on {f.node})"
+            errors.setdefault(_key(f), _at_step(said, f, breakage))
+        return errors
     if any(f.exit_code is None or f.exit_code <= 0 for f in failures):
         return {}
-    silent = [f for f in failures if not f.text]
-    return {f"exit {f.exit_code}": f"exit code {f.exit_code} (on {f.node})" for f in silent}
+    return {
+        f"exit {f.exit_code}": _at_step(f"exit code {f.exit_code} (on {f.node})", f, breakage)
+        for f in failures
+        if not f.text
+    }
 
 
-def _comparable(text: str) -> str:
+def _is_killed(failure: Failure) -> bool:
+    return failure.exit_code in _KILLED and not failure.is_oom_kill
+
+
+def _at_step(said: str, failure: Failure, breakage: Breakage) -> _ScriptError:
+    is_exact = failure.step is not None
+    return _ScriptError(said, failure.step if is_exact else breakage.step, is_exact)
+
+
+def _key(failure: Failure) -> str:
     """The text without what differs between runs of the same mistake."""
-    return " ".join(_ADDRESS.sub("0x", _RANK.sub("", text)).split())
+    if failure.is_oom_kill:
+        return "out of memory"  # the rest of its text is a pid
+    return " ".join(_ADDRESS.sub("0x", _RANK.sub("", failure.text or "")).split())
 
 
-def _budget_spent(history: Sequence[Breakage], now: float, policy: BudgetPolicy) -> StopJob | None:
-    spent = 0
+def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
+    spent, churned = 0, 0
     for breakage in reversed(history):
         if breakage.at_s < now - policy.failure_window_s:
             break
-        spent += 1
+        spent += breakage.counts
+        churned += breakage.counts and bool(breakage.churned)
         if healthy(breakage, policy):  # it refunded everything before it
             break
-    if spent <= policy.budget:
+    if spent <= policy.budget or not history[-1].counts:
         return None
     last = history[-1]
+    by_churn = f" ({churned} of them because nodes went again and again)" if churned else ""
     reason = (
-        f"{spent} worlds broke within {policy.failure_window_s:g} s, none of them lived "
-        f"{policy.healthy_s:g} s; the last was generation {last.generation} ({_what(last)})"
+        f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lived "
+        f"{policy.healthy_s:g} s; the last was generation {last.generation} ({what_broke(last)})"
     )
     return StopJob(reason=reason, exit_code=70)
 
 
-def _what(breakage: Breakage) -> str:
+def what_broke(breakage: Breakage) -> str:
+    """In one sentence: who was lost, who left, and the line that says most of each error."""
     said = [f"{name} lost" for name in breakage.lost]
-    for f in breakage.failures:
-        lines = (f.text or "").strip().splitlines()
-        said.append(f"{f.node}: {lines[-1] if lines else f'exit code {f.exit_code}'}")
+    said += [f"{name} left" for name in breakage.left]
+    said += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
     return "; ".join(said) or "no failure was reported"
+
+
+def error_line(failure: Failure) -> str:
+    """The last line of an error: of a traceback, the exception itself."""
+    lines = (failure.text or "").strip().splitlines()
+    return lines[-1].strip() if lines else f"exit code {failure.exit_code}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +300,7 @@ class FlapTracker:
         self._until: dict[str, float] = {}
 
     def lost(self, node: str, now: float) -> None:
-        """A node was lost. The third time within ``flap_window_s`` it cools down."""
+        """A node was lost. The third time within ``flap_window_s`` it is quarantined."""
         times = self._losses.setdefault(node, deque(maxlen=self._policy.losses))
         times.append(now)
         if len(times) == self._policy.losses and now - times[0] <= self._policy.flap_window_s:
@@ -200,7 +317,7 @@ class FlapTracker:
     def accused(self, node: str, now: float) -> None:
         """A node was the first to fail in a world that nobody was lost from.
 
-        The third time in a row it cools down. A row ends with the accusation of another node,
+        The third time in a row it is quarantined. A row ends with the accusation of another node,
         and with ``flap_window_s`` without any.
         """
         fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s

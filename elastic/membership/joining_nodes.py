@@ -83,7 +83,7 @@ def find_joining_nodes(
         elif n.liveness is Liveness.SUSPECT:
             passed_over.append(f"{n.node.name} does not answer")
         elif until is not None and now < until:
-            passed_over.append(f"{n.node.name} cools down after repeated failures")
+            passed_over.append(f"{n.node.name} is quarantined")
             ends.append(until)
         else:
             eligible.append(n)

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from elastic.errors import RecordError
 from elastic.hangs.facts import RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
@@ -80,11 +81,14 @@ class FailureRecord:
     node: str  # its name
     text: str | None
     exit_code: int | None
+    step: int | None = None  # steps committed by the worker that failed; None: not known
+    is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakageRecord:
-    """A world that failures broke: the failure budget's memory, for the next leader."""
+    """A world that broke or shrank: the failure budget's memory, for the next leader, and a line of
+    the failure timeline."""
 
     generation: int
     lived_s: float
@@ -92,6 +96,13 @@ class BreakageRecord:
     failures: tuple[FailureRecord, ...]
     lost: tuple[str, ...]  # names
     time_s: float  # wall clock
+    left: tuple[str, ...] = ()  # names of nodes that left in order
+    churned: tuple[str, ...] = ()  # of those that were lost or left: not for the first time lately
+    counts: bool = True  # against the failure budget
+    step: int | None = None  # of the job, as far as the leader knew
+    excluded: str = ""  # name of a node whose machine was at fault
+    verdict: str = ""  # on the first failure, for people
+    response: str = ""  # what the leader did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +162,8 @@ class Node:
     failure: str | None  # what its workers ended with, when it arrived after a failure
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for people and seniority among joining nodes
+    failure_step: int | None = None  # steps committed by the worker that failed; None: not known
+    failure_is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
     memory_port: _Port = 0
     tls: bool = False  # it connects to other nodes with TLS, and serves them so
     version: int = RECORD_VERSION
@@ -180,7 +193,8 @@ class FailureReport:
     node_id: str
     generation: int
     error: str
-    accused: tuple[str, ...] = ()  # node ids that did not come to a build
+    # Ids of nodes that did not come to a build, or from which nothing came any more.
+    accused: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 
@@ -218,6 +232,7 @@ class RankStacks:
 
     rank: int
     text: str
+    flight: tuple[FlightEntry, ...]  # the collectives that it began lately
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +256,7 @@ class Done:
     generation: int
     final_step: int | None
     time_s: float
+    breakages: tuple[BreakageRecord, ...] = ()  # of a job that failed: the last ones
     version: int = RECORD_VERSION
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from checkpoints import Root
 from elastic import torch_private
+from elastic.errors import NodeUnfit
 from elastic.process_group import ProcessGroup, all_sum, choose_device
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
@@ -37,6 +38,7 @@ from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.loop import loops
 from elastic.training.step import Step
 from elastic.worker.node_first import node_first
+from elastic.worker.preflight import require_fit
 from elastic.worker.worlds import Worlds
 from elastic.world.failure import FailureHook
 from elastic.world.world import World, node_name, world_from_environment
@@ -153,21 +155,21 @@ class Run:
         self,
         loader: ElasticLoader,
         *,
-        checkpoint_dir: Root | None = None,
+        checkpoints: Checkpoints | Root | None = None,
         when: WhenGiven = None,
         keep: KeepGiven = None,
     ) -> Iterator[Step]:
         """The steps that are left of the loader's epoch, for loops over micro-batches.
 
-        ``checkpoint_dir``, ``when`` and ``keep`` are those of :func:`join`, and change it from
-        here on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A folder that join does
-        not know yet can only be named here before any state is restored, which ``run.retry`` and
-        ``run.epochs`` do. Raises ConfigError and TrainingError.
+        ``checkpoints``, ``when`` and ``keep`` are those of :func:`join`, and override them from
+        here on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that has joined
+        without a folder can name it here only before any state is restored, which ``run.retry``
+        and ``run.epochs`` do. Raises ConfigError and TrainingError.
         """
-        if (checkpoint_dir, when, keep) != (None, None, None):
-            checkpoints, lifecycle = self._parts.checkpoints, self._parts.lifecycle
-            checkpoints.amend(checkpoint_dir, when, keep, is_restored=lifecycle.is_restored)
-            self._parts.registry.piggyback(checkpoints.flags)
+        if (checkpoints, when, keep) != (None, None, None):
+            manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
+            manager.amend(checkpoints, when, keep, is_restored=lifecycle.is_restored)
+            self._parts.registry.piggyback(manager.flags)
         return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -274,26 +276,42 @@ _run: Run | None = None
 def join(
     *,
     checkpoints: Checkpoints | Root | None = None,
-    checkpoint_dir: Root | None = None,
     when: WhenGiven = None,
     keep: KeepGiven = None,
     seed: int = 0,
     backend: str | None = None,
+    preflight: bool = False,
 ) -> Run:
     """Become part of the job. The same object on every call.
 
     ``checkpoints`` is a folder or :class:`Checkpoints`; by default ``ELASTIC_CHECKPOINTS``, and
-    without that nothing is saved. ``checkpoint_dir`` is another name for it. ``when`` is a policy
-    of :mod:`checkpoints.policies.save`, or the number of steps between two saves (50); ``keep`` is
-    one of :mod:`checkpoints.policies.retention`, or how many of the newest stay (3). ``seed``
-    decides the order of the data and everything random inside steps. ``backend`` is
+    without that nothing is saved. ``when`` is a policy of :mod:`checkpoints.policies.save`, or the
+    number of steps between two saves (50); ``keep`` is one of
+    :mod:`checkpoints.policies.retention`, or how many of the newest are retained (3). ``seed``
+    determines the order of the data and every random number inside steps. ``backend`` is
     torch.distributed's, by default ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs.
+
+    ``preflight`` checks this node first, in a second or two: ``/dev/shm``, limits and GPUs (unless
+    its agent has: ``--rdzv-conf preflight=1``), and the folder of checkpoints.
+
+    Raises ConfigError for options that contradict each other, and NodeUnfit (exit code 71) for a
+    node that has failed, before any other node hears of this worker.
     """
     global _run
     if _run is None:
-        policy = checkpoints_from(checkpoints, checkpoint_dir=checkpoint_dir, when=when, keep=keep)
+        policy = checkpoints_from(checkpoints, when=when, keep=keep)
+        if preflight:
+            _require_fit(policy)
         _run = _join(policy, seed, backend)
     return _run
+
+
+def _require_fit(policy: Checkpoints | None) -> None:
+    try:
+        require_fit(policy.local_folder if policy is not None else None)
+    except NodeUnfit:
+        FailureHook().install()  # else torchrun knows of an exit code alone
+        raise
 
 
 def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:

@@ -24,7 +24,7 @@ from elastic.store.keyvalue import KeyValue
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines for a machine that does much else; one test has its own."""
-    monkeypatch.setattr(doctor_etcd, "CALL_WITHIN_S", PATIENCE_S / 3)
+    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", PATIENCE_S / 3)
 
 
 @dataclass
@@ -89,7 +89,7 @@ def test_the_embedded_etcd_works_with_a_warning_and_keeps_nothing(
 def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
     doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_etcd, "CALL_WITHIN_S", 2.0)
+    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 2.0)
     began = SYSTEM_CLOCK.monotonic()
     permissions = doctor_etcd.permissions
 
@@ -112,7 +112,7 @@ def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
 def test_an_alarm_is_a_failure(
     doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_etcd, "CALL_WITHIN_S", 5.0)  # a write is tried until then
+    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)  # a write is tried until then
     rpc = load_rpc()
     with load_grpc().insecure_channel(own_etcd.endpoint) as channel:
         maintenance = rpc.MaintenanceStub(channel)
@@ -172,7 +172,8 @@ def test_passwords_and_roles(
 
     assert run(right, "/mine").findings["etcd permissions"]["status"] == "ok"
 
-    monkeypatch.setattr(doctor_etcd, "CALL_WITHIN_S", 5.0)  # a watch that is refused stays silent
+    # A watch that is refused stays silent.
+    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)
     elsewhere = run(right, "/theirs")
     assert elsewhere.code == 1
     said = elsewhere.findings["etcd permissions"]

@@ -21,7 +21,7 @@ from etcd_proxy import CuttingProxy
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.session import OPERATIONS
-from elastic.doctor.examination import Plan, examine
+from elastic.doctor.examination import ExaminationPlan, examine
 from elastic.doctor.findings import Status
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.tuning.agent_options import AgentOptions
@@ -102,7 +102,7 @@ def test_a_node_that_is_stopped_in_the_middle_is_named_within_the_deadline(
     shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     options = AgentOptions(prefix=root.rstrip("/"))
-    plan = Plan(
+    plan = ExaminationPlan(
         options=options,
         endpoint=shared_etcd.endpoint,
         run_id="job",
@@ -139,7 +139,7 @@ def test_a_node_that_is_stopped_in_the_middle_is_named_within_the_deadline(
 def test_nodes_that_do_not_come_are_said_with_those_that_are_there(
     shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
-    plan = Plan(
+    plan = ExaminationPlan(
         options=AgentOptions(prefix=root.rstrip("/")),
         endpoint=shared_etcd.endpoint,
         run_id="job",

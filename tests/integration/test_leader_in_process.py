@@ -255,7 +255,7 @@ def test_a_joining_node_that_dies_before_the_switch_cancels_it_and_is_quarantine
     members_run(server, nodes, world)
     joining_node.ready()
     said = lambda: [  # noqa: E731
-        e for n in nodes for e in n.journal.events if "cools down" in str(e)
+        e for n in nodes for e in n.journal.events if "is quarantined" in str(e)
     ]
     assert eventually(said)
     assert world_in(server).generation == 3
@@ -275,7 +275,7 @@ def test_a_crash_looping_node_disturbs_the_job_once_per_quarantine(
     members_run(server, nodes, world)
     joining_node.ready()
     assert eventually(
-        lambda: [e for n in nodes for e in n.journal.events if "cools down" in str(e)]
+        lambda: [e for n in nodes for e in n.journal.events if "is quarantined" in str(e)]
     )
     assert world_in(server).generation == 3
 
@@ -338,7 +338,7 @@ def test_whoever_is_waited_for_three_times_is_left_out(server: MemoryServer, sta
         if number < 3:
             assert set(world.node_ids) == {n.id for n in nodes}
     assert world.node_ids == (a.id, c.id)
-    assert "in quarantine" in world.reason
+    assert " quarantined" in world.reason
 
 
 def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(

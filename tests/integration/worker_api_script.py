@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
 
     run = elastic.join(
-        checkpoints=elastic.Checkpoints(folder=args.checkpoints, every_steps=args.every_steps)
+        checkpoints=elastic.Checkpoints(folder=args.checkpoints, when=args.every_steps)
         if args.checkpoints
         else None
     )

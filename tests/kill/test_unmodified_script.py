@@ -9,6 +9,7 @@ from job_series import JobSeries, StartSeries
 from training_job import PLAIN, TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.journal import read_journal
 from elastic.testing.slowness import measure_slowness
 
 pytestmark = pytest.mark.cluster
@@ -30,6 +31,7 @@ def jobs(
             backend="etcd",
             min_nodes=1,
             max_nodes=2,
+            conf={"quarantine_s": 60.0},
         ),
         undisturbed_plain,
     )
@@ -54,6 +56,24 @@ def test_a_killed_node_is_left_behind_and_replaced(job: TrainingJob) -> None:
     job.node_of_rank(0).kill()
     job.wait_training(nodes=1, after_generation=generation)
     job.bring_to(2)
+
+
+def test_a_node_whose_gpu_fails_is_quarantined_and_the_others_go_on(job: TrainingJob) -> None:
+    """The script is not decorated with @record: its exception is known all the same."""
+    job.bring_to(2)
+    faulty = job.running[-1]
+    error = "CUDA error: uncorrectable ECC error encountered"
+    (job.folder / f"fails-{faulty.name}").write_text(error)
+    generation = job.generation()
+    job.wait_training(nodes=1, after_generation=generation)
+    (judged,) = (
+        event
+        for event in read_journal(job.folder / "journal")
+        if event["event"] == "failure-judged" and event["generation"] >= generation
+    )
+    assert (judged["node"], judged["action"]) == (faulty.name, "exclude-node")
+    assert error in judged["evidence"]
+    faulty.kill()
 
 
 def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed_plain: Path) -> None:

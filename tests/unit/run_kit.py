@@ -84,7 +84,7 @@ def process(
     worlds: Worlds | None = None,
 ) -> Iterator[Run]:
     """What one process is to the job. With ``clean=False`` it ends as if it had been killed."""
-    policy = Checkpoints(folder=folder, every_steps=every_steps) if folder else None
+    policy = Checkpoints(folder=folder, when=every_steps) if folder else None
     with run_of(policy, seed=seed, clean=clean, journal=journal, worlds=worlds) as run:
         yield run
 

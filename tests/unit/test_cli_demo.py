@@ -19,8 +19,8 @@ from elastic.cli.demo.plan import (
     STEPS_AFTER_JOIN,
     VICTIM,
     Act,
+    DemoPlan,
     JobPosition,
-    Plan,
     position_of,
 )
 from elastic.cli.demo.summary import Summary, summarize
@@ -69,10 +69,10 @@ def good_ledger() -> RunLedger:
     )
 
 
-def good_plan() -> Plan:
+def good_plan() -> DemoPlan:
     killed = position_of(world(1, 0, 60, began_s=0.0))
     later = position_of(joined(world(1, 0, 60, began_s=0.0), world(2, 58, 70, began_s=65.0)))
-    return Plan(killed, later)
+    return DemoPlan(killed, later)
 
 
 JOURNAL = (
@@ -90,7 +90,7 @@ JOURNAL = (
 
 def summary_of(
     ledger: RunLedger,
-    plan: Plan,
+    plan: DemoPlan,
     *,
     accuracy: float | None = 0.985,
     joining_node_code: int | None = 0,
@@ -114,19 +114,19 @@ def summary_of(
 
 def test_the_kill_waits_for_a_full_world_and_the_middle_of_an_epoch() -> None:
     def act_after(steps: int) -> Act | None:
-        return Plan().next_act(position_of(world(1, 0, steps, began_s=0.0)))
+        return DemoPlan().next_act(position_of(world(1, 0, steps, began_s=0.0)))
 
-    assert Plan().next_act(position_of(RunLedger())) is None
+    assert DemoPlan().next_act(position_of(RunLedger())) is None
     assert act_after(5) is None
     assert act_after(LENGTH + 2) is None  # an epoch has just begun
     assert act_after(LENGTH + LENGTH // 2) is Act.KILL
     smaller = position_of(world(2, 0, LENGTH + LENGTH // 2, began_s=0.0))
-    assert Plan().next_act(smaller) is None
+    assert DemoPlan().next_act(smaller) is None
 
 
 def test_the_joining_node_waits_for_the_survivors_to_train() -> None:
     before = world(1, 0, 60, began_s=0.0)
-    plan = Plan().after(Act.KILL, _position(before))
+    plan = DemoPlan().after(Act.KILL, _position(before))
     assert plan.next_act(_position(before)) is None
     assert plan.next_act(_position(joined(before, world(2, 58, 61, began_s=65.0)))) is None
     recovered = _position(joined(before, world(2, 58, 70, began_s=65.0)))
@@ -149,7 +149,7 @@ def test_a_generation_that_has_not_stepped_yet_has_a_position_too() -> None:
 def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None:
     before = world(1, 0, 60, began_s=0.0)
     without = joined(before, world(2, 58, 80, began_s=65.0))
-    plan = Plan().after(Act.KILL, _position(before))
+    plan = DemoPlan().after(Act.KILL, _position(before))
     assert plan.step_delay_s(_position(without), 0.0) == DEMO_STEP_S  # nobody was started
     plan = plan.after(Act.JOIN, _position(without))
     assert plan.waits_for_node(_position(without))
@@ -169,10 +169,10 @@ def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None
 
 def test_a_first_world_without_all_nodes_waits_for_the_others() -> None:
     two = _position(world(2, 0, 30, began_s=0.0))
-    assert Plan().waits_for_node(None) and Plan().waits_for_node(two)
-    assert Plan().step_delay_s(two, 0.0) > 10 * DEMO_STEP_S
-    assert Plan().step_delay_s(None, 0.0) == DEMO_STEP_S
-    assert not Plan().waits_for_node(_position(world(1, 0, 30, began_s=0.0)))
+    assert DemoPlan().waits_for_node(None) and DemoPlan().waits_for_node(two)
+    assert DemoPlan().step_delay_s(two, 0.0) > 10 * DEMO_STEP_S
+    assert DemoPlan().step_delay_s(None, 0.0) == DEMO_STEP_S
+    assert not DemoPlan().waits_for_node(_position(world(1, 0, 30, began_s=0.0)))
 
 
 # The summary.
@@ -222,7 +222,7 @@ def test_a_kill_or_join_that_did_not_happen_fails_the_demo() -> None:
     quiet = joined(
         world(1, 0, 120, began_s=0.0), ends=[LedgerEnd(1, r, "a", 121.0) for r in range(3)]
     )
-    assert VICTIM in summary_of(quiet, Plan()).failures[0]
+    assert VICTIM in summary_of(quiet, DemoPlan()).failures[0]
     only_killed = replace(good_plan(), joined_at=None)
     assert ADDED in summary_of(good_ledger(), only_killed).failures[0]
 

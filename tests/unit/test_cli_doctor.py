@@ -11,8 +11,8 @@ import pytest
 
 from elastic.cli import doctor
 from elastic.cli.main import main
-from elastic.doctor.collectives.session import Measured
-from elastic.doctor.examination import Plan, Report
+from elastic.doctor.collectives.session import TransferMeasurement
+from elastic.doctor.examination import ExaminationPlan, Report
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 
 REPORT = Report(
@@ -21,16 +21,18 @@ REPORT = Report(
         warning("open files limit", "1024", "ulimit -n 65536"),
         skipped("GPU", "no GPU"),
     ),
-    speeds=(Measured(backend="gloo", peer=1, size_bytes=4096, torch_ms=0.05, raw_ms=0.01),),
+    speeds=(
+        TransferMeasurement(backend="gloo", peer=1, size_bytes=4096, torch_ms=0.05, raw_ms=0.01),
+    ),
     nodes=("a",),
 )
 
 
-def report_of(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[Plan]:
+def report_of(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[ExaminationPlan]:
     """Let every examination end with this; returns what was asked for."""
-    plans: list[Plan] = []
+    plans: list[ExaminationPlan] = []
 
-    def examine(plan: Plan, say: object) -> Report:
+    def examine(plan: ExaminationPlan, say: object) -> Report:
         plans.append(plan)
         return report
 

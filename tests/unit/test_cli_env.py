@@ -63,7 +63,7 @@ def test_the_table_has_every_variable_and_warnings_go_to_stderr(
     [
         (["--rdzv-conf", "profile=infinband"], "infiniband, roce, ethernet, cloud, single-node"),
         (["--rdzv-conf", "interface=ib7"], "interface=ib7"),
-        (["--rdzv-conf", "profile"], "NAME=VALUE"),
+        (["--rdzv-conf", "profile"], "KEY=VALUE"),
         (["--nnodes", "3:2"], "--nnodes=3:2"),
         (["--leader", "no-such-host.invalid"], "no-such-host.invalid"),
         (["--output", "yaml"], "yaml"),

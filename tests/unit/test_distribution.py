@@ -26,6 +26,7 @@ FILES = (
     "constraints.txt",
     "mkdocs.yml",
     "pyproject.toml",
+    "torch_elastic_harness.py",
 )
 NO_SOURCES = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 BUILD = "import sys; from setuptools import build_meta; build_meta.{}(sys.argv[1])"
@@ -91,6 +92,6 @@ def test_a_wheel_built_from_it_has_the_packages_with_their_data_and_no_more(
         if name.startswith(tuple(f"{package}/" for package in PACKAGES))
         and name.endswith((".py", ".html", "py.typed", ".json"))
     }
-    assert names == expected
+    assert names == expected | {"torch_elastic_harness.py"}
     assert {"elastic", "checkpoints"} <= set(PACKAGES)
     assert "elastic/cli/scripts/digits.py" in names

@@ -6,7 +6,7 @@ from elastic.doctor.collectives.outcomes import (
     ENDED,
     RUNNING,
     STOPPED,
-    Progress,
+    RankOutcome,
     Result,
     Speed,
     blame,
@@ -18,12 +18,12 @@ from elastic.doctor.collectives.session import gpu_findings
 from elastic.doctor.findings import Finding, Status
 
 
-def rank(number: int, **changes: object) -> Progress:
+def rank(number: int, **changes: object) -> RankOutcome:
     settings: dict[str, object] = {"node": f"n{number}", "pid": 100 + number, "state": RUNNING}
-    return Progress(rank=number, **{**settings, **changes})  # type: ignore[arg-type]
+    return RankOutcome(rank=number, **{**settings, **changes})  # type: ignore[arg-type]
 
 
-def done(number: int, *operations: str, **changes: str) -> Progress:
+def done(number: int, *operations: str, **changes: str) -> RankOutcome:
     results = tuple(Result(operation=o, took_ms=1.0, **changes) for o in operations)
     return rank(number, is_done=True, entered=len(operations), results=results)
 

@@ -12,7 +12,7 @@ from elastic.doctor.findings import Status
 
 def connection(to: int, error: str = "", port: int = 29500) -> dict[str, object]:
     return asdict(
-        pairs.Connection(to=to, address=f"10.0.0.{to}", port=port, took_ms=1.0, error=error)
+        pairs.ConnectionAttempt(to=to, address=f"10.0.0.{to}", port=port, took_ms=1.0, error=error)
     )
 
 

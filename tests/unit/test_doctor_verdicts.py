@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 
-from elastic.doctor import verdicts
+from elastic.doctor import cross_node_verdicts, etcd_verdicts, machine_verdicts
 from elastic.doctor.etcd import (
     CertificateFacts,
     EtcdFacts,
@@ -63,12 +63,12 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_everything_well_is_0_and_warnings_do_not_change_that() -> None:
     well = [
-        *verdicts.of_etcd(ETCD),
-        verdicts.of_shm(SHM),
-        *verdicts.of_limits(LIMITS),
-        *verdicts.of_network(NETWORK),
-        *verdicts.of_folder("/c", FOLDER),
-        *verdicts.of_gpu(GPU),
+        *etcd_verdicts.of_etcd(ETCD),
+        machine_verdicts.of_shm(SHM),
+        *machine_verdicts.of_limits(LIMITS),
+        *machine_verdicts.of_network(NETWORK),
+        *machine_verdicts.of_folder("/c", FOLDER),
+        *machine_verdicts.of_gpu(GPU),
     ]
     assert {f.status for f in well} == {OK, SKIPPED}
     assert exit_code([*well, warning("MTU", "900", "raise it")]) == 0
@@ -90,14 +90,14 @@ def test_everything_well_is_0_and_warnings_do_not_change_that() -> None:
 )
 def test_the_version_of_etcd(version: str, status: Status) -> None:
     facts = replace(ETCD, members=(MemberFacts(endpoint="e:2379", version=version),))
-    assert by_name(verdicts.of_etcd(facts))["etcd version"].status is status
+    assert by_name(etcd_verdicts.of_etcd(facts))["etcd version"].status is status
 
 
 def test_one_member_that_is_away_is_a_warning_and_all_of_them_a_failure() -> None:
     away = MemberFacts(endpoint="f:2379", error="connection refused", hint="start it")
-    some = by_name(verdicts.of_etcd(replace(ETCD, members=(*ETCD.members, away))))
+    some = by_name(etcd_verdicts.of_etcd(replace(ETCD, members=(*ETCD.members, away))))
     assert some["etcd f:2379"].status is WARNING and some["etcd e:2379"].status is OK
-    none = verdicts.of_etcd(EtcdFacts(members=(away,)))
+    none = etcd_verdicts.of_etcd(EtcdFacts(members=(away,)))
     assert [f.status for f in none] == [FAILED]
     assert none[0].remedy == "start it"
 
@@ -132,7 +132,7 @@ def test_one_member_that_is_away_is_a_warning_and_all_of_them_a_failure() -> Non
 def test_what_etcd_may_lack(
     change: dict[str, object], name: str, status: Status, said: str
 ) -> None:
-    found = by_name(verdicts.of_etcd(replace(ETCD, **change)))[name]  # type: ignore[arg-type]
+    found = by_name(etcd_verdicts.of_etcd(replace(ETCD, **change)))[name]  # type: ignore[arg-type]
     assert found.status is status
     assert said in found.measured
     assert found.remedy or status is SKIPPED
@@ -149,7 +149,7 @@ def test_what_etcd_may_lack(
     ],
 )
 def test_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
-    assert verdicts.of_shm(facts).status is status
+    assert machine_verdicts.of_shm(facts).status is status
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
     ],
 )
 def test_limits(facts: LimitFacts, statuses: list[Status]) -> None:
-    assert [f.status for f in verdicts.of_limits(facts)] == statuses
+    assert [f.status for f in machine_verdicts.of_limits(facts)] == statuses
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_limits(facts: LimitFacts, statuses: list[Status]) -> None:
     ],
 )
 def test_network(change: dict[str, object], name: str, status: Status) -> None:
-    found = by_name(verdicts.of_network(replace(NETWORK, **change)))  # type: ignore[arg-type]
+    found = by_name(machine_verdicts.of_network(replace(NETWORK, **change)))  # type: ignore[arg-type]
     assert found[name].status is status
 
 
@@ -195,12 +195,12 @@ def test_network(change: dict[str, object], name: str, status: Status) -> None:
     ],
 )
 def test_gpus(facts: GpuFacts | Unanswered, status: Status) -> None:
-    assert [f.status for f in verdicts.of_gpu(facts)] == [status]
+    assert [f.status for f in machine_verdicts.of_gpu(facts)] == [status]
 
 
 def test_a_machine_without_gpu_says_so() -> None:
     facts = replace(GPU, is_installed=False, has_device_files=False)
-    assert verdicts.of_gpu(facts)[0].measured == "no GPU"
+    assert machine_verdicts.of_gpu(facts)[0].measured == "no GPU"
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_a_machine_without_gpu_says_so() -> None:
     ],
 )
 def test_the_checkpoint_folder(facts: FolderFacts | Unanswered, statuses: list[Status]) -> None:
-    assert [f.status for f in verdicts.of_folder("/c", facts)] == statuses
+    assert [f.status for f in machine_verdicts.of_folder("/c", facts)] == statuses
 
 
 def test_different_versions_on_the_nodes_are_named_with_their_nodes() -> None:
     values = {"a": "2.13.0", "b": "2.12.1", "c": "2.13.0"}
-    found = verdicts.equal_over_nodes("equal torch", values, "use one image", fatal=True)
+    found = cross_node_verdicts.equal_over_nodes("equal torch", values, "use one image", fatal=True)
     assert found.status is FAILED
     assert found.measured == "2.13.0 on a, c; 2.12.1 on b"
 
@@ -231,7 +231,7 @@ def test_different_versions_on_the_nodes_are_named_with_their_nodes() -> None:
 def test_a_clock_is_off_only_beyond_the_error_of_the_measurement(
     offset_s: float, bound_s: float, status: Status
 ) -> None:
-    assert verdicts.of_clock("b", offset_s, bound_s).status is status
+    assert cross_node_verdicts.of_clock("b", offset_s, bound_s).status is status
 
 
 def test_certificates_are_read_without_being_verified(tmp_path: Path) -> None:
@@ -259,6 +259,6 @@ def test_what_is_no_certificate_is_said(der: bytes) -> None:
 def test_a_file_without_a_certificate_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "empty.pem"
     path.write_text("nothing")
-    found = verdicts.of_certificates(own_certificates(AgentOptions(cacert=str(path))))
+    found = etcd_verdicts.of_certificates(own_certificates(AgentOptions(cacert=str(path))))
     assert [f.status for f in found] == [FAILED]
     assert str(path) in found[0].measured

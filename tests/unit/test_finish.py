@@ -191,7 +191,7 @@ def test_without_an_endpoint_nothing_is_waited_for(
 ) -> None:
     monkeypatch.delenv("PET_RDZV_ENDPOINT")
     assert main(in_a_pod[1]) == 2
-    assert "--endpoint" in capsys.readouterr().err
+    assert "neither --rdzv-endpoint nor PET_RDZV_ENDPOINT is given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Every interval of ``elastic`` has one place, and its reason there; nothing reads the environment
-when it is imported."""
+"""Every interval has one place, and its reason there; nothing reads the environment when it is
+imported."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PLACES = tuple(
-    REPOSITORY / "elastic" / "tuning" / f"{name}.py"
-    for name in ("timeouts", "agent_intervals", "worker_intervals")
+PLACES = (
+    *(
+        REPOSITORY / "elastic" / "tuning" / f"{name}.py"
+        for name in ("timeouts", "agent_intervals", "worker_intervals", "doctor_intervals")
+    ),
+    REPOSITORY / "checkpoints" / "intervals.py",
 )
 # What has a place of its own, and why.
 OWN_PLACES = {
     "elastic/secure_channel/limits.py": "secure channels stand alone, on the standard library",
     "elastic/node/orphan_reaper.py": "the reaper runs as a script, without this package",
 }
-# No job waits for the limits of the test kit. Those of the doctor's checks are beside the checks.
-ELSEWHERE = ("elastic/testing/", "elastic/doctor/")
+# No job waits for the limits of the test kits.
+TEST_KITS = ("elastic/testing/", "checkpoints/testing/")
 _SUFFIX = re.compile(
     r"(?i)_(s|ms|us|interval|timeout|deadline|patience|seconds|attempts|retries|tries|backoff)$"
 )
@@ -33,7 +36,8 @@ def is_interval(name: str) -> bool:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((REPOSITORY / "elastic").rglob("*.py")):
+    packages = (REPOSITORY / "elastic", REPOSITORY / "checkpoints")
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
         name = path.relative_to(REPOSITORY).as_posix()
         yield name, ast.parse(path.read_text(), filename=name)
 
@@ -116,10 +120,10 @@ def test_intervals_have_one_place() -> None:
         for name, tree in sources()
         if REPOSITORY / name not in PLACES
         and name not in OWN_PLACES
-        and not name.startswith(ELSEWHERE)
+        and not name.startswith(TEST_KITS)
         for constant, line in intervals(tree)
     ]
-    assert found == [], "these belong to elastic/tuning, with their reasons"
+    assert found == [], "move these to elastic/tuning or checkpoints/intervals.py, with reasons"
 
 
 def test_places_of_their_own_are_still_needed() -> None:

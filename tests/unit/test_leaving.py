@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from elastic.agent.leaving import Leaving, Phase
+from elastic.agent.leaving import LauncherPhase, Leaving
 from elastic.clock import ManualClock
 
 GRACE_S = 20.0
@@ -30,7 +30,7 @@ class Node:
 class Told:
     """A node, its handler and its time."""
 
-    def __init__(self, phase: Phase, *, in_order: bool = True) -> None:
+    def __init__(self, phase: LauncherPhase, *, in_order: bool = True) -> None:
         self.node = Node(in_order=in_order)
         self.clock = ManualClock()
         self.leaving = Leaving(
@@ -61,7 +61,7 @@ class Told:
 
 
 def test_workers_that_can_leave_in_order_are_waited_for() -> None:
-    told = Told(Phase.RUNNING)
+    told = Told(LauncherPhase.RUNNING)
     assert told.sigterm() is None
     assert told.node.said == ["leave: SIGTERM"]
     told.clock.advance(GRACE_S - 1)
@@ -72,7 +72,7 @@ def test_workers_that_can_leave_in_order_are_waited_for() -> None:
 
 
 def test_workers_whose_time_is_up_are_killed() -> None:
-    told = Told(Phase.RUNNING)
+    told = Told(LauncherPhase.RUNNING)
     told.sigterm()
     told.clock.advance(GRACE_S + 0.1)
     assert told.poll() == 75
@@ -80,8 +80,8 @@ def test_workers_whose_time_is_up_are_killed() -> None:
     assert told.node.said[:3] == ["leave: SIGTERM", "workers end", "killed"]
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RUNNING])
-def test_without_an_order_to_keep_the_node_ends_at_once(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [LauncherPhase.WAITING, LauncherPhase.RUNNING])
+def test_without_an_order_to_keep_the_node_ends_at_once(phase: LauncherPhase) -> None:
     told = Told(phase, in_order=False)
     assert told.sigterm() == 75
     assert told.node.said == ["leave: SIGTERM", "workers end"]
@@ -89,19 +89,19 @@ def test_without_an_order_to_keep_the_node_ends_at_once(phase: Phase) -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_start_of_workers_is_not_interrupted(in_order: bool) -> None:
-    told = Told(Phase.STARTING, in_order=in_order)
+    told = Told(LauncherPhase.STARTING, in_order=in_order)
     assert told.sigterm() is None
     assert told.poll() == 75
 
 
 def test_a_node_that_has_finished_takes_nothing_back() -> None:
-    told = Told(Phase.FINISHING)
+    told = Told(LauncherPhase.FINISHING)
     assert told.sigterm() == 75
     assert told.node.said == []
 
 
-@pytest.mark.parametrize("phase", [Phase.CLOSING, Phase.PARKED])
-def test_an_agent_that_ends_anyway_is_left_to_it(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [LauncherPhase.CLOSING, LauncherPhase.PARKED])
+def test_an_agent_that_ends_anyway_is_left_to_it(phase: LauncherPhase) -> None:
     told = Told(phase)
     assert told.sigterm() is None
     assert told.leaving.told
@@ -109,7 +109,7 @@ def test_an_agent_that_ends_anyway_is_left_to_it(phase: Phase) -> None:
 
 
 def test_a_second_signal_changes_nothing() -> None:
-    told = Told(Phase.RUNNING)
+    told = Told(LauncherPhase.RUNNING)
     told.sigterm()
     told.clock.advance(GRACE_S / 2)
     assert told.sigterm() is None
@@ -118,8 +118,10 @@ def test_a_second_signal_changes_nothing() -> None:
     assert told.poll() == 75
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RUNNING, Phase.FINISHING])
-def test_a_program_is_told_with_an_exception_of_its_own(phase: Phase) -> None:
+@pytest.mark.parametrize(
+    "phase", [LauncherPhase.WAITING, LauncherPhase.RUNNING, LauncherPhase.FINISHING]
+)
+def test_a_program_is_told_with_an_exception_of_its_own(phase: LauncherPhase) -> None:
     leaving = Leaving(
         Node(in_order=False),
         GRACE_S,
@@ -133,8 +135,12 @@ def test_a_program_is_told_with_an_exception_of_its_own(phase: Phase) -> None:
 
 
 def test_a_signal_that_the_launch_does_not_end_with_is_remembered() -> None:
-    assert not Told(Phase.CLOSING).leaving.was_kept_from_launcher
-    closing, starting, heeded = Told(Phase.CLOSING), Told(Phase.STARTING), Told(Phase.STARTING)
+    assert not Told(LauncherPhase.CLOSING).leaving.was_kept_from_launcher
+    closing, starting, heeded = (
+        Told(LauncherPhase.CLOSING),
+        Told(LauncherPhase.STARTING),
+        Told(LauncherPhase.STARTING),
+    )
     for told in (closing, starting, heeded):
         told.sigterm()
     assert heeded.poll() == 75

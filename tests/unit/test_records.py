@@ -124,9 +124,18 @@ WORLD = {
             "generation": 6,
             "lived_s": 3.5,
             "steps": None,
-            "failures": [{"node": "n1", "text": "boom", "exit_code": 1}],
+            "failures": [
+                {"node": "n1", "text": "boom", "exit_code": 1, "step": 3, "is_oom_kill": False}
+            ],
             "lost": ["n2"],
             "time_s": 1.0,
+            "left": [],
+            "churned": [],
+            "counts": True,
+            "step": 3,
+            "excluded": "",
+            "verdict": "restart: unknown",
+            "response": "formed generation 7 with n1",
         }
     ],
     "version": 1,

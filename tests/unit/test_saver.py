@@ -74,13 +74,11 @@ def steps_of(storage: checkpoints.Root) -> list[int]:
 
 def test_numbers_and_policies_say_the_same() -> None:
     assert Checkpoints("f").saving == EverySteps(50)
-    assert Checkpoints("f", every_steps=7).saving == EverySteps(7)
     assert Checkpoints("f", when=7).saving == EverySteps(7)
     assert Checkpoints("f", when=EverySeconds(9)).saving == EverySeconds(9)
     assert Checkpoints("f").keeping == LatestN(3)
     assert Checkpoints("f", keep=LatestN(2)).keeping == Checkpoints("f", keep=2).keeping
-    given = checkpoints_from(None, {}, checkpoint_dir="f", when=7, keep=2)
-    assert given == checkpoints_from("f", {}, when=7, keep=2)
+    assert checkpoints_from("f", {}, when=7, keep=2) == Checkpoints("f", when=7, keep=2)
     assert checkpoints_from(None, {"ELASTIC_CHECKPOINTS": "f"}, when=7) == Checkpoints("f", when=7)
     assert checkpoints_from(None, {}) is None
 
@@ -89,10 +87,8 @@ def test_numbers_and_policies_say_the_same() -> None:
     ("arguments", "said"),
     [
         ({"when": 0}, "when=0 must be at least 1"),
-        ({"when": "10 minutes"}, "when='10 minutes' is neither a whole number nor a policy"),
+        ({"when": "10 minutes"}, "when='10 minutes' is neither an integer nor a policy"),
         ({"when": True}, "when=True is neither"),
-        ({"every_steps": 5, "when": 6}, "every_steps=5 and when=6 both say when to save"),
-        ({"every_steps": 0}, "every_steps=0 must be at least 1"),
         ({"keep": 2.5}, "keep=2.5 is neither"),
         ({"keep": 0}, "keep=0 must be at least 1"),
     ],
@@ -104,21 +100,19 @@ def test_options_that_cannot_work_name_the_value(arguments: Any, said: str) -> N
 
 
 def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoints=a and checkpoint_dir=b"):
-        checkpoints_from("a", {}, checkpoint_dir="b")
     with pytest.raises(ConfigError, match=r"no folder for checkpoints"):
         checkpoints_from(None, {}, when=5)
-    with pytest.raises(ConfigError, match=r"say them inside"):
+    with pytest.raises(ConfigError, match=r"keep=5 in addition to checkpoints="):
         checkpoints_from(Checkpoints("a"), {}, keep=5)
 
 
 def test_run_steps_names_the_folder_and_the_policies(tmp_path: Path) -> None:
     with run_of(None) as (run, _):
         script = job(run)
-        for step in run.steps(script.loader, checkpoint_dir=tmp_path, when=2, keep=10):
+        for step in run.steps(script.loader, checkpoints=tmp_path, when=2, keep=10):
             for x, y in step:
                 script.update(x, y)
-        for step in run.steps(script.loader, checkpoint_dir=tmp_path, when=EverySteps(5)):
+        for step in run.steps(script.loader, checkpoints=tmp_path, when=EverySteps(5)):
             for x, y in step:
                 script.update(x, y)
     assert steps_of(tmp_path) == [2, 4, 10, 12]
@@ -129,13 +123,27 @@ def test_run_steps_says_when_it_is_too_late_for_a_folder(tmp_path: Path) -> None
         script = job(run)
         with pytest.raises(TrainingError, match=r"comes after the state was to be restored"):
             for _ in run.epochs(1):
-                run.steps(script.loader, checkpoint_dir=tmp_path)
+                run.steps(script.loader, checkpoints=tmp_path)
         with pytest.raises(ConfigError, match="no folder for checkpoints"):
             run.steps(script.loader, when=5)
     with run_of(Checkpoints(tmp_path)) as (run, _):
         script = job(run)
         with pytest.raises(TrainingError, match=r"but this job saves into"):
-            run.steps(script.loader, checkpoint_dir=tmp_path / "other")
+            run.steps(script.loader, checkpoints=tmp_path / "other")
+        with pytest.raises(ConfigError, match=r"when=5, keep=None in addition to"):
+            run.steps(script.loader, checkpoints=Checkpoints(tmp_path), when=5)
+
+
+def test_run_steps_takes_all_settings_in_one_object(tmp_path: Path) -> None:
+    with run_of(None) as (run, _):
+        script = job(run)
+        for step in run.steps(script.loader, checkpoints=Checkpoints(tmp_path, when=4, keep=10)):
+            for x, y in step:
+                script.update(x, y)
+        for step in run.steps(script.loader, checkpoints=Checkpoints(tmp_path, when=5, keep=10)):
+            for x, y in step:
+                script.update(x, y)
+    assert steps_of(tmp_path) == [4, 10, 12]
 
 
 # -- disks and writers --------------------------------------------------------------------------
@@ -149,7 +157,7 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
-    with run_of(Checkpoints(storage, every_steps=3, keep=10)) as (run, heard):
+    with run_of(Checkpoints(storage, when=3, keep=10)) as (run, heard):
         script, saver = job(run), parts_of(run).checkpoints
         script.train(3, stop_after=4)
         assert saver.wait(LONG_S)
@@ -166,7 +174,7 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
 def test_who_saves_when_none_is_in_flight_does_not_wait_for_a_share_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervised, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(supervised, "COMMIT_PATIENCE_S", 0.2)
     rank = Rank(MemoryStorage(), 0, 2)
     rank.save(1)
     waiting = rank.saver.engine
@@ -190,7 +198,7 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
             raise SimulatedCrash(label)
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
-    with run_of(Checkpoints(storage, every_steps=1, keep=100)) as (run, heard):
+    with run_of(Checkpoints(storage, when=1, keep=100)) as (run, heard):
         script, saver = job(run), parts_of(run).checkpoints
         script.train(9, stop_after=2)
         assert saver.wait(LONG_S)
@@ -284,7 +292,7 @@ class Rank:
 
     def __init__(self, storage: checkpoints.Storage, rank: int, size: int) -> None:
         self.heard = Heard()
-        self.saver = Saver(Checkpoints(storage, every_steps=1), self.heard)
+        self.saver = Saver(Checkpoints(storage, when=1), self.heard)
         self.job = JobState(seed=0)
         self.saver.resume(None, 1, 0)
         self.saver.enter(world(rank, size, 1), self.job)

@@ -1,7 +1,7 @@
 """``elastic demo``: three local torchrun nodes train on real images, one is killed, one is added.
 
 Everything lives in a temporary folder: etcd's data, checkpoints, ledger, journals, logs. It is
-removed at the end, unless asked for or something failed.
+removed at the end, unless ``--keep`` is given or a promise failed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
 from elastic.cli import exit_codes
+from elastic.cli.command_parser import CommandParser
 from elastic.cli.demo import plan as demo_plan
 from elastic.cli.demo.journal import JournalEntry, JournalReader
-from elastic.cli.demo.plan import Act, JobPosition, Plan, position_of
+from elastic.cli.demo.plan import Act, DemoPlan, JobPosition, position_of
 from elastic.cli.demo.summary import Summary, summarize
 from elastic.cli.demo.view import DemoView, open_view, print_summary, rows_of, sentence
 from elastic.cli.launch.local_nodes import LocalNodes, NodeProcess
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic demo``."""
-    parser = _Parser(prog="elastic demo", description=__doc__, add_help=True)
+    parser = CommandParser(prog="elastic demo", description=__doc__, add_help=True)
     parser.add_argument(
         "-o",
         "--output",
@@ -88,11 +89,6 @@ def parser() -> argparse.ArgumentParser:
         "--timeout-s", type=float, default=300.0, help="give up after this long (default: 300)"
     )
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="`elastic demo -h` lists the flags")
 
 
 def _require_dependencies() -> None:
@@ -120,7 +116,7 @@ class Demo:
         self._mode = mode
         self._timeout_s = timeout_s
         self._clock = clock
-        self._plan = Plan()
+        self._plan = DemoPlan()
         self._ledger = LedgerReader(folder / "ledger")
         self._journal = JournalReader(folder / "journal")
         self._entries: list[JournalEntry] = []

@@ -34,7 +34,7 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job stands: its newest generation that completed a step."""
+    """The job's position: its newest generation that completed a step."""
 
     generation: int
     nodes: frozenset[str]
@@ -45,8 +45,8 @@ class JobPosition:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was done already, and where the job stood then."""
+class DemoPlan:
+    """The acts that are done, and the job's position at each."""
 
     killed_at: JobPosition | None = None
     joined_at: JobPosition | None = None
@@ -81,7 +81,7 @@ class Plan:
         spare = max(1, STEPS - 1 - position.step - kept)
         return max(DEMO_STEP_S, left_s / spare)
 
-    def after(self, act: Act, position: JobPosition) -> Plan:
+    def after(self, act: Act, position: JobPosition) -> DemoPlan:
         """The plan once ``act`` was done at ``position``."""
         if act is Act.KILL:
             return replace(self, killed_at=position)
@@ -89,7 +89,7 @@ class Plan:
 
 
 def position_of(ledger: RunLedger) -> JobPosition | None:
-    """Where the job stands, or None before its first step."""
+    """The job's position, or None before its first step."""
     if not ledger.steps:
         return None
     generation = max(s.generation for s in ledger.steps)

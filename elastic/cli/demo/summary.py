@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.cli.demo.journal import JournalEntry
-from elastic.cli.demo.plan import ADDED, MAX_NODES, VICTIM, JobPosition, Plan
+from elastic.cli.demo.plan import ADDED, MAX_NODES, VICTIM, DemoPlan, JobPosition
 from elastic.testing.ledger import LedgerError, RunLedger
 from elastic.tuning.agent_intervals import DEMO_PATIENCE_S
 
@@ -48,8 +48,8 @@ class Summary:
     steps: int  # of the surviving lineage
     recomputed_steps: int
     accuracy: float | None
-    killed: str | None  # where the job stood then, in words
-    added: str | None  # where the job stood when the joining node's agent was started
+    killed: str | None  # the job's position then, for people
+    added: str | None  # the job's position when the joining node's agent was started
     duration_s: float
     failures: tuple[str, ...]
 
@@ -65,7 +65,7 @@ class Summary:
 def summarize(
     ledger: RunLedger,
     journal: Iterable[JournalEntry],
-    plan: Plan,
+    plan: DemoPlan,
     *,
     mode: str,
     accuracy: float | None,
@@ -151,7 +151,7 @@ def _failed_nodes(exit_codes: dict[str, int | None]) -> Iterable[str]:
             yield f"{node} ended with {code}, not 0"
 
 
-def _failed_plan(generations: Sequence[Generation], plan: Plan) -> Iterable[str]:
+def _failed_plan(generations: Sequence[Generation], plan: DemoPlan) -> Iterable[str]:
     if plan.killed_at is None:
         yield f"the job ended before {VICTIM} was killed"
         return

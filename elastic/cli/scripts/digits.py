@@ -79,7 +79,7 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 args = arguments()
 folder = args.checkpoints
 run = elastic.join(
-    checkpoints=elastic.Checkpoints(folder=folder, every_steps=args.every_steps) if folder else None
+    checkpoints=elastic.Checkpoints(folder=folder, when=args.every_steps) if folder else None
 )
 torch.manual_seed(0)
 train_set, test_set = datasets()

@@ -39,7 +39,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RankOutcome:
     """One rank after a group of operations, or where it was at the deadline."""
 
     rank: int
@@ -63,7 +63,7 @@ class Progress:
 
 
 def findings(
-    label: str, ranks: Sequence[Progress], expected: Sequence[str], waited_s: float
+    label: str, ranks: Sequence[RankOutcome], expected: Sequence[str], waited_s: float
 ) -> list[Finding]:
     """One for each operation of a group. ``label``: the backend."""
     found = []
@@ -93,7 +93,7 @@ _BAD_DATA = (
 )
 
 
-def stuck_in(ranks: Iterable[Progress]) -> str:
+def stuck_in(ranks: Iterable[RankOutcome]) -> str:
     """The operation in which the group ended early; "" if it did not."""
     late = [rank for rank in ranks if not rank.is_done or rank.error]
     if not late:
@@ -101,12 +101,13 @@ def stuck_in(ranks: Iterable[Progress]) -> str:
     return min(late, key=lambda rank: rank.entered or 1 << 30).operation or "start"
 
 
-def blame(ranks: Sequence[Progress], waited_s: float) -> str:
+def blame(ranks: Sequence[RankOutcome], waited_s: float) -> str:
     """Why the group did not end, in a sentence that names the rank.
 
-    >>> blame([Progress(rank=0, node="a", pid=7, state=RUNNING, operation="all_reduce", entered=5),
-    ...        Progress(rank=1, node="b", pid=8, state=STOPPED, operation="all_reduce", entered=5)],
-    ...       20.0)
+    >>> from dataclasses import replace
+    >>> waits = RankOutcome(rank=0, node="a", pid=7, state=RUNNING, operation="all_reduce")
+    >>> stopped = RankOutcome(rank=1, node="b", pid=8, state=STOPPED, operation="all_reduce")
+    >>> blame([replace(waits, entered=5), replace(stopped, entered=5)], 20.0)
     'no result within 20 s: rank 1 (node b, pid 8) is stopped; rank 0 waits in all_reduce'
     """
     culprits, why = _culprits(ranks)
@@ -122,7 +123,9 @@ def blame(ranks: Sequence[Progress], waited_s: float) -> str:
     return f"{'' if ended_at_once else f'no result within {waited_s:g} s: '}{named}{waits}"
 
 
-def _culprits(ranks: Sequence[Progress]) -> tuple[list[Progress], Callable[[Progress], str]]:
+def _culprits(
+    ranks: Sequence[RankOutcome],
+) -> tuple[list[RankOutcome], Callable[[RankOutcome], str]]:
     for state in (ENDED, STOPPED):
         if found := [rank for rank in ranks if rank.state == state]:
             return found, lambda rank: rank.how_ended or f"is {rank.state}"
@@ -138,11 +141,11 @@ def _culprits(ranks: Sequence[Progress]) -> tuple[list[Progress], Callable[[Prog
     return late, lambda rank: f"waits in {rank.operation}{_for(rank)}"
 
 
-def _for(rank: Progress) -> str:
+def _for(rank: RankOutcome) -> str:
     return f" for rank {rank.peer}" if rank.peer is not None else ""
 
 
-def _remedy(ranks: Sequence[Progress]) -> str:
+def _remedy(ranks: Sequence[RankOutcome]) -> str:
     states = {rank.state for rank in ranks}
     if STOPPED in states:
         return "continue the process that is named (kill -CONT), or end it and what stopped it"
@@ -157,7 +160,7 @@ def _remedy(ranks: Sequence[Progress]) -> str:
 # Speed and memory -----------------------------------------------------------------------------
 
 
-def of_speed(label: str, ranks: Sequence[Progress], *, is_one_machine: bool) -> list[Finding]:
+def of_speed(label: str, ranks: Sequence[RankOutcome], *, is_one_machine: bool) -> list[Finding]:
     """For each peer of rank 0 the smallest and the largest message; the table has the rest."""
     speeds = [speed for rank in ranks for speed in rank.speeds]
     found = []
@@ -192,7 +195,7 @@ def rate(size: int, milliseconds: float) -> float:
     return size / milliseconds / 1e6
 
 
-def of_memory(label: str, ranks: Sequence[Progress]) -> list[Finding]:
+def of_memory(label: str, ranks: Sequence[RankOutcome]) -> list[Finding]:
     """The peak of each rank, torch itself included."""
     peaks = [rank.peak_bytes for rank in ranks if rank.peak_bytes]
     if not peaks:

@@ -17,19 +17,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, Progress, Result, Speed
+from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, RankOutcome, Result, Speed
+from elastic.tuning.doctor_intervals import DOCTOR_END_S, DOCTOR_OTHER_RANKS_S, DOCTOR_START_S
 
-# torch's import on a machine that is busy with other things.
-START_WITHIN_S = 120.0
-# After one rank has failed the others cannot succeed; they may still say what they saw.
-_OTHERS_WITHIN_S = 2.0
-_END_WITHIN_S = 2.0
 # Of a launcher around us: not for these ranks.
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankLayout:
     """Which of all ranks are this node's, and where rank r's node is reached."""
 
     backend: str
@@ -47,7 +43,7 @@ class Layout:
 class _Process:
     process: subprocess.Popen[str]
     log: IO[str]
-    progress: Progress
+    progress: RankOutcome
     build: Mapping[str, Any] | None = None
     reader: threading.Thread = field(init=False)
 
@@ -55,7 +51,7 @@ class _Process:
 class Ranks:
     """Processes of one node. Not thread-safe; close it."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RankLayout) -> None:
         self._layout = layout
         self._messages: queue.SimpleQueue[tuple[int, Mapping[str, Any] | None]] = (
             queue.SimpleQueue()
@@ -70,7 +66,7 @@ class Ranks:
     def pids(self) -> tuple[int, ...]:
         return tuple(one.process.pid for one in self._processes.values())
 
-    def wait_until_ready(self, within_s: float = START_WITHIN_S) -> bool:
+    def wait_until_ready(self, within_s: float = DOCTOR_START_S) -> bool:
         """Until all have imported torch."""
         ends_s = SYSTEM_CLOCK.monotonic() + within_s
         while any(one.build is None for one in self._processes.values()):
@@ -83,7 +79,7 @@ class Ranks:
         """What the torch of each rank was built with; without those that have not come up."""
         return [one.build for one in self._processes.values() if one.build is not None]
 
-    def run(self, group: str, methods: Sequence[str], silence_s: float) -> tuple[Progress, ...]:
+    def run(self, group: str, methods: Sequence[str], silence_s: float) -> tuple[RankOutcome, ...]:
         """Run a group of operations; returns once all are through, or one has failed, or nobody
         has reported anything for ``silence_s``. Who is not through cannot be used again."""
         # gloo's own timeout comes later: ours names the rank.
@@ -96,12 +92,12 @@ class Ranks:
                 one.process.stdin.flush()
         while not all(one.progress.is_done for one in self._processes.values()):
             failed_before = self._has_failed()
-            patience_s = _OTHERS_WITHIN_S if failed_before else silence_s
+            patience_s = DOCTOR_OTHER_RANKS_S if failed_before else silence_s
             if not self._take(SYSTEM_CLOCK.monotonic() + patience_s):
                 break
         return self.progress()
 
-    def progress(self) -> tuple[Progress, ...]:
+    def progress(self) -> tuple[RankOutcome, ...]:
         """Where all are now."""
         return tuple(_with_state(one.progress) for one in self._processes.values())
 
@@ -112,7 +108,7 @@ class Ranks:
                 os.killpg(one.process.pid, signal.SIGKILL)
         for one in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                one.process.wait(_END_WITHIN_S)
+                one.process.wait(DOCTOR_END_S)
                 one.reader.join()
             with contextlib.suppress(OSError):
                 assert one.process.stdin is not None
@@ -142,7 +138,7 @@ class Ranks:
             env=_environment(),
             start_new_session=True,
         )
-        progress = Progress(rank=rank, node=layout.node, pid=process.pid, state=RUNNING)
+        progress = RankOutcome(rank=rank, node=layout.node, pid=process.pid, state=RUNNING)
         one = _Process(process, log, progress)
         one.reader = threading.Thread(
             target=self._read, args=(rank, process), name=f"elastic-doctor-rank-{rank}", daemon=True
@@ -177,7 +173,7 @@ class Ranks:
         return any(p.progress.error or p.progress.state == ENDED for p in self._processes.values())
 
 
-def noted(progress: Progress, message: Mapping[str, Any]) -> Progress:
+def noted(progress: RankOutcome, message: Mapping[str, Any]) -> RankOutcome:
     """The progress after one message of the rank."""
     operation = message.get("operation", progress.operation)
     match message["event"]:
@@ -200,8 +196,8 @@ def noted(progress: Progress, message: Mapping[str, Any]) -> Progress:
     raise AssertionError(f"a rank reports {message}")
 
 
-def _fresh(progress: Progress) -> Progress:
-    return Progress(
+def _fresh(progress: RankOutcome) -> RankOutcome:
+    return RankOutcome(
         rank=progress.rank,
         node=progress.node,
         pid=progress.pid,
@@ -210,7 +206,7 @@ def _fresh(progress: Progress) -> Progress:
     )
 
 
-def _with_state(progress: Progress) -> Progress:
+def _with_state(progress: RankOutcome) -> RankOutcome:
     """A rank that is being stopped cannot say so; the kernel does."""
     if progress.state != RUNNING:
         return progress
@@ -223,7 +219,7 @@ def _with_state(progress: Progress) -> Progress:
 
 def _how_ended(one: _Process) -> str:
     try:
-        code = one.process.wait(_END_WITHIN_S)
+        code = one.process.wait(DOCTOR_END_S)
     except subprocess.TimeoutExpired:
         return "has closed its output"
     if code < 0:

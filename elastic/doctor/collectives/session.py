@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elastic.doctor.collectives import outcomes
-from elastic.doctor.collectives.outcomes import ENDED, RUNNING, Progress, Result, Speed
-from elastic.doctor.collectives.ranks import START_WITHIN_S, Layout, Ranks
+from elastic.doctor.collectives.outcomes import ENDED, RUNNING, RankOutcome, Result, Speed
+from elastic.doctor.collectives.ranks import RankLayout, Ranks
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
-from elastic.doctor.meeting import Exchange, Participant
+from elastic.doctor.meeting import AllGather, Participant
 from elastic.node.ports import PortReserve
+from elastic.tuning.doctor_intervals import DOCTOR_EXCHANGE_MARGIN_S, DOCTOR_START_S
 
 # Listed here, too: their functions live in a module that imports torch.
 OPERATIONS = (
@@ -33,12 +34,10 @@ OPERATIONS = (
     "barrier",
     "new_group",
 )
-# One node's ranks may be through at once while another's wait for their deadline.
-_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class TransferMeasurement:
     """One row of the table of speeds, between rank 0 and ``peer``."""
 
     backend: str
@@ -54,7 +53,7 @@ class Session:
 
     members: tuple[Participant, ...]
     number: int
-    exchange: Exchange
+    exchange: AllGather
     silence_s: float
     shared: str | None
     say: Callable[[str], None]
@@ -63,10 +62,10 @@ class Session:
     def size(self) -> int:
         return sum(member.nproc for member in self.members)
 
-    def layout(self, backend: str) -> Layout:
+    def layout(self, backend: str) -> RankLayout:
         addresses = tuple(m.address for m in self.members for _ in range(m.nproc))
         me = self.members[self.number]
-        return Layout(
+        return RankLayout(
             backend=backend,
             first_rank=sum(m.nproc for m in self.members[: self.number]),
             local=me.nproc,
@@ -78,12 +77,12 @@ class Session:
 class NodeMissing(Exception):
     """A node has left in the middle; its ranks, as progress."""
 
-    def __init__(self, progress: tuple[Progress, ...]) -> None:
+    def __init__(self, progress: tuple[RankOutcome, ...]) -> None:
         super().__init__("a node is missing")
         self.progress = progress
 
 
-def torch_findings(session: Session) -> tuple[list[Finding], list[Measured]]:
+def torch_findings(session: Session) -> tuple[list[Finding], list[TransferMeasurement]]:
     """On gloo, and on NCCL where every rank has a GPU of its own."""
     if session.size < 2:
         return [skipped("process group", "one rank alone: --nproc-per-node=2 or --nnodes=2")], []
@@ -167,10 +166,10 @@ class _Backend:
         self._ranks: Ranks | None = None
         self._starts = 0
 
-    def run(self) -> tuple[list[Finding], list[Measured], dict[int, Mapping[str, Any]]]:
+    def run(self) -> tuple[list[Finding], list[TransferMeasurement], dict[int, Mapping[str, Any]]]:
         """Findings, speeds and what every node's torch was built with."""
         found: list[Finding] = []
-        speeds: list[Measured] = []
+        speeds: list[TransferMeasurement] = []
         builds: dict[int, Mapping[str, Any]] = {}
         for group, expected in self._groups():
             self._session.say(f"{self._name}: {group}")
@@ -228,7 +227,7 @@ class _Backend:
             "why": "" if is_ready else _why_not_ready(self._ranks.progress()),
         }
         everyone = self._session.exchange(
-            f"{self._name} ready {self._starts}", own, START_WITHIN_S + _MARGIN_S
+            f"{self._name} ready {self._starts}", own, DOCTOR_START_S + DOCTOR_EXCHANGE_MARGIN_S
         )
         builds = {n: told["build"] for n, told in everyone.items() if told["build"] is not None}
         if len(builds) == len(self._session.members):
@@ -250,7 +249,7 @@ class _Backend:
             "`python -c 'import torch'` there; look at its load and memory",
         )
 
-    def _run_group(self, group: str) -> tuple[Progress, ...]:
+    def _run_group(self, group: str) -> tuple[RankOutcome, ...]:
         session = self._session
         assert self._ranks is not None
         with contextlib.ExitStack() as held:
@@ -265,7 +264,7 @@ class _Backend:
                 raise NodeMissing(self._of_missing(told.keys()))
             methods = self._methods(group, told[0])
             own = self._ranks.run(group, methods, self._silence_s(group))
-            within_s = self._silence_s(group) + _MARGIN_S
+            within_s = self._silence_s(group) + DOCTOR_EXCHANGE_MARGIN_S
             everyone = session.exchange(f"{label} outcome", [asdict(p) for p in own], within_s)
         if len(everyone) < len(session.members):
             raise NodeMissing(_merged(everyone) + self._of_missing(everyone.keys()))
@@ -289,14 +288,14 @@ class _Backend:
             methods.append(f"file://{self._session.shared}/{self._name}-{self._starts}")
         return methods
 
-    def _of_missing(self, there: Any) -> tuple[Progress, ...]:
+    def _of_missing(self, there: Any) -> tuple[RankOutcome, ...]:
         """The ranks of nodes that have not answered."""
-        found: list[Progress] = []
+        found: list[RankOutcome] = []
         first = 0
         for number, member in enumerate(self._session.members):
             if number not in there:
                 found += [
-                    Progress(
+                    RankOutcome(
                         rank=first + local,
                         node=member.name,
                         pid=0,
@@ -309,7 +308,7 @@ class _Backend:
         return tuple(found)
 
     def _findings(
-        self, group: str, expected: Sequence[str], progress: Sequence[Progress]
+        self, group: str, expected: Sequence[str], progress: Sequence[RankOutcome]
     ) -> list[Finding]:
         waited_s = self._silence_s(group)
         found = outcomes.findings(self._name, progress, expected, waited_s)
@@ -319,8 +318,8 @@ class _Backend:
             found += outcomes.of_memory(self._name, progress)
         return found
 
-    def _measured(self, speed: Speed) -> Measured:
-        return Measured(
+    def _measured(self, speed: Speed) -> TransferMeasurement:
+        return TransferMeasurement(
             backend=self._name,
             peer=speed.peer,
             size_bytes=speed.size,
@@ -329,18 +328,18 @@ class _Backend:
         )
 
 
-def _why_not_ready(ranks: Sequence[Progress]) -> str:
+def _why_not_ready(ranks: Sequence[RankOutcome]) -> str:
     said = [f"{p.name} {p.how_ended or f'is {p.state}'}" for p in ranks if p.state != RUNNING]
     return ", ".join(said) or "torch is still starting"
 
 
-def _merged(everyone: Mapping[int, Any]) -> tuple[Progress, ...]:
+def _merged(everyone: Mapping[int, Any]) -> tuple[RankOutcome, ...]:
     """The ranks of all nodes, in order."""
     found = [_progress(value) for values in everyone.values() for value in values]
     return tuple(sorted(found, key=lambda progress: progress.rank))
 
 
-def _progress(value: Mapping[str, Any]) -> Progress:
+def _progress(value: Mapping[str, Any]) -> RankOutcome:
     results = tuple(Result(**one) for one in value["results"])
     speeds = tuple(Speed(**one) for one in value["speeds"])
-    return Progress(**{**value, "results": results, "speeds": speeds})
+    return RankOutcome(**{**value, "results": results, "speeds": speeds})

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from elastic.clock import SYSTEM_CLOCK
+from elastic.tuning.doctor_intervals import DOCTOR_RAW_CONNECT_S, DOCTOR_SLOW_ROUND_TRIP_S
 
 SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _MOST_ROUNDS, _BYTES_EACH = 30, 8 << 20
-SLOW_S = 2.0  # a size whose round trip takes longer ends the series
-_CONNECT_WITHIN_S = 10.0
 
 
 def rounds_of(size: int) -> int:
@@ -58,8 +57,8 @@ def _pair(rank: int, peer: int, device: str, address: str) -> Iterator[dict[str,
                     "torch_ms": 500 * torch_s,
                     "raw_ms": 500 * raw_s,
                 }
-            goes_on = _agree(rank, peer, device, torch_s < SLOW_S and raw_s < SLOW_S)
-            if not goes_on:
+            is_fast = max(torch_s, raw_s) < DOCTOR_SLOW_ROUND_TRIP_S
+            if not _agree(rank, peer, device, is_fast):
                 return
 
 
@@ -101,14 +100,14 @@ def _stream(rank: int, peer: int, device: str, address: str) -> socket.socket:
     if rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.settimeout(_CONNECT_WITHIN_S)
+            listener.settimeout(DOCTOR_RAW_CONNECT_S)
             listener.bind((address, 0))
             listener.listen()
             _tell(peer, device, int(listener.getsockname()[1]))
             stream, _ = listener.accept()
     else:
-        stream = socket.create_connection((address, _hear(device)), timeout=_CONNECT_WITHIN_S)
-    stream.settimeout(_CONNECT_WITHIN_S)
+        stream = socket.create_connection((address, _hear(device)), timeout=DOCTOR_RAW_CONNECT_S)
+    stream.settimeout(DOCTOR_RAW_CONNECT_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return stream
 

@@ -25,7 +25,7 @@ GENERATION_FILE = ".generation"
 
 
 @dataclass(frozen=True)
-class Source:
+class RestoreSource:
     """Where a world's state comes from, as rank 0 found it. JSON, for the other ranks."""
 
     name: str | None = None  # None: no checkpoint, start with rank 0's initial state
@@ -62,7 +62,7 @@ class CheckpointFolder:
                 hint="give a folder that every worker may write, on storage that all nodes share",
             ) from error
 
-    def resolve(self, world: World, *, required: bool) -> Source:
+    def resolve(self, world: World, *, required: bool) -> RestoreSource:
         """Complete what a dead world left, and choose the checkpoint to go on from.
 
         Raises CheckpointRequired if there is none and one was required, or there are some and
@@ -87,7 +87,7 @@ class CheckpointFolder:
                 hint="give the folder of the job to go on with, or required=False",
             )
         name = found.checkpoint.name if found.checkpoint else None
-        return Source(name, self._next_generation(world, found, seen))
+        return RestoreSource(name, self._next_generation(world, found, seen))
 
     def _next_generation(
         self,

@@ -94,7 +94,7 @@ class CheckpointManager:
 
     def amend(
         self,
-        checkpoint_dir: Root | None,
+        given: Checkpoints | Root | None,
         when: WhenGiven = None,
         keep: KeepGiven = None,
         *,
@@ -107,14 +107,15 @@ class CheckpointManager:
         """
         policy = self._saver.policy
         if policy is not None:
-            self._saver.amend(policy.amended(checkpoint_dir, when, keep))
+            self._saver.amend(policy.amended(given, when, keep))
             return
-        if checkpoint_dir is not None and is_restored:
+        if given is not None and is_restored:
+            folder = given.folder if isinstance(given, Checkpoints) else given
             raise TrainingError(
-                f"checkpoint_dir={checkpoint_dir} comes after the state was to be restored from it",
-                hint="elastic.join(checkpoint_dir=…): run.retry and run.epochs restore the state",
+                f"checkpoints={folder} comes after the state was to be restored from it",
+                hint="elastic.join(checkpoints=…): run.retry and run.epochs restore the state",
             )
-        policy = checkpoints_from(None, checkpoint_dir=checkpoint_dir, when=when, keep=keep)
+        policy = checkpoints_from(given, when=when, keep=keep)
         self._saver = Saver(policy, self._journal, clock=self._clock)
         self.fence(is_superseded=self._is_superseded, is_permitted=self._is_permitted)
 

@@ -1,17 +1,21 @@
-"""Where, when and what a job saves: what scripts say about checkpoints."""
+"""Where, when and what a job saves, as its script configures it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import checkpoints
 from checkpoints import EverySteps, LatestN, RetentionPolicy, SavePolicy
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.roots import storage_for
 from elastic.errors import ConfigError, TrainingError
 
 EVERY_STEPS = 50
+_IN_A_STORE = re.compile(r"(?!(?:file|local)://)[A-Za-z][A-Za-z0-9+.\-]*://")
 MEMORY_EVERY_STEPS = 10
 
 WhenGiven = SavePolicy | int | None
@@ -33,19 +37,22 @@ class Checkpoints:
 
     folder: checkpoints.Root
     _: KW_ONLY
-    every_steps: int | None = None  # steps between two saves, by default 50; or say `when`
-    when: WhenGiven = None  # a checkpoints.SavePolicy; a number is steps
+    when: WhenGiven = None  # a checkpoints.SavePolicy, or the steps between two saves (50)
     keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy; a number is the newest ones
     required: bool = False  # refuse to start from step 0 (exit code 65)
     memory: int | bool = False  # steps between two saves into the nodes' memory; True: 10
 
+    @property
+    def local_folder(self) -> str | None:
+        """Its path; None where it is not one of files, but in an object store."""
+        storage = self.folder
+        if isinstance(storage, str) and _IN_A_STORE.match(storage):
+            return None
+        if isinstance(storage, str | os.PathLike):
+            storage = storage_for(storage)
+        return storage.place if isinstance(storage, LocalStorage) else None
+
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.when is not None:
-            raise ConfigError(
-                f"every_steps={self.every_steps} and when={self.when} both say when to save",
-                hint=f"when=EverySteps({self.every_steps}) | … says both",
-            )
-        _check_count("every_steps", self.every_steps)
         _check_count("memory", self.memory if self.memory is not False else None)
         _check("when", self.when, SavePolicy, "EverySteps(100), EverySeconds(600), Automatic()")
         _check("keep", self.keep, RetentionPolicy, "LatestN(3), LatestN(2) | EveryNSteps(1000)")
@@ -55,7 +62,7 @@ class Checkpoints:
         """When to save, as a policy."""
         if isinstance(self.when, SavePolicy):
             return self.when
-        return EverySteps(self.when or self.every_steps or EVERY_STEPS)
+        return EverySteps(self.when or EVERY_STEPS)
 
     @property
     def memory_steps(self) -> int | None:
@@ -68,18 +75,24 @@ class Checkpoints:
         return self.keep if isinstance(self.keep, RetentionPolicy) else LatestN(self.keep)
 
     def amended(
-        self, checkpoint_dir: checkpoints.Root | None, when: WhenGiven, keep: KeepGiven
+        self, given: Checkpoints | checkpoints.Root | None, when: WhenGiven, keep: KeepGiven
     ) -> Checkpoints:
-        """With what ``run.steps`` adds. Raises TrainingError for another folder: too late."""
-        if checkpoint_dir is not None and not _is_same(checkpoint_dir, self.folder):
+        """With the arguments of ``run.steps``.
+
+        Raises TrainingError for another folder: it comes too late. Raises ConfigError for
+        policies that are given twice.
+        """
+        folder = given.folder if isinstance(given, Checkpoints) else given
+        if folder is not None and not _is_same(folder, self.folder):
             raise TrainingError(
-                f"checkpoint_dir={_shown(checkpoint_dir)}, but this job saves into "
-                f"{_shown(self.folder)}",
-                hint="name one folder, and do it in elastic.join(checkpoint_dir=…)",
+                f"checkpoints={_shown(folder)}, but this job saves into {_shown(self.folder)}",
+                hint="name one folder, and do it in elastic.join(checkpoints=…)",
             )
+        if isinstance(given, Checkpoints):
+            return _without_overrides(given, when, keep)
         policy = self
         if when is not None:
-            policy = dataclasses.replace(policy, every_steps=None, when=when)
+            policy = dataclasses.replace(policy, when=when)
         if keep is not None:
             policy = dataclasses.replace(policy, keep=keep)
         return policy
@@ -89,34 +102,33 @@ def checkpoints_from(
     given: Checkpoints | checkpoints.Root | None,
     env: Mapping[str, str] = os.environ,
     *,
-    checkpoint_dir: checkpoints.Root | None = None,
     when: WhenGiven = None,
     keep: KeepGiven = None,
 ) -> Checkpoints | None:
-    """What ``join`` was given, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved."""
-    if given is not None and checkpoint_dir is not None:
-        raise ConfigError(
-            f"checkpoints={_shown(given)} and checkpoint_dir={_shown(checkpoint_dir)} are both "
-            "given",
-            hint="they mean the same: give one of them",
-        )
+    """The argument of ``join``, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved.
+
+    Raises ConfigError for policies without a folder, and for policies that are given twice.
+    """
     if isinstance(given, Checkpoints):
-        if when is not None or keep is not None:
-            raise ConfigError(
-                f"when={when}, keep={keep} beside checkpoints=Checkpoints(…)",
-                hint="say them inside: Checkpoints(folder, when=…, keep=…)",
-            )
-        return given
-    folder = given if given is not None else checkpoint_dir
-    folder = folder if folder is not None else env.get("ELASTIC_CHECKPOINTS") or None
+        return _without_overrides(given, when, keep)
+    folder = given if given is not None else env.get("ELASTIC_CHECKPOINTS") or None
     if folder is not None:
         return Checkpoints(folder).amended(None, when, keep)
     if when is not None or keep is not None:
         raise ConfigError(
             f"when={when}, keep={keep}, but no folder for checkpoints",
-            hint="join(checkpoint_dir=…), or ELASTIC_CHECKPOINTS in the environment",
+            hint="join(checkpoints=…), or ELASTIC_CHECKPOINTS in the environment",
         )
     return None
+
+
+def _without_overrides(given: Checkpoints, when: WhenGiven, keep: KeepGiven) -> Checkpoints:
+    if when is not None or keep is not None:
+        raise ConfigError(
+            f"when={when}, keep={keep} in addition to checkpoints=Checkpoints(…)",
+            hint="set them there: Checkpoints(folder, when=…, keep=…)",
+        )
+    return given
 
 
 def _check(name: str, value: object, policy: type[object], examples: str) -> None:
@@ -124,7 +136,7 @@ def _check(name: str, value: object, policy: type[object], examples: str) -> Non
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(
-            f"{name}={value!r} is neither a whole number nor a policy",
+            f"{name}={value!r} is neither an integer nor a policy",
             hint=f"from checkpoints import …: {examples}; policies are joined with |",
         )
     _check_count(name, value)
@@ -142,7 +154,5 @@ def _is_same(one: checkpoints.Root, other: checkpoints.Root) -> bool:
 
 
 def _shown(root: object) -> str:
-    if isinstance(root, Checkpoints):
-        return _shown(root.folder)
     place = root if isinstance(root, (str, os.PathLike)) else getattr(root, "place", root)
     return str(place)

@@ -17,7 +17,7 @@ from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateRestored
 from elastic.process_group import broadcast_json, broadcast_tensors
 from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.folder import Source
+from elastic.training.checkpointing.folder import RestoreSource
 from elastic.training.checkpointing.saver import Saver
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
@@ -35,7 +35,7 @@ def restore(
     began_s = SYSTEM_CLOCK.monotonic()
     on_all_ranks(world, lambda: saver.check_writable(world))
     found = on_all_ranks(world, lambda: saver.resolve(world) if world.rank == 0 else None)
-    source = Source(**broadcast_json(vars(found) if found is not None else None))
+    source = RestoreSource(**broadcast_json(vars(found) if found is not None else None))
     origin = None
     if source.name is None:
         if not may_begin:

@@ -22,7 +22,7 @@ from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.due import Due
-from elastic.training.checkpointing.folder import CheckpointFolder, Source
+from elastic.training.checkpointing.folder import CheckpointFolder, RestoreSource
 from elastic.training.checkpointing.memory_limit import MemoryLimit
 from elastic.training.checkpointing.memory_tier import MemoryTier
 from elastic.training.checkpointing.options import Checkpoints
@@ -110,14 +110,14 @@ class Saver:
         if self._folder is not None:
             self._folder.check_writable(world.rank)
 
-    def resolve(self, world: World) -> Source:
+    def resolve(self, world: World) -> RestoreSource:
         """Complete what a broken world left, and choose the checkpoint to resume from, on rank 0.
 
         Raises CheckpointRequired if there is none and one was required, or none is complete, and
         ConfigError if another job saves into the folder.
         """
         if self._folder is None or self._policy is None or self.due is None:
-            return Source(None, world.generation)
+            return RestoreSource(None, world.generation)
         if before := self._folder.ownership.claim():
             self.due.observed(before.running_s, before.failures)
         return self._folder.resolve(world, required=self._policy.required)

@@ -21,7 +21,13 @@ from elastic.training.data.plan import Position
 from elastic.training.data.randomness import derive_seed
 from elastic.training.data.sampler import ElasticSampler, MicroShare, RankStep
 from elastic.training.data.seeding import SeededBatch, draws_nothing, preserved_generators
-from elastic.training.data.source import Collation, ReplacedBatches, Source, describe, over_batches
+from elastic.training.data.source import (
+    Collation,
+    DataSource,
+    ReplacedBatches,
+    describe,
+    over_batches,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +346,7 @@ class _MicroBatches(ReplacedBatches):
     """
 
     def __init__(
-        self, source: Source, sampler: ElasticSampler, micro_batch: int | None, seed: int | None
+        self, source: DataSource, sampler: ElasticSampler, micro_batch: int | None, seed: int | None
     ) -> None:
         super().__init__(source)
         self.sampler = sampler

@@ -42,7 +42,7 @@ class Collation(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """The data of a ``DataLoader``, as far as its order and batches go."""
 
     dataset: Dataset[Any]
@@ -58,11 +58,11 @@ class Source:
 class ReplacedBatches(Sampler[list[int]]):
     """Batches of ours in a user's loader, which remember what it said before."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self.source = source
 
 
-def describe(loader: object) -> Source:
+def describe(loader: object) -> DataSource:
     """Read a loader's order and batch size.
 
     Raises ConfigError, saying what to use instead, for a loader whose order is not a function of
@@ -101,7 +101,7 @@ def _unknown_batches(batches: object) -> ConfigError:
     )
 
 
-def _without_collation(loader: DataLoader[Any]) -> Source:
+def _without_collation(loader: DataLoader[Any]) -> DataSource:
     """``batch_size=None``: torch gives the dataset what the sampler yields, one at a time."""
     sampler: object = loader.sampler
     if type(sampler) is BatchSampler:
@@ -113,7 +113,7 @@ def _without_collation(loader: DataLoader[Any]) -> Source:
     return dataclasses.replace(source, collation=Collation.ITEM)
 
 
-def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> Source:
+def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
     sampler: object = batches.sampler
     samples = size_of(dataset)
     seed = global_batch = None
@@ -136,7 +136,7 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> Source:
             "shuffle=True, SubsetRandomSampler(indices) and "
             "WeightedRandomSampler(weights, num_samples)",
         )
-    return Source(
+    return DataSource(
         dataset=dataset,
         batch_size=batches.batch_size,
         drop_last=batches.drop_last,

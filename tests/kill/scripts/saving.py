@@ -80,7 +80,7 @@ def main() -> None:
     when = EverySteps(options.save_every) | OnPreemption()
     if options.seconds:
         when = EverySeconds(options.seconds) | OnPreemption()
-    run = elastic.join(checkpoint_dir=disk, when=when, keep=100)
+    run = elastic.join(checkpoints=disk, when=when, keep=100)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -61,7 +61,7 @@ def main() -> None:
     run = elastic.join(
         checkpoints=elastic.Checkpoints(
             folder=os.environ["ELASTIC_CHECKPOINTS"],
-            every_steps=options.save_every,
+            when=options.save_every,
             memory=options.memory_every or False,
         )
     )

@@ -52,7 +52,7 @@ def main() -> None:
     run = elastic.join(
         checkpoints=elastic.Checkpoints(
             folder=FaultyStorage(LocalStorage(os.environ["ELASTIC_CHECKPOINTS"]), before=before),
-            every_steps=options.save_every,
+            when=options.save_every,
             memory=options.memory_every or False,
         )
     )

@@ -1,0 +1,123 @@
+"""torchrun's main thread waits until its node is in a world that it has not run yet."""
+
+from __future__ import annotations
+
+from elastic.agent.loop import NodeLoop
+from elastic.agent.workers import IN_PROCESS
+from elastic.clock import Clock
+from elastic.errors import CoordinationError, JoinTimeout
+from elastic.membership.records import Keys, Node, WorldRecord, WorldState, decode
+from elastic.node.status import NodeStatus
+from elastic.store.keyvalue import KeyValue
+from elastic.tuning.agent_intervals import ASK_MEMBERS_S, MAIN_THREAD_SLICE_S
+from elastic.tuning.agent_options import AgentOptions
+
+
+class WorldWait:
+    """One per node. Reads the node's status, and asks the store what its members say."""
+
+    def __init__(
+        self,
+        *,
+        store: KeyValue,
+        keys: Keys,
+        options: AgentOptions,
+        status: NodeStatus,
+        loop: NodeLoop,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._options = options
+        self._status = status
+        self._loop = loop
+        self._clock = clock
+
+    def run(self) -> WorldRecord | None:
+        """Block until this node is in a world that it has not run yet.
+
+        None: the job runs without this node and changes worlds without a restart: workers are
+        to be started now, and join when they are ready.
+
+        Raises:
+            JoinTimeout: none within ``join_timeout_s``, and no healthy world that is full.
+            JobFailed, BudgetSpent: the job has ended without success.
+            JobSucceeded: it has ended with success.
+        """
+        status = self._status
+        deadline = self._clock.monotonic() + self._options.join_timeout_s
+        ask_at_s = 0.0
+        while True:
+            status.watchdog.beat()
+            with status.changed:
+                status.raise_if_over()
+                if not self._loop.alive:
+                    raise CoordinationError("this node's service was closed while it waited")
+                world = status.world.world
+                if world is not None and self._is_for_us(world):
+                    return world
+                now = self._clock.monotonic()
+                if self._is_spare(world):
+                    deadline = now + self._options.join_timeout_s
+                if now >= deadline:
+                    raise self._join_timeout(world)
+            # Not under the lock: this asks the store.
+            if world is not None and now >= ask_at_s:
+                if self._is_to_be_joined(world):
+                    return None
+                ask_at_s = now + ASK_MEMBERS_S
+            with status.changed:
+                if status.world.world is world:
+                    status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
+
+    def _is_for_us(self, world: WorldRecord) -> bool:
+        # (A world whose members keep their workers is never entered by starting some: if it has
+        # this node, it was written before the leader knew that they have ended.)
+        return (
+            world.state is WorldState.ACTIVE
+            and world.mode != IN_PROCESS
+            and self._status.node.node_id in world.node_ids
+            and world.generation > self._status.node.arrived_for
+        )
+
+    def _is_to_be_joined(self, world: WorldRecord) -> bool:
+        """Whether the members keep their workers: nobody waits for ours, so they get ready."""
+        if self._status.node.node_id in world.node_ids or not self._loop.link_path:
+            return False
+        return world.mode == IN_PROCESS or self._members_keep_workers(world)
+
+    def _members_keep_workers(self, world: WorldRecord) -> bool:
+        """Whether all members of a first world have said that their workers are ready."""
+        try:
+            entries = self._store.list(self._keys.nodes).entries
+            nodes = [decode(Node, entry.key, entry.value) for entry in entries]
+        except CoordinationError:
+            return False
+        members = [n for n in nodes if n.node_id in world.node_ids]
+        return len(members) > 0 and all(n.in_process for n in members)
+
+    def _is_spare(self, world: WorldRecord | None) -> bool:
+        """A healthy world without room for us: a spare waits for as long as it takes."""
+        return (
+            world is not None
+            and world.state is WorldState.ACTIVE
+            and self._status.node.node_id not in world.node_ids
+            and len(world.members) >= world.max_nodes
+        )
+
+    def _join_timeout(self, world: WorldRecord | None) -> JoinTimeout:
+        node = self._status.node
+        members = f"the last world: {world.reason}" if world else "no world was ever formed"
+        report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
+        return JoinTimeout(
+            f"no world with this node within join_timeout_s={self._options.join_timeout_s:g} "
+            f"under {self._keys.root} (min {node.min_nodes}, max {node.max_nodes}; "
+            f"{members}{report})",
+            hint="start more nodes with the same --rdzv-id, lower the minimum of --nnodes, "
+            "or raise join_timeout_s",
+        )
+
+    def raise_if_paused_for_long(self, world: WorldRecord, since_s: float) -> None:
+        paused_s = self._clock.monotonic() - since_s
+        if world.state is WorldState.PAUSED and paused_s > self._options.join_timeout_s:
+            raise self._join_timeout(world)

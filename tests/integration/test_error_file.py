@@ -1,0 +1,133 @@
+"""An exception of a script that knows nothing of this project reaches its agent."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import torch_elastic_harness
+from elastic.rendezvous.torch_private import WorkerFailure, _first_failure
+
+TIMEOUT_S = 240.0
+CHILD = """
+import torch_elastic_harness
+torch_elastic_harness.on_import_of_torch()
+raise ValueError("of the child")
+"""
+SCRIPT = f"""
+import os, subprocess, sys
+import torch
+assert subprocess.run([sys.executable, "-c", {CHILD!r}]).returncode == 1
+assert not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"])
+raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+"""
+
+
+def test_importing_torch_is_enough_even_beside_a_folder_named_elastic(tmp_path: Path) -> None:
+    (entry,) = (
+        e
+        for e in importlib.metadata.entry_points(group="torch.backends")
+        if e.name == "torch-elastic-harness"
+    )
+    assert entry.load() is torch_elastic_harness.on_import_of_torch
+    for name in ("elastic", "checkpoints"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    error_file = tmp_path / "error.json"
+    environment = {
+        **os.environ,
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "ELASTIC_NODE_ID": "node-1",
+    }
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ValueError: of the child" in done.stderr
+    said = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    assert done.stderr.strip().endswith(said)
+    assert json.loads(error_file.read_text())["message"]["message"] == said
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The environment of a worker; its error file."""
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("ELASTIC_NODE_ID", "node-1")
+    monkeypatch.delenv("ELASTIC_ERROR_FILE_OWNER", raising=False)
+    return tmp_path / "error.json"
+
+
+def fail(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+@pytest.mark.parametrize("missing", ["TORCHELASTIC_ERROR_FILE", "ELASTIC_NODE_ID"])
+def test_outside_of_our_workers_nothing_is_done(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.delenv(missing)
+    before, environ = sys.excepthook, dict(os.environ)
+    torch_elastic_harness.on_import_of_torch()
+    assert sys.excepthook is before
+    assert dict(os.environ) == environ
+
+
+def test_what_a_decorated_script_has_written_stays(worker: Path) -> None:
+    torch_elastic_harness.on_import_of_torch()
+    worker.write_text("{}")
+    fail(ValueError("later"))
+    assert worker.read_text() == "{}"
+
+
+def test_an_interrupt_is_no_failure_and_the_hook_before_is_called(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *of: seen.append(of[1]))
+    torch_elastic_harness.on_import_of_torch()
+    interrupt, error = KeyboardInterrupt(), ValueError("boom")
+    fail(interrupt)
+    assert not worker.exists()
+    fail(error)
+    assert json.loads(worker.read_text())["message"]["message"] == "ValueError: boom"
+    assert seen == [interrupt, error]
+
+
+def ended(folder: Path, rank: int, text: str | None, time_s: int) -> ProcessFailure:
+    file = folder / f"{rank}.json"
+    file.unlink(missing_ok=True)
+    if text is None:
+        return ProcessFailure(rank, pid=1, exitcode=-9, error_file=str(file))
+    message = {"message": text, "extraInfo": {"timestamp": str(time_s)}}
+    file.write_text(json.dumps({"message": message}))
+    return ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file))
+
+
+def test_of_several_workers_of_a_node_the_one_that_failed_by_itself_counts(tmp_path: Path) -> None:
+    closed, own = "RuntimeError: Connection closed by peer [::1]:1", "ValueError: boom"
+
+    def first(*texts: str | None) -> WorkerFailure | None:
+        failures = {r: ended(tmp_path, r, text, 100 + r) for r, text in enumerate(texts)}
+        return _first_failure(RunResult(WorkerState.FAILED, failures=failures))
+
+    assert first(closed, own, closed) == WorkerFailure(text=own, exit_code=1)
+    assert first(closed, closed) == WorkerFailure(text=closed, exit_code=1)
+    assert first(closed, None) == WorkerFailure(text=None, exit_code=-9)
+    assert _first_failure(RunResult(WorkerState.SUCCEEDED)) is None
