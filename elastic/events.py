@@ -234,6 +234,15 @@ class JobEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailureTimelineWritten(Event):
+    """The job has failed: a page about what broke when, and what was done."""
+
+    timeline: str
+    report: str  # the path of the same page; "": it could not be written
+    problem: str  # why not
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateRestored(Event):
     """A worker got its state back (or started fresh)."""
 

@@ -7,9 +7,11 @@ things ever happen at once here.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
@@ -34,16 +36,19 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
+from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.succession import LeaderProbed, Succession
 from elastic.link.protocol import ProgressPage, StepReport
-from elastic.liveness.channel import LivenessServer
+from elastic.liveness.channel import LIMITS, LivenessServer
+from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.node.step_times import StepTimesReport
@@ -63,6 +68,7 @@ from elastic.store.keyvalue import (
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import peer_silence_s
 
 
 class NodeLoop:
@@ -80,6 +86,7 @@ class NodeLoop:
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
+        oom_kills: OomKillCounter,
         tls: Tls | None = None,
     ) -> None:
         self._at = NodeContext(
@@ -104,12 +111,16 @@ class NodeLoop:
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
+            on_silent=lambda node_id, was_leader: self.post(
+                ConnectionClosed(node_id, was_leader, fell_silent=True)
+            ),
             key=lambda: secret.key(LIVENESS),
             tls=tls,
+            limits=replace(LIMITS, silence_s=peer_silence_s(options.lease_s)),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
-        self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._workers = Workers(self._at, oom_kills) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
         self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
@@ -259,8 +270,8 @@ class NodeLoop:
                     term.on_probed(message)
             case ConnectionOpened(node_id, is_leader):
                 self._succession.on_connection_opened(node_id, is_leader)
-            case ConnectionClosed(node_id, was_leader):
-                self._succession.on_connection_closed(node_id, was_leader)
+            case ConnectionClosed(node_id, was_leader, fell_silent):
+                self._succession.on_connection_closed(node_id, was_leader, fell_silent=fell_silent)
             case ConnectionDropped(node_id):
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
@@ -426,10 +437,24 @@ class NodeLoop:
         self._at.status.learn_pushed(record, self._at.clock.monotonic())
 
     def _set_done(self, done: Done) -> None:
+        if self._at.status.done is None and failure_timeline.is_wanted(done):
+            self._write_timeline(done)
         if self._at.status.set_done(done):
             self._at.journal.emit(
                 JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
             )
+
+    def _write_timeline(self, done: Done) -> None:
+        """Before the end is known to the main thread, whose error shows it."""
+        keys, options = self._at.keys, self._at.options
+        page = failure_timeline.render(done, keys.root, done_key=keys.done)
+        folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+        name = f"failure-timeline-{self._at.status.node.name}"
+        path, problem = ReportFolder(folder).write_page(name, page)
+        said = f"(this page is {path})" if path else f"({problem})"
+        self._at.status.timeline = f"{page}\n{said}"
+        event = FailureTimelineWritten(timeline=page, report=path, problem=problem)
+        self._at.journal.emit(event, level=logging.WARNING if problem else logging.DEBUG)
 
     def _on_lease_lost(self) -> None:
         if self._lease is None or not self._lease.lost:

@@ -47,11 +47,21 @@ class ReportFolder:
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
 
+    def write_page(self, name: str, text: str) -> tuple[str, str]:
+        """Another page than a hang's. Its path, and why it could not be written, or ""."""
+        path = Path(self.folder) / f"{_UNSAFE.sub('_', name)}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8", errors="replace")
+        except OSError as error:
+            return "", f"{path} cannot be written: {error}"
+        return str(path), ""
+
     @property
     def folder(self) -> str:
         """Made when it is needed first."""
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="elastic-hangs-")
+            self._folder = tempfile.mkdtemp(prefix="elastic-reports-")
         return self._folder
 
     def path(self, node: str, rank: int | None) -> Path:

@@ -62,6 +62,7 @@ class CollectiveFailure:
     generation: int
     error: str
     missing: tuple[int, ...] = ()  # ranks that did not come to the building of the group
+    unreachable: tuple[str, ...] = ()  # addresses of peers whose connections timed out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class Bye:
 
     clean: bool
     error: str
+    step: int | None = None  # steps committed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,7 +193,8 @@ class FailureReport:
     node_id: str
     generation: int
     error: str
-    accused: tuple[str, ...] = ()  # node ids that did not come to a build
+    # Ids of nodes that did not come to a build, or from which nothing came any more.
+    accused: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 

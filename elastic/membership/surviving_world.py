@@ -93,7 +93,9 @@ class SurvivingWorld:
         evictable = self.status.changed and bool(others) and self._enough(others)
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
-        until = max(since) + self.policy.suspect_s
+        is_cut_off = {n.node.node_id for n in suspects} <= self._accused
+        # Neither its agent nor its workers are heard: two independent signs of a cut.
+        until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 
     def _may_step_alone(self) -> Wait | None:
@@ -127,8 +129,20 @@ class SurvivingWorld:
         status, since_s = self.status, self.view.failing_since_s
         if since_s is None or status.gone or status.out or not status.failure_reports:
             return None
-        until_s = since_s + self.policy.trouble_settle_s
+        settle_s = self.policy.trouble_settle_s
+        if self._accused - {report.node_id for report in status.failure_reports}:
+            # Two ends of a broken connection find it within moments of each other. Without the
+            # accused one's word it is not known which of the two to leave out.
+            settle_s = max(settle_s, self.policy.origin_settle_s)
+        until_s = since_s + settle_s
         return until_s if self.now < until_s else None
+
+    @property
+    def _accused(self) -> frozenset[str]:
+        """Members that others report to be out of reach."""
+        reports = self.status.failure_reports
+        ids = {n.node.node_id for n in self.status.running}
+        return frozenset(ids & {i for r in reports for i in r.accused if i != r.node_id})
 
     def _origin_known_until_s(self) -> float | None:
         """Restart mode: all that is known are consequences of another member's failure."""

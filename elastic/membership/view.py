@@ -19,7 +19,12 @@ from elastic.membership.records import (
     WorldRecord,
     WorldState,
 )
-from elastic.tuning.agent_intervals import FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
+from elastic.tuning.agent_intervals import (
+    CUT_OFF_S,
+    FAILURE_SETTLE_S,
+    ORIGIN_SETTLE_S,
+    SUSPECT_S,
+)
 from elastic.tuning.timeouts import Timeouts
 
 
@@ -85,6 +90,7 @@ class Policy:
     trouble_settle_s: float = FAILURE_SETTLE_S
     origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
+    cut_off_s: float = CUT_OFF_S
 
 
 @dataclass(frozen=True, kw_only=True)

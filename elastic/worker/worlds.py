@@ -35,10 +35,11 @@ from elastic.messages.world import derive
 from elastic.secure_channel.keys import SecretKey
 from elastic.stragglers.windows import step_windows
 from elastic.telemetry.log import get_logger
+from elastic.tuning.timeouts import peer_silence_of
 from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
 from elastic.worker.hang_page import offer_page
 from elastic.world.arrival import GroupSpec
-from elastic.world.faults import GroupBuildFailed
+from elastic.world.faults import GroupBuildFailed, unreachable_peers
 from elastic.world.world import World, node_name
 
 AGENT_DIED_EXIT_CODE = 1
@@ -85,7 +86,7 @@ class Worlds:
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
         if self._client is not None:
-            self._client.send(Bye(clean=clean, error=error))
+            self._client.send(Bye(clean=clean, error=error, step=self._position().step))
             self._client.close()
 
     # -- the main thread asks -----------------------------------------------------------------
@@ -220,7 +221,14 @@ class Worlds:
             return
         missing = error.missing if isinstance(error, GroupBuildFailed) else ()
         text = f"{type(error).__name__}: {error}"
-        self.send(CollectiveFailure(generation=self._entering, error=text, missing=missing))
+        self.send(
+            CollectiveFailure(
+                generation=self._entering,
+                error=text,
+                missing=missing,
+                unreachable=unreachable_peers(error),
+            )
+        )
 
     def left(self, step: int) -> None:
         """This rank has left at a boundary, as told."""
@@ -295,6 +303,7 @@ def group_spec(message: WorldMessage) -> GroupSpec:
         message.assignment,
         store_key=SecretKey.parse(message.store_key),
         store_tls=message.store_tls,
+        silence_s=peer_silence_of(os.environ),
     )
 
 

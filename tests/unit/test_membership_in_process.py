@@ -13,6 +13,7 @@ from membership_nodes import (
     node,
     proposal,
     seen,
+    suspect,
     view,
     wait,
     world,
@@ -384,3 +385,29 @@ def test_who_holds_the_state_does_not_restart_with_those_who_have_lost_it() -> N
     holders = [replacing(name, NodeState.READY) for name in ("n1", "n2")]
     p = proposal(view(SEVEN, *holders, lost))
     assert (named(p), p.mode) == (["n1", "n2"], "in-process")
+
+
+def accuses(name: str, *accused: str, generation: int = 7) -> FailureReport:
+    return replace(report(name, generation), accused=tuple(f"id-{n}" for n in accused))
+
+
+def test_a_suspect_whose_workers_are_not_heard_either_is_left_out_soon() -> None:
+    n1, n2, n3 = members("n1", "n2", "n3")
+    silent_n3 = suspect(n3, NOW)
+    told = (report("n1", 7), accuses("n2", "n3"))
+    v = view(SEVEN, n1, n2, silent_n3, failure_reports=told)
+    assert wait(v).until_s == NOW + POLICY.cut_off_s < NOW + POLICY.suspect_s
+    assert named(proposal(v, now=NOW + POLICY.cut_off_s)) == ["n1", "n2"]
+    # Its own word, and that of another generation, are none.
+    for said in (accuses("n3", "n3"), accuses("n2", "n3", generation=6)):
+        v = view(SEVEN, n1, n2, silent_n3, failure_reports=(report("n1", 7), said))
+        assert wait(v).until_s == NOW + POLICY.suspect_s
+
+
+def test_who_is_accused_has_a_moment_to_accuse_in_turn() -> None:
+    """Of two that cannot reach each other either may be the first to say so."""
+    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(accuses("n2", "n3"),))
+    fresh = replace(v, failing_since_s=NOW)
+    assert wait(fresh).until_s == NOW + POLICY.origin_settle_s
+    both = replace(fresh, failure_reports=(accuses("n2", "n3"), accuses("n3", "n2")))
+    assert wait(both).until_s == NOW + POLICY.trouble_settle_s
