@@ -41,8 +41,9 @@ from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
+from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import ProgressPage, StepReport
+from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
 from elastic.liveness.channel import LIMITS, LivenessServer
 from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
@@ -125,6 +126,11 @@ class NodeLoop:
         self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
+        self._progress = ProgressWriter(
+            self._at,
+            lambda: self._lease if self._registered and self._succession.term else None,
+            lambda: self._hangs.checkpoint_step if self._hangs is not None else None,
+        )
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._knows_world = False  # the world has been read since this lease was granted
@@ -162,6 +168,7 @@ class NodeLoop:
             self._workers.start()
         if self._hangs is not None:
             self._hangs.start()
+        self._progress.start()
         keys = self._at.keys
         self._watch = self._at.store.watch(
             [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
@@ -180,6 +187,7 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        self._progress.close()
         if self._hangs is not None:
             self._hangs.close()
         if self._workers is not None:
@@ -279,6 +287,9 @@ class NodeLoop:
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
+            case LinkSaid(worker, FlightTrace() as trace):
+                if self._hangs is not None:
+                    self._hangs.on_flight(worker, trace)
             case LinkSaid(worker, StepReport(times=times)):
                 self._step_times.on_report(worker.pid, worker.local_rank, times)
             case LinkSaid(worker, said):
@@ -293,6 +304,8 @@ class NodeLoop:
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+                if message.ranks and self._workers is not None:
+                    self._workers.ask_for_flights()
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)

@@ -112,6 +112,14 @@ class NodeService:
         """The world that this node's workers run."""
         return self._status.node.running
 
+    def position(self) -> dict[str, int | None]:
+        """Which world this node's workers run, and the step that they have reported."""
+        running, step_rate = self._status.node.running, self._status.step_rate
+        return {
+            "generation": running.generation if running is not None else None,
+            "step": step_rate.step if step_rate is not None else None,
+        }
+
     def peer_addresses(self, world: WorldRecord | None) -> tuple[str, ...]:
         """Where the other nodes of a world are reached, that of rank 0 first.
 

@@ -19,6 +19,7 @@ from elastic.link.protocol import (
     Bye,
     CollectiveFailure,
     Entered,
+    FlightAsk,
     Heartbeat,
     Hello,
     Left,
@@ -103,6 +104,10 @@ class Workers:
     def world(self) -> WorldRecord | None:
         """The newest world that they were told."""
         return self._pushed or self._node.running
+
+    def ask_for_flights(self) -> None:
+        """Have them say which collectives they began, for the report of a hang."""
+        self._server.send(FlightAsk())
 
     # ── what workers say ─────────────────────────────────────────────────────────────────
 

@@ -91,6 +91,7 @@ class PhaseRecorder:
         self._flags = Flag.NONE
         self._longest_s = [0.0] * len(Phase)
         self._typical_s = [0.0] * len(Phase)
+        self._total_s = [0.0] * len(Phase)
         self._sees_compilation = False
 
     # -- the beginning ------------------------------------------------------------------------
@@ -102,16 +103,31 @@ class PhaseRecorder:
         """
         if self._page is None:
             self._page = Page()
-            self._thread = threading.get_ident()
-            os.register_at_fork(after_in_child=self._stop)
+            self._watch_thread()
             gc.callbacks.append(self._on_garbage)
             _watch_debugger(self.set_flag)
             self._write()
         return self._page.fd
 
+    def account(self) -> None:
+        """Add up the time of this thread in each phase, with or without a page."""
+        if self._page is None:
+            self._watch_thread()
+
+    def _watch_thread(self) -> None:
+        if not self._thread:
+            os.register_at_fork(after_in_child=self._stop)
+        self._thread = threading.get_ident()
+
     def _stop(self) -> None:
         """In a forked child: the page is its parent's."""
-        self._page = None
+        self._page, self._thread = None, 0
+
+    def seconds(self) -> list[float]:
+        """By phase, what :meth:`account` has added up until now. For its thread."""
+        total_s = self._total_s.copy()
+        total_s[self._phase] += (time.monotonic_ns() - self._since_ns) * 1e-9
+        return total_s
 
     @property
     def is_on(self) -> bool:
@@ -123,10 +139,11 @@ class PhaseRecorder:
     def enter(self, phase: Phase) -> Phase:
         """The main thread is in ``phase`` from now on; returns the one that it was in."""
         before = self._phase
-        if self._page is None or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return before
         now_ns = time.monotonic_ns()
         took_s = (now_ns - self._since_ns) * 1e-9
+        self._total_s[before] += took_s
         if took_s > self._longest_s[before]:
             self._longest_s[before] = took_s
         self._typical_s[before] += _SMOOTHING * (took_s - self._typical_s[before])
@@ -135,7 +152,8 @@ class PhaseRecorder:
             part, self._is_own_loader = StepPart.SCRIPT, False
         self._parts_s[part] += took_s
         self._phase, self._since_ns = phase, now_ns
-        self._write()
+        if self._page is not None:
+            self._write()
         return before
 
     def enter_batch(self) -> Phase:
@@ -157,17 +175,16 @@ class PhaseRecorder:
         ``samples``: of this rank; 0: the script distributes the data itself.
         """
         self._step, self._samples = number, samples
-        if self._page is not None:
-            self.enter(Phase.SCRIPT)
-            if not self._sees_compilation:
-                self._watch_compilation()
+        self.enter(Phase.SCRIPT)
+        if self._page is not None and not self._sees_compilation:
+            self._watch_compilation()
 
     def committed(self, step: int) -> None:
         """A step has taken effect; ``step`` of them have."""
         self._step = step
         self._steps_in_world += 1
+        self.enter(Phase.SCRIPT)
         if self._page is not None:
-            self.enter(Phase.SCRIPT)
             if self._steps_in_world > FIRST_STEPS:
                 self._windows.add(self._parts_s, self._samples, self._since_ns)
             else:

@@ -384,7 +384,7 @@ class Leadership:
             self._at.journal.emit(
                 FailureJudged(
                     generation=entry.world.generation,
-                    node=failed.node,
+                    failed=failed.node,
                     action=verdict.action.value,
                     rule=verdict.rule,
                     confidence=verdict.confidence.value,

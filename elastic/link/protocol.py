@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
+from elastic.hangs.flight import FlightEntry
 from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
@@ -96,6 +97,14 @@ class ProgressPage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlightTrace:
+    """Worker: the collectives that it began lately in this generation (elastic/hangs/flight.py)."""
+
+    generation: int
+    entries: tuple[FlightEntry, ...]
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Worker, once a window: how long its steps take, for the detection of stragglers."""
 
@@ -139,6 +148,11 @@ class Permit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlightAsk:
+    """Agent: ranks show no progress; which collectives has this one begun?"""
+
+
+@dataclass(frozen=True)
 class MeasureSteps:
     """Agent: report the times of steps in windows of this length."""
 
@@ -155,11 +169,13 @@ Message = (
     | Bye
     | SigtermAsk
     | ProgressPage
+    | FlightTrace
     | StepReport
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
+    | FlightAsk
     | MeasureSteps
 )
 FROM_WORKER = (
@@ -172,13 +188,15 @@ FROM_WORKER = (
     Bye,
     SigtermAsk,
     ProgressPage,
+    FlightTrace,
     StepReport,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, MeasureSteps)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk, MeasureSteps)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Bye: 64 << 10,
+    FlightTrace: 64 << 10,
     WorldMessage: MAX_MESSAGE,
 }
 _MOST_BYTES_OF_OTHERS = 4 << 10

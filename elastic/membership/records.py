@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from elastic.errors import RecordError
 from elastic.hangs.facts import RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
@@ -232,6 +233,7 @@ class RankStacks:
 
     rank: int
     text: str
+    flight: tuple[FlightEntry, ...]  # the collectives that it began lately
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from elastic.agent import worker_tuning
 from elastic.agent.leaving import LauncherPhase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError, NodeUnfit
 from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
 from elastic.messages.environment import CALL_JOIN
@@ -108,6 +108,16 @@ def _require_fit(
             log.warning("preflight: %s: %s; %s", finding.name, finding.measured, finding.remedy)
     require_fit(found, os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname())
     log.info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began)
+
+
+def _require_that_it_was_fit(failure: torch_private.WorkerFailure | None) -> None:
+    """A worker that has failed its preflight (``join(preflight=True)``) never joined: its node ends
+    as if the agent had checked it, and no other node counts a failure. Raises NodeUnfit."""
+    if failure is None or failure.exit_code != NodeUnfit.exit_code:
+        return
+    kind, _, said = (failure.text or "").partition(": ")
+    if kind == NodeUnfit.__name__:
+        raise NodeUnfit(said)
 
 
 def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
@@ -191,6 +201,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.end_strays()
         began = SYSTEM_CLOCK.monotonic()
         failure = agent.failure
+        _require_that_it_was_fit(failure)
         launch.service.arrive(
             nproc=agent.nproc,
             role=agent.role,

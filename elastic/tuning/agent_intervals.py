@@ -9,6 +9,16 @@ from __future__ import annotations
 
 # etcd ------------------------------------------------------------------------------------------
 
+# The leader writes how far the job is at most once in this, for `elastic status`: half a write per
+# second and job.
+PROGRESS_S = 2.0
+# `elastic status` names nodes that were lost as long ago as this.
+RECENT_LOSS_S = 600.0
+# Between two looks of `elastic status --watch`, and of `elastic wait`.
+STATUS_WATCH_S = 2.0
+WAIT_LOOK_S = 0.5
+# How long `elastic wait` waits unless told, as kubectl does.
+WAIT_TIMEOUT_S = 30.0
 # One call to etcd, retries included.
 STORE_CALL_S = 5.0
 # For the first contact of a store that is not told another limit: one call.

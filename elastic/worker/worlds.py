@@ -19,6 +19,7 @@ from elastic.link.protocol import (
     Bye,
     CollectiveFailure,
     Entered,
+    FlightAsk,
     Heartbeat,
     Left,
     MeasureSteps,
@@ -37,6 +38,7 @@ from elastic.stragglers.windows import step_windows
 from elastic.telemetry.log import get_logger
 from elastic.tuning.timeouts import peer_silence_of
 from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
+from elastic.worker.flight_recorder import FlightRecorder
 from elastic.worker.hang_page import offer_page
 from elastic.world.arrival import GroupSpec
 from elastic.world.faults import GroupBuildFailed, unreachable_peers
@@ -70,6 +72,7 @@ class Worlds:
         self._permitted_until_s = math.inf  # by clock.boottime(); no agent has set a limit yet
         self._leaving_answer: bool | None = None
         self._client: LinkClient | None = None
+        self._flights = FlightRecorder(self.send, clock)
 
     def connect(self, path: str, *, local_rank: int) -> None:
         """Say hello. Raises LinkError if the agent does not answer."""
@@ -85,6 +88,7 @@ class Worlds:
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
+        self._flights.close()
         if self._client is not None:
             self._client.send(Bye(clean=clean, error=error, step=self._position().step))
             self._client.close()
@@ -181,6 +185,7 @@ class Worlds:
                     self._forming_at = newest.world.switch_at_step
                     self.is_waiting = False
                     phases.enter_generation(newest.world.generation)
+                    self._flights.enter_generation(newest.world.generation)
                     return newest
                 self.is_waiting = True
                 self._changed.wait(WORKER_SLICE_S)
@@ -201,6 +206,7 @@ class Worlds:
         with self._changed:
             self._entering = generation
         phases.enter_generation(generation)
+        self._flights.enter_generation(generation)
 
     # -- the main thread tells ----------------------------------------------------------------
 
@@ -261,6 +267,8 @@ class Worlds:
                 with self._changed:
                     self._permitted_until_s = until_s
                     self._changed.notify_all()
+            case FlightAsk():
+                self._flights.dump()
             case MeasureSteps(window_s=window_s):
                 step_windows.measure(window_s)
             case _:
