@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -631,17 +632,20 @@ def mute_host(me: Rank) -> Result:
 
 
 def alone(me: Rank) -> Result:
-    totals, timeouts_s = [], []
+    totals: list[float] = []
+    timeouts: list[str | float] = []
     for generation, told in enumerate((None, "77", "soon")):
         os.environ.pop("ELASTIC_COLLECTIVE_TIMEOUT_S", None)
         if told is not None:  # as by the agent, from its options
             os.environ["ELASTIC_COLLECTIVE_TIMEOUT_S"] = told
-        if refused := failure_of(lambda n=generation: me.build(me.spec(n, rank=0, size=1))):
-            timeouts_s.append(type(refused).__name__)
+        if refused := failure_of(functools.partial(me.build, me.spec(generation, rank=0, size=1))):
+            timeouts.append(type(refused).__name__)
             continue
         totals.append(summed())
-        backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-        timeouts_s.append(backend.options._timeout.total_seconds())
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        backend = group._get_backend(torch.device("cpu"))
+        timeouts.append(backend.options._timeout.total_seconds())
         me.group.destroy()
     me.group.destroy()
     superseded = failure_of(
@@ -649,7 +653,7 @@ def alone(me: Rank) -> Result:
     )
     return {
         "totals": totals,
-        "timeouts_s": timeouts_s,
+        "timeouts_s": timeouts,
         "superseded": isinstance(superseded, Superseded),
     }
 

@@ -145,5 +145,7 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     context.status.step_rate = StepRate(generation=2, step=42, step_time_s=0.25, at_s=0.0)
     writer.write()
     assert len(store.puts) == 2, "a store in trouble is left alone"
-    leases[0].close()
+    (lease,) = leases
+    assert lease is not None
+    lease.close()
     assert store.get(context.keys.progress) is None, "it goes with its leader"

@@ -57,7 +57,7 @@ OPTIONS = AgentOptions(
     last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0, quarantine_s=15.0
 )
 # With a join_timeout_s of tenths of a second.
-HASTY = {"last_call_s": 0.05, "join_window_s": 0.05, "quarantine_s": 0.1}
+HASTY = replace(OPTIONS, last_call_s=0.05, join_window_s=0.05, quarantine_s=0.1)
 DEADLINE_S = 10.0
 _ids = itertools.count()
 
@@ -405,7 +405,7 @@ def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
     sentence = "ended by SIGKILL: the kernel killed it because the memory limit of its cgroup"
     assert sentence in worlds[0].reason and worlds[0] == worlds[1]
     (judged,) = [e for node in nodes for e in node.events if isinstance(e, FailureJudged)]
-    assert (judged.node, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
+    assert (judged.failed, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
     assert judged.confidence == "high"
     # Somebody else's SIGKILL, later.
     nodes[0].arrive(exit_code=-9)
@@ -655,7 +655,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
-    short = replace(OPTIONS, join_timeout_s=0.2, **HASTY)
+    short = replace(HASTY, join_timeout_s=0.2)
     spare = start(options=short).arrive()
     entered: list[WorldRecord] = []
     thread = threading.Thread(target=lambda: entered.append(spare.enter()), name="main")
@@ -669,7 +669,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
 
 
 def test_too_few_nodes_is_a_clear_error(start: Callable[..., TestNode]) -> None:
-    lonely = start(options=replace(OPTIONS, join_timeout_s=0.3, **HASTY)).arrive()
+    lonely = start(options=replace(HASTY, join_timeout_s=0.3)).arrive()
     with pytest.raises(JoinTimeout, match=r"min 2, max 3.*no world was ever formed"):
         lonely.enter()
 
@@ -729,7 +729,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
     crashes: dict[str, threading.Event] = {}
 
     def add() -> None:
-        node = start(options=replace(OPTIONS, join_timeout_s=0.5, **HASTY))
+        node = start(options=replace(HASTY, join_timeout_s=0.5))
         crashes[node.id] = threading.Event()
         threads.append(
             threading.Thread(target=main, args=(node, crashes[node.id]), name="main", daemon=True)

@@ -35,7 +35,7 @@ from elastic.liveness.channel import LivenessServer
 from elastic.liveness.probe import probe
 from elastic.membership.view import Liveness
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.limits import PEER_SILENCE_S, Limits
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
 from elastic.world import world_store
@@ -219,7 +219,11 @@ def _store(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Lis
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     original = world_store.limits_of
-    world_store.limits_of = lambda size: change(original(size))
+
+    def changed(size: int, silence_s: float = PEER_SILENCE_S) -> Limits:
+        return change(original(size, silence_s))
+
+    world_store.limits_of = changed
     try:
         server = StoreServer(port, nonce="aa", size=4, key=KEY, tls=tls)
     finally:

@@ -206,7 +206,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     sys.path[0] = str(Path(path).resolve().parent)
     # What `import torch` runs in every process: it was imported before the fork.
-    sys.modules["torch"]._import_device_backends()
+    vars(sys.modules["torch"])["_import_device_backends"]()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
