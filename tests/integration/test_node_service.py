@@ -405,7 +405,7 @@ def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
     sentence = "ended by SIGKILL: the kernel killed it because the memory limit of its cgroup"
     assert sentence in worlds[0].reason and worlds[0] == worlds[1]
     (judged,) = [e for node in nodes for e in node.events if isinstance(e, FailureJudged)]
-    assert (judged.node, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
+    assert (judged.failed, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
     assert judged.confidence == "high"
     # Somebody else's SIGKILL, later.
     nodes[0].arrive(exit_code=-9)
