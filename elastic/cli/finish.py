@@ -1,8 +1,8 @@
 """``elastic finish``: wait for the job's end, then scale its StatefulSet to 0.
 
-A StatefulSet starts again whatever exits, so finished agents park (ELASTIC_PARK), and this ends
-them. Its own exit code is the job's: ``kubectl wait --for=condition=complete job/...`` tells the
-user that training has succeeded, and only that.
+A StatefulSet restarts every pod that exits, so finished agents park (ELASTIC_PARK), and this
+command ends them. Its exit code is the job's: ``kubectl wait --for=condition=complete job/...``
+succeeds only if training has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.cli.job_arguments import add_job_arguments, endpoint_of, options_of
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import StoreUnreachable
-from elastic.membership import failure_timeline
+from elastic.leadership import failure_timeline
 from elastic.membership.records import Done, Keys, Outcome, decode
 from elastic.store.etcd.options import etcd_config
 from elastic.store.keyvalue import (
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if failure_timeline.is_wanted(done):
         say(failure_timeline.render(done, keys.root, done_key=keys.done))
     if done.outcome is Outcome.FAILURE and args.keep_failed:
-        say(f"statefulset/{args.statefulset} is kept as it is (--keep-failed)")
+        say(f"statefulset/{args.statefulset} is not changed (--keep-failed)")
         return _exit_code(done)
     scale_statefulset(server, namespace=namespace, name=args.statefulset, replicas=0, say=say)
     say(f"{target} is scaled to 0")
