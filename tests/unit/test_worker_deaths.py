@@ -17,6 +17,7 @@ from elastic.link.server import Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
 from elastic.node.context import NodeContext
 from elastic.node.status import NodeStatus
+from elastic.tuning.agent_options import AgentOptions
 from elastic.worker.worlds import Worlds
 
 
@@ -32,6 +33,7 @@ class Context:
         record = replace(node("n1", NodeState.READY, in_process=True), nproc=1)
         self.status = NodeStatus(record, Keys.of("/elastic", "job"), 0.0)
         self.clock, self.journal = ManualClock(), Silent()
+        self.options = AgentOptions()
 
     def post(self, message: object) -> None:
         pass
