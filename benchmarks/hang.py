@@ -15,10 +15,10 @@ stopped worker, endless loop, skipped collective
     SIGSTOP of a worker; a worker that loops in its forward pass; one that leaves a barrier out. The
     longest time between two consecutive completed steps of any survivor, by the ledger.
 stopped node
-    SIGSTOP of an agent and its worker at once: nobody on that node is left to notice, so its lease
+    SIGSTOP of an agent and its worker at once: no process of that node can notice it, so its lease
     (4 s) decides.
 cost per step, cost of a look
-    In this process: what a step says on its page (two batches, three waits, an optimizer); what a
+    In this process: what a step writes to its page (two batches, three waits, an optimizer); what a
     tick of the agent's thread takes for one worker, five times a second.
 
 Others are not measured here: torchft needs an environment of its own

@@ -1,8 +1,8 @@
 """torchft from PyPI on the same model and machine: what the death of a replica costs there.
 
-torchft gets a virtual environment of its own, kept between runs in the user's cache folder. Each
+torchft gets a separate virtual environment, kept between runs in the user's cache folder. Each
 of three replicas is a torchrun with one worker, as torchft's own example starts them; the
-lighthouse is a process of its own that is never hurt. A replica dies with all its processes.
+lighthouse is a separate process that is never killed. A replica dies with all its processes.
 
 Two settings: ``torchft default`` is what the package comes with, ``torchft tight`` the shortest
 times with which three replicas train here without losing each other.
@@ -35,7 +35,7 @@ SETTLE_S = 0.7
 
 
 class Unavailable(Exception):
-    """torchft cannot run on this machine; the text says why."""
+    """torchft cannot run on this machine; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def measure_kills(
     say: Callable[[str], None],
     cap_s: float = 90.0,
 ) -> list[Event]:
-    """Deaths of whole replicas at random moments, in one job while it lives."""
+    """Deaths of complete replicas at random times, in one job while it lives."""
     events: list[Event] = []
     while len(events) < kills:
         with replicas(python, settings) as job:
@@ -223,7 +223,7 @@ def measure_kills(
                 events.append(_kill_one(job, rng, cap_s))
                 say(f"{settings.name} {len(events)} of {kills}: {events[-1]}")
                 if events[-1].kill_s is None or events[-1].join_s is None:
-                    break  # a job that did not recover tells nothing about the next death
+                    break  # a job that did not recover provides no data about the next death
     return events
 
 
