@@ -156,7 +156,12 @@ def test_a_leader_that_its_peers_do_not_hear_hands_over(
 @pytest.mark.parametrize("who", ["bystander", "leader"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_node_is_back_after_its_network_is_healed(
-    job: NetworkJob, nodes: list[LocalNode], fault: Fault, who: str, hold_s: float
+    job: NetworkJob,
+    nodes: list[LocalNode],
+    reference: Path,
+    fault: Fault,
+    who: str,
+    hold_s: float,
 ) -> None:
     victim = job.leader() if who == "leader" else job.bystanders()[0]
     with job.healed_after(hold_s) as began_s:
@@ -168,6 +173,7 @@ def test_every_node_is_back_after_its_network_is_healed(
         assert pause_s < FOUND_WITHIN_S * slowness
     elif fault is not loss:  # how much is lost in a row is chance
         assert pause_s < LEFT_OUT_WITHIN_S * slowness
+    job.assert_finishes_whole(reference)  # one job for all of them would end by itself
 
 
 @pytest.mark.soak
