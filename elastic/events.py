@@ -108,6 +108,38 @@ class HangOver(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StragglerFound(Event):
+    """A rank holds the others up: its own work takes longer than theirs. Times are of a step."""
+
+    generation: int
+    rank: int
+    node: str
+    cause: str  # data wait or compute
+    factor: float  # its own time per sample, as a multiple of the typical one
+    z_score: float
+    windows: int  # in a row
+    data_s: float
+    compute_s: float
+    collective_s: float
+    checkpoint_s: float
+    script_s: float
+    typical_data_s: float
+    typical_compute_s: float
+    lag_s: float  # what the others wait for
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerRecovered(Event):
+    """A rank that was a straggler keeps up with the others again."""
+
+    generation: int
+    rank: int
+    node: str
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class FailureJudged(Event):
     """The leader's verdict on the failure that broke a world, and the text that it rests on."""
 
@@ -222,6 +254,15 @@ class JobEnded(Event):
     outcome: str  # "success" or "failure"
     reason: str  # a sentence
     exit_code: int  # the job's
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureTimelineWritten(Event):
+    """The job has failed: a page about what broke when, and what was done."""
+
+    timeline: str
+    report: str  # the path of the same page; "": it could not be written
+    problem: str  # why not
 
 
 @dataclass(frozen=True, kw_only=True)

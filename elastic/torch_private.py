@@ -133,6 +133,15 @@ def operation_of(work: Any) -> int:
         return -1
 
 
+def flight_recorder_dumps() -> tuple[bytes, ...]:
+    """What torch's flight recorders hold, as JSON: nothing has to be unpickled, and no stacks are
+    taken. NCCL's is one of its own, and there only where torch has NCCL
+    (torch/csrc/distributed/c10d/init.cpp, 2.11 to 2.15)."""
+    c10d = import_module("torch._C._distributed_c10d")
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    return tuple(bytes(getattr(c10d, name)()) for name in names if hasattr(c10d, name))
+
+
 def has_subgroups() -> bool:
     """Whether there are other groups than the default one."""
     return len(distributed_c10d._world.pg_names) > 1
@@ -239,6 +248,17 @@ def set_scales(scaler: GradScaler, scales: dict[str, Any]) -> None:
         setattr(scaler, name, None if value is None else value.detach().clone().to(on))
     refresh: Any = _found("torch.amp.grad_scaler._refresh_per_optimizer_state")
     scaler._per_optimizer_states = defaultdict(refresh)
+
+
+# FSDP1 ---------------------------------------------------------------------------------------
+
+
+def is_flat_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is what FSDP1 makes of a module's parameters.
+
+    Not among :data:`NAMES`: a torch without FSDP1 has no tensors with this mark.
+    """
+    return getattr(tensor, "_is_flat_param", False) is True
 
 
 # torch.compile -------------------------------------------------------------------------------

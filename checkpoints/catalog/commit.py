@@ -19,10 +19,11 @@ from checkpoints.format.manifest_parser import parse_manifest, parse_part
 from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.small_files import write_durably
+from checkpoints.tensors.regions import Region
 
 
 class IncompleteAttempt(Exception):
-    """An attempt cannot be committed yet; the message says why."""
+    """An attempt cannot be committed yet; the message has the reason."""
 
 
 def is_committed(storage: Storage, name: CheckpointName) -> bool:
@@ -121,7 +122,32 @@ def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorE
                     f"writer {part.writer.rank} saved an unknown tensor {name!r}"
                 )
             chunks[name].extend(more)
-    return {spec.name: TensorEntry(spec, tuple(chunks[spec.name])) for spec in shared.specs}
+    return {
+        spec.name: TensorEntry(spec, _once(spec.name, chunks[spec.name])) for spec in shared.specs
+    }
+
+
+def _once(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Each region of a tensor once, the lowest writer's: others may hold the same one.
+
+    A DTensor knows the ranks of its own mesh alone. Where that is one of several alike (what FSDP
+    shards over the data dimension, beside tensor parallelism; or tensor parallelism in each of
+    several replicas), a region is written in each of them. Raises :class:`IncompleteAttempt` if
+    their values differ: they are not copies, and no choice between them would be right.
+    """
+    kept: dict[Region, Chunk] = {}
+    spans: list[Chunk] = []
+    for chunk in chunks:
+        if not isinstance(chunk.place, Region):
+            spans.append(chunk)
+            continue
+        first = kept.setdefault(chunk.place, chunk)
+        if first.xxh3_128 != chunk.xxh3_128:
+            raise IncompleteAttempt(
+                f"tensor {tensor!r} has other values in {chunk.file} than in {first.file}, at the "
+                "same place: a DTensor must be equal in all meshes that hold it"
+            )
+    return (*spans, *kept.values())
 
 
 def _check_sizes(storage: Storage, manifest: Manifest) -> None:
@@ -149,7 +175,7 @@ def _publish(storage: Storage, name: CheckpointName) -> None:
 
 def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
     """Remove parts, which are not needed any more, and manifests of committers that lost."""
-    with contextlib.suppress(OSError):  # harmless: no reader looks at them
+    with contextlib.suppress(OSError):  # harmless: no reader opens them
         for file in storage.list(str(name)):
             if parse_part_file(file) is not None or file.startswith(".manifest-"):
                 storage.remove(f"{name}/{file}")

@@ -7,9 +7,11 @@ things ever happen at once here.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
@@ -34,19 +36,23 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import JobEnded, LeaseLost, StoreProblem
+from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
+from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import ProgressPage
-from elastic.liveness.channel import LivenessServer
+from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
+from elastic.liveness.channel import LIMITS, LivenessServer
+from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
+from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import (
     Deleted,
@@ -63,6 +69,7 @@ from elastic.store.keyvalue import (
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import peer_silence_s
 
 
 class NodeLoop:
@@ -80,6 +87,7 @@ class NodeLoop:
         clock: Clock,
         journal: EventSink,
         last_contact_s: Callable[[], float] | None,
+        oom_kills: OomKillCounter,
         tls: Tls | None = None,
     ) -> None:
         self._at = NodeContext(
@@ -104,13 +112,18 @@ class NodeLoop:
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
+            on_silent=lambda node_id, was_leader: self.post(
+                ConnectionClosed(node_id, was_leader, fell_silent=True)
+            ),
             key=lambda: secret.key(LIVENESS),
             tls=tls,
+            limits=replace(LIMITS, silence_s=peer_silence_s(options.lease_s)),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
-        self._workers = Workers(self._at) if options.mode == "in-process" else None
+        self._workers = Workers(self._at, oom_kills) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
+        self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
         self._progress = ProgressWriter(
@@ -265,8 +278,8 @@ class NodeLoop:
                     term.on_probed(message)
             case ConnectionOpened(node_id, is_leader):
                 self._succession.on_connection_opened(node_id, is_leader)
-            case ConnectionClosed(node_id, was_leader):
-                self._succession.on_connection_closed(node_id, was_leader)
+            case ConnectionClosed(node_id, was_leader, fell_silent):
+                self._succession.on_connection_closed(node_id, was_leader, fell_silent=fell_silent)
             case ConnectionDropped(node_id):
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
@@ -274,17 +287,25 @@ class NodeLoop:
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
+            case LinkSaid(worker, FlightTrace() as trace):
+                if self._hangs is not None:
+                    self._hangs.on_flight(worker, trace)
+            case LinkSaid(worker, StepReport(times=times)):
+                self._step_times.on_report(worker.pid, worker.local_rank, times)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
                 if self._hangs is not None:
                     self._hangs.on_ended(worker.pid)
+                self._step_times.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+                if message.ranks and self._workers is not None:
+                    self._workers.ask_for_flights()
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)
@@ -319,6 +340,8 @@ class NodeLoop:
             self._workers.reporter.publish(self._lease)
         if self._hangs is not None and self._lease is not None and not self._lease.lost:
             self._hangs.publish(self._lease)
+        if self._lease is not None and not self._lease.lost:
+            self._step_times.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:
@@ -427,10 +450,24 @@ class NodeLoop:
         self._at.status.learn_pushed(record, self._at.clock.monotonic())
 
     def _set_done(self, done: Done) -> None:
+        if self._at.status.done is None and failure_timeline.is_wanted(done):
+            self._write_timeline(done)
         if self._at.status.set_done(done):
             self._at.journal.emit(
                 JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
             )
+
+    def _write_timeline(self, done: Done) -> None:
+        """Before the end is known to the main thread, whose error shows it."""
+        keys, options = self._at.keys, self._at.options
+        page = failure_timeline.render(done, keys.root, done_key=keys.done)
+        folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+        name = f"failure-timeline-{self._at.status.node.name}"
+        path, problem = ReportFolder(folder).write_page(name, page)
+        said = f"(this page is {path})" if path else f"({problem})"
+        self._at.status.timeline = f"{page}\n{said}"
+        event = FailureTimelineWritten(timeline=page, report=path, problem=problem)
+        self._at.journal.emit(event, level=logging.WARNING if problem else logging.DEBUG)
 
     def _on_lease_lost(self) -> None:
         if self._lease is None or not self._lease.lost:

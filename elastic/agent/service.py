@@ -6,6 +6,7 @@ happens on the thread of :mod:`elastic.agent.loop`; the two meet on the board.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from elastic.membership.records import (
     WorldRecord,
     decode,
 )
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
@@ -56,6 +58,7 @@ class NodeService:
         journal: EventSink,
         clock: Clock = SYSTEM_CLOCK,
         last_contact_s: Callable[[], float] | None = None,
+        oom_kills: OomKillCounter | None = None,
         tls: Tls | None = None,
     ) -> None:
         self._store = store
@@ -63,6 +66,7 @@ class NodeService:
         self._options = options
         self._journal = journal
         self._clock = clock
+        self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         node = replace(node, tls=tls is not None)  # for all to see who can mix
         self._status = NodeStatus(node, keys, clock.monotonic())
         self._loop = NodeLoop(
@@ -82,6 +86,7 @@ class NodeService:
             clock=clock,
             journal=journal,
             last_contact_s=last_contact_s,
+            oom_kills=self._oom_kills,
             tls=tls,
         )
         self._wait = WorldWait(
@@ -150,6 +155,11 @@ class NodeService:
             self._refuse_if_it_cannot_mix(node)
         self._status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
+        is_oom_kill = failure_exit_code == -signal.SIGKILL and (
+            node.failure_is_oom_kill or self._oom_kills.has_killed()
+        )
+        if is_oom_kill and OOM_KILL not in (failure or ""):
+            failure = f"{failure or 'a worker was ended by SIGKILL'}: {OOM_KILL}"
         self._journal.emit(
             NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code)
         )
@@ -165,6 +175,8 @@ class NodeService:
                 arrived_for=after,
                 failure=failure,
                 failure_exit_code=failure_exit_code,
+                failure_step=self._status.failure_step if failure_exit_code is not None else None,
+                failure_is_oom_kill=is_oom_kill,
             )
         )
         # After the change: while the node still counts as running its last world, the next one
@@ -207,6 +219,8 @@ class NodeService:
         """torchrun starts the workers next: before the node's state says so."""
         self._status.starts += 1
         self._status.stopping = False
+        self._status.failure_step = None
+        self._oom_kills.mark()
 
     def enter(self, world: WorldRecord, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
@@ -226,6 +240,8 @@ class NodeService:
                 running=world,
                 failure=None,
                 failure_exit_code=None,
+                failure_step=None,
+                failure_is_oom_kill=False,
             )
         )
 
@@ -241,21 +257,29 @@ class NodeService:
         if world is None:
             return False
         if node.in_process:
-            restarts = self._must_restart(world, node)
+            restarts = self._must_restart(world, node, entry.since_s)
             self._wait.raise_if_paused_for_long(world, entry.since_s)
         else:
             restarts = running is not None and world.generation > running.generation
         self._status.stopping = self._status.stopping or restarts
         return restarts
 
-    def _must_restart(self, world: WorldRecord, node: Node) -> bool:
+    def _must_restart(self, world: WorldRecord, node: Node, since_s: float) -> bool:
         """Whether workers that could change worlds by themselves cannot enter this one."""
         is_member = node.node_id in world.node_ids
         if node.running is None:  # ready, and in no world yet
             return is_member and world.mode != IN_PROCESS
         if world.generation <= node.running.generation or node.state is NodeState.LEAVING:
             return False
+        if not is_member and self._leaves_at_switch(world, since_s):
+            return False
         return not is_member or world.mode != IN_PROCESS
+
+    def _leaves_at_switch(self, world: WorldRecord, since_s: float) -> bool:
+        """Whether the workers go on until a planned world without this node takes over, as those of
+        a node that leaves do: ended before, they would break a step of the others."""
+        left_s = since_s + self._options.leave_grace_s - self._clock.monotonic()
+        return world.switch_at_step is not None and not self._status.workers_left and left_s > 0
 
     @property
     def link_path(self) -> str:

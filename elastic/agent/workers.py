@@ -12,16 +12,18 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.agent.failure_reporter import FailureReporter, nodes_of
+from elastic.agent.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.messages import ChangeNode
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
     Bye,
     CollectiveFailure,
     Entered,
+    FlightAsk,
     Heartbeat,
     Hello,
     Left,
+    MeasureSteps,
     Message,
     Permit,
     Ready,
@@ -39,6 +41,7 @@ from elastic.membership.records import (
 from elastic.membership.step_rate import StepRate
 from elastic.messages.world import RankAssignment, WorldSpec, derive
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import STORE
 
 IN_PROCESS = "in-process"
@@ -64,8 +67,9 @@ class WorkerEnded:
 class Workers:
     """One per agent, over all starts of its workers."""
 
-    def __init__(self, context: NodeContext) -> None:
+    def __init__(self, context: NodeContext, oom_kills: OomKillCounter | None = None) -> None:
         self._at = context
+        self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         self._server = LinkServer(
             on_message=lambda worker, message: context.post(LinkSaid(worker, message)),
             on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
@@ -100,6 +104,10 @@ class Workers:
     def world(self) -> WorldRecord | None:
         """The newest world that they were told."""
         return self._pushed or self._node.running
+
+    def ask_for_flights(self) -> None:
+        """Have them say which collectives they began, for the report of a hang."""
+        self._server.send(FlightAsk())
 
     # ── what workers say ─────────────────────────────────────────────────────────────────
 
@@ -137,6 +145,8 @@ class Workers:
         """A first world stands already; a newer one may have come since the worker began."""
         if self._permit is not None:
             self._server.send(self._permit, worker)
+        if self._at.options.straggler_action != "off":
+            self._server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
         running = self._node.running
         if self._pushed is not None and (
             running is None or self._pushed.generation > running.generation
@@ -180,7 +190,17 @@ class Workers:
                 waited_s=0.0,
             )
         )
-        self._change(lambda n: replace(n, running=world, failure=None, failure_exit_code=None))
+        self._at.status.failure_step = None
+        self._change(
+            lambda n: replace(
+                n,
+                running=world,
+                failure=None,
+                failure_exit_code=None,
+                failure_step=None,
+                failure_is_oom_kill=False,
+            )
+        )
 
     def _on_failure(self, worker: Worker, said: CollectiveFailure) -> None:
         generation, error = said.generation, said.error
@@ -192,7 +212,10 @@ class Workers:
         self._at.journal.emit(
             WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
         )
-        accused = nodes_of(newest, generation, said.missing)
+        accused = (
+            *nodes_of(newest, generation, said.missing),
+            *nodes_at(newest, generation, said.unreachable),
+        )
         self.reporter.report(generation, error, accused=accused)
 
     def is_hung(self, pid: int, reason: str) -> None:
@@ -232,9 +255,16 @@ class Workers:
         if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
             return
         _kill_group(worker.pid)
+        is_failure = was_ready and self._node.state in (NodeState.READY, NodeState.STARTING)
+        is_killed = death.signal == signal.SIGKILL and hung is None
+        # Asked once for each failure: of what it has been told, the counter says no more.
+        is_oom_kill = is_failure and is_killed and self._oom_kills.has_killed()
         text = hung or (bye.error if bye is not None and bye.error else _how(worker, death))
+        if is_oom_kill:
+            text = f"{text}: {OOM_KILL}"
+        self._at.status.failure_step = bye.step if bye is not None else None
         self._at.journal.emit(WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=text))
-        if not was_ready or self._node.state not in (NodeState.READY, NodeState.STARTING):
+        if not is_failure:
             return  # torchrun restarts it; the others have not trained with it without a restart
         generation = self._generation
         is_replaced = self._can_be_replaced(worker)
@@ -251,6 +281,8 @@ class Workers:
                 failure=text,
                 # What this agent has ended was not killed from outside: it is held against it.
                 failure_exit_code=_exit_code(death) if hung is None else HUNG_EXIT_CODE,
+                failure_step=self._at.status.failure_step,
+                failure_is_oom_kill=is_oom_kill,
             )
         )
 
@@ -327,6 +359,7 @@ class Workers:
         self._left.clear()
         self._entered.clear()
         self._pushed = None
+        self._at.status.workers_left = False
         self._at.status.to_replace.clear()
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:

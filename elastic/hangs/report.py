@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.errors import ConfigError
-from elastic.hangs import stacks
+from elastic.hangs import flight, stacks
 from elastic.hangs.facts import Phase, RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.verdict import Judgment
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
@@ -34,6 +35,7 @@ class HangReport:
     time: str  # UTC
     ranks: tuple[RankFacts, ...]  # those that show no progress
     stacks: Mapping[int, str]  # by rank
+    flights: Mapping[int, tuple[FlightEntry, ...]]  # collectives begun, by rank
     data_workers: Mapping[int, Mapping[int, str]]  # stacks by pid, by the rank they belong to
     native_stacks: Mapping[int, str]
     processes: Mapping[int, Mapping[str, str]]
@@ -47,11 +49,21 @@ class ReportFolder:
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
 
+    def write_page(self, name: str, text: str) -> tuple[str, str]:
+        """Another page than a hang's. Its path, and why it could not be written, or ""."""
+        path = Path(self.folder) / f"{_UNSAFE.sub('_', name)}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8", errors="replace")
+        except OSError as error:
+            return "", f"{path} cannot be written: {error}"
+        return str(path), ""
+
     @property
     def folder(self) -> str:
         """Made when it is needed first."""
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="elastic-hangs-")
+            self._folder = tempfile.mkdtemp(prefix="elastic-reports-")
         return self._folder
 
     def path(self, node: str, rank: int | None) -> Path:
@@ -104,6 +116,7 @@ def render(report: HangReport) -> str:
         *_culprits(report),
         "",
         *_table(report),
+        *_flights(report),
         *_stacks(report),
     ]
     for rank, said in report.processes.items():
@@ -155,6 +168,11 @@ def _row(r: RankFacts) -> tuple[str, ...]:
         f"{r.operation} {r.collective}",
         " ".join(part for part in (*facts, workers) if part),
     )
+
+
+def _flights(report: HangReport) -> list[str]:
+    said = flight.describe(report.flights)
+    return ["Collectives by torch's flight recorder", *said, ""] if said else []
 
 
 def _stacks(report: HangReport) -> list[str]:

@@ -20,6 +20,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.hangs import kernel
 from elastic.hangs.budgets import BudgetPolicy, thresholds_s
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.page import PageReader, Reading
 from elastic.hangs.phases import operation_name
 from elastic.hangs.stacks import StackSource
@@ -61,6 +62,12 @@ class WatchedWorker:
     major_faults: int = 0
     starved_s: float = 0.0
     tracer_pid: int = 0
+    flight: tuple[FlightEntry, ...] = ()  # of the newest generation
+    flight_generation: int = 0
+
+    def flight_of(self, generation: int) -> tuple[FlightEntry, ...]:
+        """The collectives that it began lately in that generation, as far as it has said."""
+        return self.flight if self.flight_generation == generation else ()
 
     def kill(self) -> None:
         """SIGKILL this very process, even if its pid has been reused."""
@@ -147,6 +154,10 @@ class HangWatch:
             self._supervised = workers
             self.post(lambda: self._supervise(workers))
 
+    def learn_flight(self, pid: int, generation: int, flight: tuple[FlightEntry, ...]) -> None:
+        """A worker has said which collectives it began."""
+        self.post(lambda: self._learn_flight(pid, generation, flight))
+
     def remove(self, pid: int) -> None:
         """A worker has ended."""
         self.post(lambda: self._remove(pid))
@@ -198,6 +209,10 @@ class HangWatch:
                 return None  # it has ended
             self._workers[pid] = WatchedWorker(pid, local_rank, pidfd)
         return self._workers[pid]
+
+    def _learn_flight(self, pid: int, generation: int, flight: tuple[FlightEntry, ...]) -> None:
+        if (worker := self._workers.get(pid)) is not None:
+            worker.flight, worker.flight_generation = flight, generation
 
     def _remove(self, pid: int) -> None:
         worker = self._workers.pop(pid, None)

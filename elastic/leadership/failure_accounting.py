@@ -10,6 +10,7 @@ attempt repeats ends the job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,13 @@ from elastic.failures.verdict import (
     is_consequence,
     judge_failure,
 )
+from elastic.leadership.breakage_records import (
+    REMEMBERED,
+    from_record,
+    newest,
+    remembered,
+    to_record,
+)
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
@@ -27,7 +35,6 @@ from elastic.membership.member_status import MemberStatus
 from elastic.membership.records import (
     BreakageRecord,
     Cause,
-    FailureRecord,
     WorldRecord,
     WorldState,
 )
@@ -35,10 +42,7 @@ from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
 from elastic.tuning.agent_options import AgentOptions
 
-# What a world's record remembers: enough to tell three times in a row, bounded in size.
-_REMEMBERED = 16
-_REMEMBERED_VERDICT = 200
-_REMEMBERED_TEXT = 300
+_VERDICT_CHARS = 200
 _FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not the node's own doing
 
 
@@ -101,14 +105,14 @@ class FailureAccounting:
         """Begin a term with what the last leader knew. (A leader whose own workers fail hands
         leadership over: without this, their failures would never add up.)"""
         self._breakages = [
-            _from_record(record, now - max(0.0, wall_s - record.time_s))
+            from_record(record, now - max(0.0, wall_s - record.time_s))
             for record in (world.breakages if world is not None else ())
         ]
 
     def records(self, now: float, wall_s: float) -> tuple[BreakageRecord, ...]:
         """What the next world's record is to remember."""
-        latest = _newest(self._breakages, _REMEMBERED)
-        return tuple(_to_record(b, wall_s - (now - b.at_s)) for b in latest)
+        latest = newest(self._breakages, REMEMBERED)
+        return tuple(to_record(b, wall_s - (now - b.at_s)) for b in latest)
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:
@@ -168,7 +172,7 @@ class FailureAccounting:
         stop = self._judge(broken, breakage, now)
         if (judged := self.verdict) is not None:
             failed, verdict = judged
-            said = f"{verdict.action.value}: {verdict.reason}"[:_REMEMBERED_VERDICT]
+            said = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
             excluded = failed.node if verdict.action is Action.EXCLUDE_NODE else ""
             breakage = replace(breakage, verdict=said, excluded=excluded)
         out = [n for n in self._flaps.quarantined(now) if n not in already_out]
@@ -186,7 +190,7 @@ class FailureAccounting:
         breakage = budget.Breakage(
             generation=world.generation,
             lived_s=now - broken.since_s,
-            failures=tuple(map(_remembered, broken.failures[:_REMEMBERED])),
+            failures=tuple(map(remembered, broken.failures[:REMEMBERED])),
             lost=lost if is_own else broken.gone(Cause.LOST),
             left=left,
             at_s=now,
@@ -196,6 +200,9 @@ class FailureAccounting:
         if is_own:
             return breakage
         since_s = now - self._policy.failure_window_s
+        # Several agents of one machine may have one name: then it says nothing about either.
+        names = Counter(m.name for m in world.members)
+        departed = tuple(name for name in departed if names[name] == 1)
         again = budget.departed_again(departed, self._breakages, world.generation, since_s)
         breakage = replace(breakage, churned=again)
         breakage = replace(breakage, counts=budget.is_churn(breakage, self._policy))
@@ -206,8 +213,8 @@ class FailureAccounting:
     ) -> budget.StopJob | None:
         """Whether the job has to stop, with this breakage."""
         # No more than these can ever matter.
-        most = max(self._policy.budget + 1, _REMEMBERED)
-        self._breakages = _newest([*self._breakages, breakage], most)
+        most = max(self._policy.budget + 1, REMEMBERED)
+        self._breakages = newest([*self._breakages, breakage], most)
         stop = stop or budget.verdict(self._breakages, now, self._policy)
         if stop is not None:
             ended = replace(breakage, response=f"ended the job with exit code {stop.exit_code}")
@@ -300,77 +307,6 @@ class FailureAccounting:
         reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
         for node_id in self._builds.failed(members.world.node_ids, reports):
             self._flaps.cool(node_id, now)
-
-
-def _remembered(failed: Failed) -> budget.Failure:
-    # Cut as in a record: texts of two leaders are compared.
-    text = failed.text and failed.text[-_REMEMBERED_TEXT:]
-    return budget.Failure(
-        node=failed.node,
-        text=text,
-        exit_code=failed.exit_code,
-        step=failed.step,
-        is_oom_kill=failed.is_oom_kill,
-    )
-
-
-def _to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
-    return BreakageRecord(
-        generation=breakage.generation,
-        lived_s=breakage.lived_s,
-        steps=breakage.steps,
-        failures=tuple(
-            FailureRecord(
-                node=f.node,
-                text=f.text,
-                exit_code=f.exit_code,
-                step=f.step,
-                is_oom_kill=f.is_oom_kill,
-            )
-            for f in breakage.failures
-        ),
-        lost=breakage.lost,
-        time_s=time_s,
-        left=breakage.left,
-        churned=breakage.churned,
-        counts=breakage.counts,
-        step=breakage.step,
-        excluded=breakage.excluded,
-        verdict=breakage.verdict,
-        response=breakage.response,
-    )
-
-
-def _from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
-    return budget.Breakage(
-        generation=record.generation,
-        lived_s=record.lived_s,
-        steps=record.steps,
-        failures=tuple(
-            budget.Failure(f.node, f.text, f.exit_code, f.step, f.is_oom_kill)
-            for f in record.failures
-        ),
-        lost=record.lost,
-        at_s=at_s,
-        left=record.left,
-        churned=record.churned,
-        counts=record.counts,
-        step=record.step,
-        excluded=record.excluded,
-        verdict=record.verdict,
-        response=record.response,
-    )
-
-
-def _newest(breakages: list[budget.Breakage], most: int) -> list[budget.Breakage]:
-    """The last ones, newest last. Those that do not count are forgotten first: nodes that come and
-    go must not make the failures between them forgotten."""
-    surplus = len(breakages) - most
-    if surplus <= 0:
-        return list(breakages)
-    idle = [i for i, b in enumerate(breakages) if not b.counts][:surplus]
-    kept = [b for i, b in enumerate(breakages) if i not in idle]
-    return kept[-most:]
 
 
 def _is_the_jobs_own(broken: Broken) -> bool:

@@ -85,6 +85,13 @@ class Keys:
         return f"{self.root}hang_stacks/{node_id}"
 
     @property
+    def step_times(self) -> str:
+        return f"{self.root}step_times/"
+
+    def step_times_of(self, node_id: str) -> str:
+        return f"{self.root}step_times/{node_id}"
+
+    @property
     def done(self) -> str:
         return f"{self.root}done"
 

@@ -42,7 +42,9 @@ class NodeStatus:
         self.node = node
         self.world = WorldEntry(None, 0, now)
         self.done: Done | None = None
+        self.timeline = ""  # of a job that failed: what broke when, for its last error
         self.step_rate: StepRate | None = None  # last reported by this node's workers
+        self.failure_step: int | None = None  # steps committed by the worker that failed
         self.stopping = False  # torchrun has been told to start the workers anew
         self.starts = 0  # of all workers, by torchrun; a death may be heard of after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
@@ -131,7 +133,8 @@ class NodeStatus:
             )
         kinds: tuple[type[ElasticError], ...] = (BudgetSpent, CheckpointRequired, ConfigError)
         kind = next((k for k in kinds if k.exit_code == done.exit_code), JobFailed)
+        said = f"the job under {self._keys.root} has failed: {done.reason}"
         return kind(
-            f"the job under {self._keys.root} has failed: {done.reason}",
+            f"{said}\n\n{self.timeline}\n" if self.timeline else said,
             hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it go on",
         )

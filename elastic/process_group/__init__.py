@@ -26,7 +26,6 @@ from elastic.process_group.collectives import (
     control_device,
 )
 from elastic.process_group.group import (
-    COLLECTIVE_TIMEOUT_S,
     DEFAULT_BACKENDS,
     GroupSpec,
     ProcessGroup,
@@ -39,7 +38,6 @@ from elastic.process_group.semantics import Semantics, register_semantics, seman
 from elastic.process_group.wait_phase import queued
 
 __all__ = [
-    "COLLECTIVE_TIMEOUT_S",
     "DEFAULT_BACKENDS",
     "GroupSpec",
     "PendingWorks",

@@ -36,18 +36,18 @@ from elastic.process_group.nccl_environment import leave_errors_to_us
 from elastic.process_group.pending import keep_for_ever, open_works, pending_works
 from elastic.process_group.semantics import has_streams
 from elastic.process_group.sockets import BuildWatch, Footprint, still_open
+from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
-from elastic.tuning.worker_intervals import COLLECTIVE_TIMEOUT_S, DRAIN_S
+from elastic.tuning.worker_intervals import DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.world.discovery import agree_on_nonce
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.world.world import World, fresh_nonce, world_from_environment
 
-__all__ = ["COLLECTIVE_TIMEOUT_S", "GroupSpec", "ProcessGroup", "choose_device"]
+__all__ = ["GroupSpec", "ProcessGroup", "choose_device"]
 
-_TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 _DRAIN_S = DRAIN_S
 
 DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -83,6 +83,7 @@ class ProcessGroup:
         self._journal = journal
         self._owned = False
         self._where = ""  # which group, for people
+        self._silence_s = PEER_SILENCE_S
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
         self._excepthook: patches.TorchExceptHook | None = None
@@ -164,8 +165,11 @@ class ProcessGroup:
             self._is_aborted = False
             self._works = open_works(is_on_stream=self._is_on_stream)
             self._where = where
+            self._silence_s = spec.silence_s
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
-            self._watch = BuildWatch(self._footprint, timeout_s, self._building_is_stuck)
+            self._watch = BuildWatch(
+                self._footprint, timeout_s, self._building_is_stuck, silence_s=spec.silence_s
+            )
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
         self._store = open_store(
@@ -177,8 +181,9 @@ class ProcessGroup:
         left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
         # From here on it is not about peers that do not come, but about how long a step may take.
-        torch_private.set_group_timeout(_TIMEOUT)
-        store.set_timeout(_TIMEOUT)
+        timeout = datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))
+        torch_private.set_group_timeout(timeout)
+        store.set_timeout(timeout)
 
     def _end_building(self) -> None:
         with self._lock:
@@ -189,6 +194,7 @@ class ProcessGroup:
         watch.end()
         footprint.seal()
         footprint.close_on_exec()
+        footprint.give_up_on_silence(self._silence_s)
         self._covered = self.sockets()
         forks.cover(self._covered)
 
@@ -264,12 +270,13 @@ class ProcessGroup:
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
             nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
             return dataclasses.replace(world, nonce=world.nonce or str(nonce))
-        store = _store(world)
+        timeout_s = timeouts.collective_of_environment(os.environ)
+        store = _store(world, timeout_s)
         if not world.nonce:
-            nonce = agree_on_nonce(store, world.rank, world.size, timeout_s=COLLECTIVE_TIMEOUT_S)
+            nonce = agree_on_nonce(store, world.rank, world.size, timeout_s=timeout_s)
             world = dataclasses.replace(world, nonce=nonce)
         store = PrefixStore(world.nonce, store)
-        self._initialize(store, world.rank, world.size, COLLECTIVE_TIMEOUT_S)
+        self._initialize(store, world.rank, world.size, timeout_s)
         self._owned = True
         return world
 
@@ -370,8 +377,9 @@ def _say_what_is_left(sockets: dict[int, int]) -> None:
         get_logger().debug("%d sockets of the last process group are still open", len(left))
 
 
-def _store(world: World) -> Store:
+def _store(world: World, timeout_s: float) -> Store:
     if not world.is_launched:
         return HashStore()
-    store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
     return store

@@ -1,11 +1,10 @@
 """Options, intervals and network settings of a job, each with its reason.
 
 ``agent_options`` are what users set, ``timeouts`` the intervals that are checked against each
-other, ``agent_intervals``, ``worker_intervals`` and ``doctor_intervals`` the fixed ones,
-``collective_limit`` the rule by which collectives get tighter limits, ``memory`` what fits into a
-node's. ``network`` reads what a machine is connected with, ``profiles`` says which variables of
-NCCL, torch and gloo follow from that, ``worker_environment`` merges them with the user's. Nothing
-here imports torch.
+other, ``agent_intervals``, ``worker_intervals`` and ``doctor_intervals`` the fixed ones, ``memory``
+what fits into a node's. ``network`` reads what a machine is connected with, ``profiles`` says which
+variables of NCCL, torch and gloo follow from that, ``worker_environment`` merges them with the
+user's. Nothing here imports torch.
 
 Imports ``elastic.errors`` alone. Start with ``timeouts`` and ``profiles``.
 """

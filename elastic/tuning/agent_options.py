@@ -9,6 +9,7 @@ command line written for them goes on working.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,8 +20,10 @@ from elastic.tuning.agent_intervals import (
     FAILURE_WINDOW_S,
     FIRST_CONTACT_S,
     HEALTHY_S,
+    NODE_IDLE_S,
     QUARANTINE_S,
     STOCK_LAST_CALL_S,
+    STRAGGLER_WINDOW_S,
     TORCHRUN_TIMEOUT_S,
 )
 from elastic.tuning.timeouts import Timeouts
@@ -28,6 +31,8 @@ from elastic.tuning.timeouts import Timeouts
 ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
 HANG_DETECTION = ("on", "report", "off")
+STRAGGLER_ACTIONS = ("report", "exclude", "off")
+LEAST_STRAGGLER_FACTOR = 1.05  # below, ranks of equal machines would be reported in turns
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
@@ -59,6 +64,29 @@ _STOCK_WITHOUT_MEANING = frozenset(
 )
 _QUOTES = "\"'"
 
+# Pairs beyond those of one Timeouts: the first, so many times, is below the second.
+_ORDERS = (
+    # A node in quarantine may be the one that a paused job waits for.
+    ("quarantine_s", "join_timeout_s", 1.0),
+    # Otherwise the window is over before a world counts as healthy.
+    ("healthy_s", "failure_window_s", 1.0),
+)
+# What nothing can change: an option, the constant that it must be above, and why.
+_LEAST = (
+    (
+        "hung_after_s",
+        "NODE_IDLE_S",
+        NODE_IDLE_S,
+        "an agent that has nothing to do turns as seldom as that, and would be taken for hung",
+    ),
+    (
+        "leave_grace_s",
+        "ANNOUNCE_S",
+        timeouts.ANNOUNCE_S,
+        "a node that leaves waits so long for the others to agree on a step's boundary",
+    ),
+)
+
 # ELASTIC_* variables that are no options of the rendezvous.
 OTHER_VARIABLES = frozenset(
     {
@@ -73,6 +101,7 @@ OTHER_VARIABLES = frozenset(
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
+        "PREFLIGHT_PASSED",
         "STOCK_ETCD",
         "TUNED",
         "WORLD",
@@ -112,7 +141,13 @@ class AgentOptions:
     hang_detection: str = "on"
     hang_timeout_s: float = _TIMES.hang_timeout_s
     hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
+    collective_timeout_s: float = _TIMES.collective_timeout_s
     hang_report_folder: str | None = None  # by default the journal's, or a folder in the temporary
+    # What becomes of a rank that is slower than the others (elastic/stragglers): "report" says so,
+    # "exclude" also gives its node's place to one that waits, "off" does not measure.
+    straggler_action: str = "report"
+    straggler_factor: float = 1.3  # of the others' time per sample
+    straggler_window_s: float = STRAGGLER_WINDOW_S
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # Of the network: the variables that workers get (elastic/tuning/profiles.py).
     profile: str | None = None  # None: chosen by what the machine has
@@ -135,7 +170,7 @@ class AgentOptions:
         for name in _positive_options():
             if (value := getattr(self, name)) is not None:
                 timeouts.require_positive(name, value)
-        Timeouts(
+        times = Timeouts(
             probe_s=self.probe_s,
             lease_s=self.lease_s,
             takeover_s=self.takeover_s,
@@ -144,8 +179,21 @@ class AgentOptions:
             join_timeout_s=self.join_timeout_s,
             hang_timeout_s=self.hang_timeout_s,
             hang_script_timeout_s=self.hang_script_timeout_s,
+            collective_timeout_s=self.collective_timeout_s,
             hung_after_s=self.hung_after_s,
         )
+        if self.hang_detection == "on":
+            times.require_hangs_before_collectives()
+        for low, high, factor in _ORDERS:
+            timeouts.require_below(
+                low, getattr(self, low), high, getattr(self, high), factor=factor
+            )
+        for name, least, least_s, why in _LEAST:
+            if getattr(self, name) <= least_s:
+                raise ConfigError(
+                    f"{name}={getattr(self, name):g} and {least}={least_s:g} do not fit: {why}",
+                    hint=timeouts.where_to_set(name),
+                )
         if self.termination_grace_s is not None:
             timeouts.require_end_before_kill(
                 "leave_grace_s", self.leave_grace_s, self.termination_grace_s
@@ -171,6 +219,24 @@ class AgentOptions:
             raise ConfigError(
                 f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
                 hint=timeouts.where_to_set("hang_detection"),
+            )
+        if self.straggler_action not in STRAGGLER_ACTIONS:
+            raise ConfigError(
+                f"straggler_action={self.straggler_action} is none of "
+                f"{', '.join(STRAGGLER_ACTIONS)}",
+                hint=timeouts.where_to_set("straggler_action"),
+            )
+        if not LEAST_STRAGGLER_FACTOR <= self.straggler_factor < math.inf:
+            raise ConfigError(
+                f"straggler_factor={self.straggler_factor:g} is not a number from "
+                f"{LEAST_STRAGGLER_FACTOR:g} on: it is a multiple of the others' time per sample",
+                hint=timeouts.where_to_set("straggler_factor"),
+            )
+        if self.straggler_action == "exclude" and self.mode == "restart":
+            raise ConfigError(
+                "straggler_action=exclude and mode=restart do not fit: the times of steps are "
+                "known only where workers keep a link to their agent",
+                hint="use mode=in-process, or straggler_action=report",
             )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):
@@ -214,16 +280,46 @@ def read_options(
         name = _option_of_variable(variable, known)
         if name is not None:
             values[name] = _parse(name, known[name], text, variable)
+    given_as: dict[str, str] = {}
     for given, value in ((_unquoted(k), _unquoted(v)) for k, v in conf.items()):
         conf_name = _option_of_conf(given, value, known)
         if conf_name is not None:
-            values[conf_name] = _parse(conf_name, known[conf_name], value, "--rdzv-conf")
-    if "termination_grace_s" in values and "leave_grace_s" not in values:
-        values["leave_grace_s"] = timeouts.for_pod(values["termination_grace_s"]).leave_grace_s
-    if for_program and "last_call_s" not in values:
-        join_timeout_s = values.get("join_timeout_s", AgentOptions.join_timeout_s)
-        values["last_call_s"] = min(STOCK_LAST_CALL_S, join_timeout_s / 2)
-    return AgentOptions(**values)
+            parsed = _parse(conf_name, known[conf_name], value, "--rdzv-conf")
+            _require_one_value(given_as, conf_name, given, parsed, values)
+            values[conf_name] = parsed
+    last_call_s = STOCK_LAST_CALL_S if for_program else AgentOptions.last_call_s
+    return AgentOptions(**{**_fitting_defaults(values, last_call_s), **values})
+
+
+def _require_one_value(
+    given_as: dict[str, str], option: str, given: str, value: Any, values: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if an option is given by two of its names, with two values."""
+    other = given_as.setdefault(option, given)
+    if other != given and values[option] != value:
+        raise ConfigError(
+            f"{other}={values[option]} and {given}={value} in --rdzv-conf are the same option, "
+            f"{option}",
+            hint=f"give {option} alone",
+        )
+
+
+def _fitting_defaults(values: Mapping[str, Any], last_call_s: float) -> dict[str, float]:
+    """Defaults of options that are not given, and would contradict those that are."""
+    derived = {"last_call_s": last_call_s}
+    if "termination_grace_s" in values:
+        derived["leave_grace_s"] = timeouts.for_pod(values["termination_grace_s"]).leave_grace_s
+    if (hang_script_timeout_s := values.get("hang_script_timeout_s")) is not None:
+        derived["collective_timeout_s"] = timeouts.collective_for(hang_script_timeout_s)
+    for low, high in (
+        ("last_call_s", "join_timeout_s"),
+        ("join_window_s", "join_timeout_s"),
+        ("quarantine_s", "join_timeout_s"),
+        ("healthy_s", "failure_window_s"),
+    ):
+        if (limit_s := values.get(high, 0.0)) > 0:
+            derived[low] = min(derived.get(low, getattr(AgentOptions, low)), limit_s / 2)
+    return derived
 
 
 def _unquoted(text: Any) -> Any:

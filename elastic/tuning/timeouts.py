@@ -49,7 +49,13 @@ HANG_TICK_S = 0.2
 STOP_GRACE_S = 1.0
 # Shorter, and a rank that waits for a core on a busy machine is taken for one that hangs.
 LEAST_HANG_TIMEOUT_S = 0.5
+# By which workers are told peer_silence_s.
+PEER_SILENCE = "ELASTIC_PEER_SILENCE_S"
 _LEASES_TO_TAKEOVER = 4.0
+# A TCP connection whose other machine acknowledges nothing is given up after so many leases: later
+# than the lease of a machine that is gone, which says more, and soon enough for a connection that
+# alone is broken. Whoever raises lease_s to ride out gaps in the network raises both.
+_LEASES_TO_SILENCE = 1.5
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
 # their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
 # the rest is for the step that has begun, and for clocks that run unequally fast.
@@ -94,6 +100,10 @@ class Timeouts:
     hang_timeout_s: float = 3.5
     # outside of a step, where evaluations and checkpoints are, this.
     hang_script_timeout_s: float = 900.0
+    # A collective fails after so long, whoever is missing from it: the process group's timeout. The
+    # second line behind the detection of hangs, so by default at least twice
+    # hang_script_timeout_s, and long enough for an evaluation on one rank.
+    collective_timeout_s: float = 1800.0
 
     # An agent's thread that has not turned for this long is hung: longer than torch may keep its
     # main thread busy with ending workers.
@@ -106,6 +116,8 @@ class Timeouts:
         require_below(
             "lease_s", self.lease_s, "takeover_s", self.takeover_s, factor=_LEASES_TO_TAKEOVER
         )
+        require_below("last_call_s", self.last_call_s, "join_timeout_s", self.join_timeout_s)
+        require_below("join_window_s", self.join_window_s, "join_timeout_s", self.join_timeout_s)
         _require_order_of_leaving(self)
         if self.hang_timeout_s < LEAST_HANG_TIMEOUT_S:
             raise ConfigError(
@@ -118,6 +130,18 @@ class Timeouts:
             self.hang_timeout_s,
             "hang_script_timeout_s",
             self.hang_script_timeout_s,
+        )
+
+    def require_hangs_before_collectives(self) -> None:
+        """Raise ConfigError unless a hang is found before collectives fail because of it.
+
+        Of no meaning where hangs are not acted upon.
+        """
+        require_below(
+            "hang_script_timeout_s",
+            self.hang_script_timeout_s,
+            "collective_timeout_s",
+            self.collective_timeout_s,
         )
 
     @property
@@ -187,9 +211,68 @@ def of_environment(environ: Mapping[str, str]) -> Timeouts:
     return for_pod(grace_s)
 
 
+def collective_for(hang_script_timeout_s: float) -> float:
+    """The process group's timeout that leaves a rank this much time outside of a step.
+
+    >>> collective_for(60), collective_for(7200)
+    (1800.0, 14400.0)
+    """
+    return max(Timeouts.collective_timeout_s, 2 * hang_script_timeout_s)
+
+
+def collective_of_environment(environ: Mapping[str, str]) -> float:
+    """The process group's timeout that this worker's agent has set; the default without one.
+
+    Raises:
+        ConfigError: it is no number above zero.
+    """
+    text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT_S")
+    if text is None:
+        return Timeouts.collective_timeout_s
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        raise ConfigError(
+            f"ELASTIC_COLLECTIVE_TIMEOUT_S={text!r} is not a number",
+            hint="give a number of seconds, or leave it out",
+        ) from None
+    require_positive("collective_timeout_s", timeout_s)
+    return timeout_s
+
+
 def permission_s(takeover_s: float) -> float:
     """From the last renewal of a node's lease to the end of its workers' permission to train."""
     return takeover_s * _PERMISSION_SHARE
+
+
+def peer_silence_s(lease_s: float) -> float:
+    """How long a peer's machine may acknowledge nothing before a connection to it is given up.
+
+    >>> peer_silence_s(4.0)
+    6.0
+    """
+    return lease_s * _LEASES_TO_SILENCE
+
+
+def peer_silence_of(environ: Mapping[str, str]) -> float:
+    """As this worker's agent reckons with it; the default's where there is none.
+
+    Raises:
+        ConfigError: the variable holds something else.
+    """
+    text = environ.get(PEER_SILENCE)
+    if text is None:
+        return peer_silence_s(Timeouts.lease_s)
+    try:
+        silence_s = float(text)
+    except ValueError:
+        silence_s = math.nan
+    if not (math.isfinite(silence_s) and silence_s > 0):
+        raise ConfigError(
+            f"{PEER_SILENCE}={text!r} is not a number of seconds above zero",
+            hint="unset it: the agent derives it from lease_s",
+        )
+    return silence_s
 
 
 def boundary_s(step_time_s: float) -> float:

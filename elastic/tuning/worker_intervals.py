@@ -59,14 +59,11 @@ DISCOVERY_LOOK_S = 0.02
 # Between two looks whether to give up a call to the store; handlers of signals run as well.
 WORLD_STORE_SLICE_S = 0.1
 
+# For join(preflight=True): what three checks may take, and a start of python on a busy machine.
+PREFLIGHT_S = 45.0
+
 # The process group -------------------------------------------------------------------------------
 
-# The limit of a collective. Long, because rank 0 may evaluate for minutes while the others wait;
-# short enough that a hang without a watchdog ends on the same day.
-COLLECTIVE_TIMEOUT_S = 1800.0
-# No collective's limit is tightened below this: torch's own default for NCCL is ten minutes, and
-# data loading or a garbage collection that nobody has announced may take a minute.
-COLLECTIVE_FLOOR_S = 120.0
 # Collectives of an aborted group come back within about 2 ms, if at all.
 DRAIN_S = 0.05
 # Between two looks whether they have.
@@ -79,6 +76,9 @@ GLOO_SLICE_MS = 20
 STREAM_SLICE_S = 20e-6
 # While a group is being built, what must be aborted appears bit by bit: shut down what is new.
 ABORT_AGAIN_S = 0.005
+# A group is built in milliseconds. One that is not connects to somebody who does not answer: the
+# connections that it has begun since the last look get their limit (peer_silence_s).
+BUILD_LOOK_S = 0.25
 # After its time a build ends by itself, and says who is missing, unless it hangs.
 BUILD_GRACE_S = 0.5
 # A deadline that ends the process counts in ticks of this: a machine that was frozen counts one.

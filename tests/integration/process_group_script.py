@@ -631,16 +631,27 @@ def mute_host(me: Rank) -> Result:
 
 
 def alone(me: Rank) -> Result:
-    totals = []
-    for generation in range(3):
-        me.build(me.spec(generation, rank=0, size=1))
+    totals, timeouts_s = [], []
+    for generation, told in enumerate((None, "77", "soon")):
+        os.environ.pop("ELASTIC_COLLECTIVE_TIMEOUT_S", None)
+        if told is not None:  # as by the agent, from its options
+            os.environ["ELASTIC_COLLECTIVE_TIMEOUT_S"] = told
+        if refused := failure_of(lambda n=generation: me.build(me.spec(n, rank=0, size=1))):
+            timeouts_s.append(type(refused).__name__)
+            continue
         totals.append(summed())
+        backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+        timeouts_s.append(backend.options._timeout.total_seconds())
         me.group.destroy()
     me.group.destroy()
     superseded = failure_of(
         lambda: me.group.build(me.spec(9, size=1), superseded=lambda: True, timeout_s=1)
     )
-    return {"totals": totals, "superseded": isinstance(superseded, Superseded)}
+    return {
+        "totals": totals,
+        "timeouts_s": timeouts_s,
+        "superseded": isinstance(superseded, Superseded),
+    }
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import checkpoints
 from checkpoints.loading import exchange
@@ -234,6 +235,78 @@ def tensor_parallel(rank: int, size: int, folder: Path) -> Result:
     }
 
 
+class Layered(nn.Module):
+    """Layers for tensor parallelism, and between them what no plan names and every rank keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 7)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embedding(tokens))
+        return self.down(torch.relu(self.up(hidden)))  # type: ignore[no-any-return]
+
+
+def parallel(kind: str, size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model, replicated or sharded: tp has replicas, tp_fsdp shards over them."""
+    model = Layered()
+    across = size // 2 if kind.startswith("tp") else size
+    inside = size // across
+    mesh = init_device_mesh("cpu", (across, inside), mesh_dim_names=("data", "tensor"))
+    if kind.startswith("tp"):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+    if kind.endswith("fsdp"):
+        fully_shard(model, mesh=mesh["data"])
+    whole = DistributedDataParallel(model) if kind == "ddp" else model
+    return whole, torch.optim.AdamW(whole.parameters(), lr=0.1)
+
+
+def save_as(rank: int, size: int, folder: Path, kind: str) -> Result:
+    torch.manual_seed(0)
+    model, optimizer = parallel(kind, size)
+    for _ in range(3):
+        train_once(model, optimizer)
+    state = fsdp_state(model, optimizer)
+    checkpoints.save(folder / kind, state, step=1, nonce="aa", rank=rank, world_size=size)
+    dist.barrier()
+    return {"saved": [info.name for info in checkpoints.list_checkpoints(folder / kind)]}
+
+
+def load_as(rank: int, size: int, folder: Path, kind: str, saved: list[str]) -> Result:
+    """Every kind of checkpoint into this kind of model, which then takes one more step."""
+    found: Result = {}
+    for other in saved:
+        torch.manual_seed(5)
+        model, optimizer = parallel(kind, size)
+        state = fsdp_state(model, optimizer)
+        loaded = checkpoints.load(folder / other, NAME, into=state, group=dist.group.WORLD)
+        set_optimizer_state_dict(model, optimizer, loaded.state["optimizer"])
+        now, expected = full(fsdp_state(model, optimizer)), checkpoints.load(folder / other, NAME)
+        found[other] = differences(now, expected.state)
+        train_once(model, optimizer)
+        torch.manual_seed(0)
+        alone = Layered()
+        undisturbed = torch.optim.AdamW(alone.parameters(), lr=0.1)
+        for _ in range(4):
+            train_once(alone, undisturbed)
+        after = full(get_model_state_dict(model))
+        found[other] += differences(after, alone.state_dict(), tolerance=1e-4)
+    return found
+
+
+def diverged(rank: int, size: int, folder: Path) -> Result:
+    """Replicas of a tensor-parallel model that do not hold the same values."""
+    model, _ = parallel("tp", size)
+    with torch.no_grad():
+        model.get_parameter("up.weight").to_local().fill_(rank // 2)  # type: ignore[attr-defined]
+    state = get_model_state_dict(model)
+    saved = checkpoints.save(folder, state, step=1, nonce="aa", rank=rank, world_size=size)
+    dist.barrier()
+    return {"committed": saved.committed, "notes": list(saved.notes)}
+
+
 def refused(rank: int, size: int, folder: Path) -> Result:
     """States whose shards nobody can keep; told before anything is written."""
     mesh = mesh_of(size, None)
@@ -390,6 +463,7 @@ SCENARIOS: dict[str, Callable[..., Result]] = {
     f.__name__: f
     for f in (
         *(save, load, engine, fsdp_save, fsdp_load, tensor_parallel, refused),
+        *(save_as, load_as, diverged),
         *(exchanged, together_but, background),
     )
 }

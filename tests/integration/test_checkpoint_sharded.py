@@ -40,15 +40,20 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
+    return runner(server, tmp_path)
+
+
+def runner(server: subprocess.Popen[str], folder: Path) -> Run:
+    """Runs scenarios in folders of their own below ``folder``."""
     numbers = itertools.count()
 
-    def one(scenario: str, size: int, folder: Path, **arguments: object) -> list[Result]:
-        scratch = tmp_path / f"run{next(numbers)}"
+    def one(scenario: str, size: int, root: Path, **arguments: object) -> list[Result]:
+        scratch = folder / f"run{next(numbers)}"
         scratch.mkdir()
         order = {
             "scenario": scenario,
             "size": size,
-            "folder": str(folder),
+            "folder": str(root),
             "scratch": str(scratch),
             "arguments": arguments,
         }
@@ -134,6 +139,37 @@ def test_fsdp_over_tensor_parallelism(run: Run, root: Path) -> None:
     for result in run("tensor_parallel", 4, root):
         assert result["strided"]  # else this tests nothing
         assert all(result["same"].values()), result
+
+
+KINDS = {"ddp": 3, "fsdp": 3, "tp": 2, "tp_fsdp": 4}  # at how many ranks each is loaded
+
+
+@pytest.fixture(scope="module")
+def of_all_kinds(
+    server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Run]:
+    """A checkpoint of each kind, saved by four ranks."""
+    folder = tmp_path_factory.mktemp("kinds")
+    run = runner(server, folder)
+    for kind in KINDS:
+        for result in run("save_as", 4, folder, kind=kind):
+            assert result["saved"] == [NAME], kind
+    return folder, run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_of_all_kinds_load_into(of_all_kinds: tuple[Path, Run], kind: str) -> None:
+    """DDP, FSDP2, tensor parallelism in replicas, and both, into each other, and train on."""
+    folder, run = of_all_kinds
+    for result in run("load_as", KINDS[kind], folder, kind=kind, saved=list(KINDS)):
+        assert result == {other: [] for other in KINDS}
+
+
+def test_replicas_of_shards_that_differ_are_not_committed(run: Run, root: Path) -> None:
+    results = run("diverged", 4, root)
+    assert not any(result["committed"] for result in results)
+    notes = [note for result in results for note in result["notes"]]
+    assert any("tensor 'up.weight' has other values in 00002-of-00004" in n for n in notes), notes
 
 
 def test_shards_that_cannot_be_kept_are_refused(run: Run, root: Path) -> None:

@@ -51,6 +51,7 @@ for _ in run.epochs(1):
 # A new exit code in every generation: never the same error twice.
 VARY = """
 import json, os
+assert os.environ["ELASTIC_COLLECTIVE_TIMEOUT_S"] == "14400"
 raise SystemExit(10 + json.loads(os.environ["ELASTIC_WORLD"])["generation"])
 """
 
@@ -170,10 +171,13 @@ def test_a_required_checkpoint_that_is_not_there_ends_with_65(folder: Path) -> N
 
 
 def test_a_spent_failure_budget_ends_with_70(folder: Path) -> None:
-    options = ("--nodes-local=1", "--nnodes=1", "--embedded-etcd", "--rdzv-conf=failure_budget=3")
-    done = run(folder, *options, "vary.py")
+    conf = "--rdzv-conf=failure_budget=3,hang_script_timeout_s=7200"
+    done = run(folder, "--nodes-local=1", "--nnodes=1", "--embedded-etcd", conf, "vary.py")
     assert done.returncode == 70, done.stderr
     assert "4 worlds broke within 600 s" in done.stdout + done.stderr
+    timeline = done.stderr.partition("Failure timeline of ")[2]
+    assert timeline.count("lived") == 4 and "exit code 70" in timeline
+    assert timeline.index("ended the job with exit code 70") < timeline.index("What to do next")
 
 
 @pytest.mark.parametrize("nodes", [[], ["--nodes-local=2"]])

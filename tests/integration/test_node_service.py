@@ -28,7 +28,7 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import Event, FailureJudged, NodeLost, Waiting
+from elastic.events import Event, FailureJudged, FailureTimelineWritten, NodeLost, Waiting
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, Policy
@@ -45,6 +45,7 @@ from elastic.membership.records import (
     decode,
 )
 from elastic.node.identity import current_process
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
@@ -52,7 +53,11 @@ from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
-OPTIONS = AgentOptions(last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0)
+OPTIONS = AgentOptions(
+    last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0, quarantine_s=15.0
+)
+# With a join_timeout_s of tenths of a second.
+HASTY = {"last_call_s": 0.05, "join_window_s": 0.05, "quarantine_s": 0.1}
 DEADLINE_S = 10.0
 _ids = itertools.count()
 
@@ -96,6 +101,7 @@ class TestNode:
         library: str = "0.1.0",
         contact: Callable[[], float] | None = None,
         tls: Tls | None = None,
+        oom_kills: OomKillCounter | None = None,
     ) -> None:
         number = next(_ids)
         self.store = MemoryStore(server)
@@ -128,6 +134,7 @@ class TestNode:
             options=options,
             journal=self.journal,
             last_contact_s=contact,
+            oom_kills=oom_kills,
             tls=tls,
         )
         self.service.start()
@@ -137,13 +144,13 @@ class TestNode:
     def events(self) -> list[Event]:
         return self.journal.events
 
-    def arrive(self, failure: str | None = None) -> TestNode:
+    def arrive(self, failure: str | None = None, *, exit_code: int | None = None) -> TestNode:
         self.service.arrive(
             nproc=1,
             role="trainer",
             ports=(29500, 29501),
             failure=failure,
-            failure_exit_code=1 if failure else None,
+            failure_exit_code=1 if failure else exit_code,
         )
         return self
 
@@ -225,7 +232,7 @@ def leader_in(server: MemoryServer) -> str | None:
 
 def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
     # The third may take its time on a busy machine: no last call goes out before it.
-    options = replace(more.pop("options", OPTIONS), last_call_s=60.0)
+    options = replace(more.pop("options", OPTIONS), last_call_s=60.0, join_timeout_s=120.0)
     nodes = [start(options=options, **more).arrive() for _ in range(3)]
     worlds = [node.enter() for node in nodes]
     assert len({world.nonce for world in worlds}) == 1
@@ -333,10 +340,10 @@ def test_a_failure_with_everyone_alive_keeps_the_members(start: Callable[..., Te
     assert worlds[0].cause is Cause.FAILURE
 
 
-def test_the_same_error_three_times_ends_the_job_with_it(
-    start: Callable[..., TestNode],
+def test_the_same_error_three_times_ends_the_job_with_it_and_a_timeline(
+    start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
-    nodes = trio(start)
+    nodes = trio(start, options=replace(OPTIONS, hang_report_folder=str(tmp_path / "reports")))
     for _ in range(2):
         for node in nodes:
             node.arrive("ValueError: bad loss")
@@ -344,9 +351,67 @@ def test_the_same_error_three_times_ends_the_job_with_it(
             node.enter()
     for node in nodes:
         node.arrive("ValueError: bad loss")
+    pages = set()
     for node in nodes:
-        with pytest.raises(JobFailed, match="bad loss"):
+        with pytest.raises(JobFailed, match="bad loss") as failed:
             node.enter()
+        (event,) = (e for e in node.events if isinstance(e, FailureTimelineWritten))
+        report = tmp_path / "reports" / f"failure-timeline-{node.journal.name}.txt"
+        assert event.report == str(report) and event.report in failed.value.message
+        assert event.timeline in failed.value.message
+        assert report.read_text() == event.timeline + "\n"
+        pages.add(event.timeline)
+    (page,) = pages
+    assert page.count("generation") - 1 >= 3 and "exit code 1" in page
+    assert page.count(": ValueError: bad loss") >= 3
+    assert page.count("formed generation") == 2
+    assert "action: ended the job with exit code 1" in page
+
+
+def test_a_timeline_that_cannot_be_written_is_in_the_error_all_the_same(
+    start: Callable[..., TestNode], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "folder")
+    node = start(min_nodes=1, max_nodes=1, options=replace(OPTIONS, hang_report_folder=folder))
+    node.arrive().enter()
+    node.again("ValueError: bad loss")
+    node.again("ValueError: bad loss")
+    node.arrive("ValueError: bad loss")
+    with pytest.raises(JobFailed, match="Failure timeline") as failed:
+        node.enter()
+    assert f"{folder}/failure-timeline-{node.journal.name}.txt cannot be written" in str(
+        failed.value
+    )
+
+
+def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
+    start: Callable[..., TestNode], tmp_path: Path
+) -> None:
+    """As torchrun sees it: without a link, with an exit code alone."""
+    (tmp_path / "membership").write_text("0::/\n")
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 1\n")
+    nodes = [
+        start(max_nodes=2, oom_kills=OomKillCounter(tmp_path, tmp_path / "membership")).arrive()
+        for _ in range(2)
+    ]
+    for node in nodes:
+        node.enter()
+    events.write_text("oom_kill 2\n")
+    nodes[0].arrive(exit_code=-9)
+    nodes[1].arrive("RuntimeError: Connection closed by peer")
+    worlds = [node.enter() for node in nodes]
+    sentence = "ended by SIGKILL: the kernel killed it because the memory limit of its cgroup"
+    assert sentence in worlds[0].reason and worlds[0] == worlds[1]
+    (judged,) = [e for node in nodes for e in node.events if isinstance(e, FailureJudged)]
+    assert (judged.node, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
+    assert judged.confidence == "high"
+    # Somebody else's SIGKILL, later.
+    nodes[0].arrive(exit_code=-9)
+    nodes[1].arrive("RuntimeError: Connection closed by peer")
+    assert "memory limit" not in nodes[0].enter().reason
+    nodes[1].enter()
 
 
 def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
@@ -590,7 +655,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
-    short = replace(OPTIONS, join_timeout_s=0.2)
+    short = replace(OPTIONS, join_timeout_s=0.2, **HASTY)
     spare = start(options=short).arrive()
     entered: list[WorldRecord] = []
     thread = threading.Thread(target=lambda: entered.append(spare.enter()), name="main")
@@ -604,7 +669,7 @@ def test_a_spare_waits_beyond_the_join_timeout(
 
 
 def test_too_few_nodes_is_a_clear_error(start: Callable[..., TestNode]) -> None:
-    lonely = start(options=replace(OPTIONS, join_timeout_s=0.3)).arrive()
+    lonely = start(options=replace(OPTIONS, join_timeout_s=0.3, **HASTY)).arrive()
     with pytest.raises(JoinTimeout, match=r"min 2, max 3.*no world was ever formed"):
         lonely.enter()
 
@@ -664,7 +729,7 @@ def test_random_crashes_and_arrivals_never_end_in_two_worlds(
     crashes: dict[str, threading.Event] = {}
 
     def add() -> None:
-        node = start(options=replace(OPTIONS, join_timeout_s=0.5))
+        node = start(options=replace(OPTIONS, join_timeout_s=0.5, **HASTY))
         crashes[node.id] = threading.Event()
         threads.append(
             threading.Thread(target=main, args=(node, crashes[node.id]), name="main", daemon=True)

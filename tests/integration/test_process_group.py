@@ -181,4 +181,8 @@ def test_a_store_that_never_answers_does_not_keep_a_rank(
 
 def test_a_world_of_one_needs_no_peers(tmp_path: Path, ports: tuple[int, ...]) -> None:
     (told,) = run("alone", 1, tmp_path, ports)
-    assert told == {"totals": [1.0, 1.0, 1.0], "superseded": True}
+    assert told == {
+        "totals": [1.0, 1.0],
+        "timeouts_s": [1800.0, 77.0, "ConfigError"],
+        "superseded": True,
+    }

@@ -14,7 +14,9 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.journal import read_journal
 from elastic.testing.ledger import read_ledger
+from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.cluster
@@ -73,6 +75,29 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
         codes = {node.wait(PATIENCE_S) for node in nodes if node is not leaver}
         assert codes == {70}, job.report()
         assert newest_step(tmp_path) == job.ledger().last_step + 1
+        assert_failure_timeline(job, leaver, victims[:2])
+
+
+def assert_failure_timeline(job: TrainingJob, leaver: LocalNode, victims: list[LocalNode]) -> None:
+    """The same page in the last error of each agent, in its journal and in a file."""
+    written = [
+        event
+        for event in read_journal(job.folder / "journal")
+        if event["event"] == "failure-timeline-written"
+    ]
+    assert {e["node"] for e in written} == {n.name for n in job.nodes if n is not leaver}
+    (page,) = {event["timeline"] for event in written}
+    for event in written:
+        assert Path(event["report"]).read_text() == page + "\n"
+        log = job.node(event["node"]).log_text()
+        assert page in log and f"(this page is {event['report']})" in log
+    assert "exit code 70" in page and "What to do next" in page
+    # In order: who left, and whose workers were killed, at a step, and what was done.
+    killed = (f"{victim.name}: local rank 0 (pid " for victim in victims)
+    said = [f"{leaver.name}: left", *killed, "action: ended the job with exit code 70"]
+    places = [page.index(f"    {text}") for text in said]
+    assert places == sorted(places), page
+    assert "step not known" not in page
 
 
 def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from elastic.membership.failure_budget import (
@@ -11,6 +14,8 @@ from elastic.membership.failure_budget import (
     FlapPolicy,
     FlapTracker,
     StopJob,
+    departed_again,
+    is_churn,
     verdict,
 )
 
@@ -186,6 +191,134 @@ def test_the_last_failure_is_named_when_the_budget_is_spent() -> None:
     stop = judge(*[broke(RESET, failed(None, -9, "n3"), lost=("n4",))] * 11)
     assert stop is not None
     assert "n4 lost; n2: RuntimeError: Connection reset by peer; n3: exit code -9" in stop.reason
+
+
+# ── the same error at the same step ────────────────────────────────────────────────────────
+
+
+def at_step(step: int | None, text: str = "ValueError: boom", **more: Any) -> Breakage:
+    """The script failed there, and the worker that failed has said so."""
+    failure = Failure("n1", text, 1, step)
+    return replace(broke(failure, **more), step=step)
+
+
+def test_the_same_error_at_the_same_step_stops_whatever_was_made_between() -> None:
+    """A restart from a checkpoint makes steps every time, and takes its time."""
+    again = at_step(500, steps=300, lived_s=900.0)
+    assert judge(again, again) is None
+    stop = judge(again, again, again)
+    assert stop is not None and stop.exit_code == 1
+    assert "3 times at step 500" in stop.reason and "ValueError: boom (on n1)" in stop.reason
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        broke(RESET, lived_s=900.0),
+        replace(broke(lost=("n3",)), counts=False),
+        replace(at_step(120, "OSError: quota"), steps=300),
+    ],
+    ids=["consequence", "loss", "other error before it"],
+)
+def test_other_failures_between_do_not_hide_it(between: Breakage) -> None:
+    again = at_step(500, steps=300, lived_s=900.0)
+    assert judge(again, between, again, between, again) is not None
+
+
+def test_a_job_that_got_past_the_step_begins_to_count_again() -> None:
+    again = at_step(500, steps=300, lived_s=900.0)
+    past = at_step(800, "OSError: quota", steps=300, lived_s=900.0)
+    assert judge(again, again, past, again) is None
+    assert judge(again, again, past, again, again) is None
+    assert judge(again, past, again, again, again) is not None
+    # Another rank may be a step ahead of the one that fails.
+    ahead = replace(past, step=501)
+    assert judge(again, ahead, again, again) is not None
+
+
+@pytest.mark.parametrize(
+    "steps", [(500, 501, 502), (480, 490, 500)], ids=["one by one", "ten by ten"]
+)
+def test_an_error_that_moves_forward_is_progress(steps: tuple[int, ...]) -> None:
+    assert judge(*(at_step(step, steps=1) for step in steps)) is None
+
+
+@pytest.mark.parametrize("steps", [(500, 480, 490), (500, 501, 501), (500, 500, None)])
+def test_an_error_that_comes_back_is_not(steps: tuple[int | None, ...]) -> None:
+    assert judge(*(at_step(step, steps=1) for step in steps)) is not None
+
+
+def test_an_error_that_moves_forward_spends_the_budget() -> None:
+    stop = judge(*(at_step(step, steps=1) for step in range(11)))
+    assert stop is not None and stop.exit_code == 70
+
+
+def test_the_step_of_the_job_counts_where_the_worker_has_not_said_its_own() -> None:
+    again = replace(broke(BOOM, steps=300, lived_s=900.0), step=500)
+    stop = judge(again, again, again)
+    assert stop is not None and "at step 500" in stop.reason
+
+
+def test_a_worker_that_the_kernel_kills_for_its_memory_at_one_step_stops_the_job() -> None:
+    def killed(pid: int, *, is_oom_kill: bool = True) -> Breakage:
+        text = f"local rank 0 (pid {pid}) was ended by SIGKILL"
+        failure = Failure("n1", text, -9, None, is_oom_kill)
+        return replace(broke(failure, steps=300, lived_s=900.0), step=500)
+
+    assert judge(*(killed(pid) for pid in (1, 2, 3))) is not None
+    assert judge(*(killed(pid, is_oom_kill=False) for pid in (1, 2, 3))) is None
+
+
+# ── churn ──────────────────────────────────────────────────────────────────────────────────
+
+
+def gone(*churned: str, counts: bool = True, **more: Any) -> Breakage:
+    return replace(broke(lost=("n2",), **more), churned=churned, counts=counts)
+
+
+def test_churn_spends_the_budget_and_is_named() -> None:
+    stop = judge(*[gone("n2", steps=0)] * 11)
+    assert stop is not None and stop.exit_code == 70
+    assert "11 of them because nodes went again and again" in stop.reason
+    assert judge(*[gone("n2", steps=0)] * 10) is None
+
+
+def test_losses_that_do_not_count_spend_nothing_and_interrupt_nothing() -> None:
+    idle = gone(counts=False, steps=0)
+    assert judge(*[idle] * 30) is None
+    assert judge(broke(BOOM), idle, broke(BOOM), idle, broke(BOOM)) is not None
+
+
+def test_progress_refunds_churn() -> None:
+    churn = gone("n2", steps=0)
+    assert judge(*[churn] * 10, gone("n2", counts=False, steps=20), *[churn] * 10) is None
+
+
+@pytest.mark.parametrize(
+    ("breakage", "is_churn_of_the_job"),
+    [
+        (gone("n2", steps=2), True),
+        (gone("n2", steps=3), False),
+        (gone(steps=0), False),
+        (gone("n2", lived_s=59.0), True),
+        (gone("n2", lived_s=60.0), False),
+    ],
+)
+def test_nodes_that_vanish_again_are_churn_if_the_job_gets_nowhere(
+    breakage: Breakage, is_churn_of_the_job: bool
+) -> None:
+    assert is_churn(breakage, POLICY) is is_churn_of_the_job
+
+
+def test_who_has_vanished_before() -> None:
+    before = [
+        replace(broke(lost=("n1",)), generation=5, at_s=100.0),
+        replace(broke(lost=("n2",)), generation=6, at_s=500.0),
+        replace(broke(), left=("n3",), generation=7, at_s=600.0),
+    ]
+    assert departed_again(("n1", "n2", "n3", "n4"), before, 8, since_s=200.0) == ("n2", "n3")
+    # Its own world was charged twice: when the node left, and when another one failed.
+    assert departed_again(("n3",), before, 7, since_s=200.0) == ()
 
 
 # ── quarantine ─────────────────────────────────────────────────────────────────────────────

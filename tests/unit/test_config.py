@@ -103,6 +103,13 @@ def test_worker_variables_are_no_options() -> None:
         ({"probe_s": "5"}, "lease_s=4"),
         ({"hang_detection": "maybe"}, "none of on, report, off"),
         ({"hang_timeout_s": "0.1"}, "hang_timeout_s=0.1 is below 0.5"),
+        ({"straggler_action": "kill"}, "straggler_action=kill is none of report, exclude, off"),
+        ({"straggler_action": "exclude", "mode": "restart"}, "exclude and mode=restart do not fit"),
+        ({"straggler_factor": "1"}, "straggler_factor=1 is not a number from 1.05 on"),
+        ({"straggler_factor": "nan"}, "straggler_factor=nan is not a number from 1.05 on"),
+        ({"straggler_factor": "inf"}, "straggler_factor=inf is not a number from 1.05 on"),
+        ({"straggler_factor": "twice"}, "straggler_factor='twice' in --rdzv-conf is not a number"),
+        ({"straggler_window_s": "0"}, "straggler_window_s=0"),
         ({"hang_timeout_s": "0"}, "hang_timeout_s=0"),
         ({"hang_timeout_s": "1000"}, "hang_script_timeout_s=900"),
         ({"cert": "/c.pem"}, "key is not"),
@@ -119,3 +126,69 @@ def test_unusable_values_are_named(conf: dict[str, str], said: str) -> None:
         read_options(conf, {})
     assert said in caught.value.message
     assert caught.value.hint
+
+
+# Every pair that contradicts itself: settings, and both names and values that the refusal has.
+CONTRADICTIONS: list[tuple[dict[str, str], str, str]] = [
+    ({"probe_s": "4"}, "probe_s=4", "lease_s=4"),
+    ({"lease_s": "80"}, "lease_s=80", "takeover_s=300"),
+    ({"takeover_s": "16"}, "lease_s=4", "takeover_s=16"),
+    ({"last_call_s": "600"}, "last_call_s=600", "join_timeout_s=600"),
+    ({"last_call_s": "40", "join_timeout_s": "30"}, "last_call_s=40", "join_timeout_s=30"),
+    ({"join_window_s": "700"}, "join_window_s=700", "join_timeout_s=600"),
+    ({"quarantine_s": "600"}, "quarantine_s=600", "join_timeout_s=600"),
+    ({"quarantine_s": "60", "join_timeout": "30"}, "quarantine_s=60", "join_timeout_s=30"),
+    ({"healthy_s": "600"}, "healthy_s=600", "failure_window_s=600"),
+    ({"healthy_s": "90", "failure_window_s": "60"}, "healthy_s=90", "failure_window_s=60"),
+    ({"hang_timeout_s": "900"}, "hang_timeout_s=900", "hang_script_timeout_s=900"),
+    ({"hang_script_timeout_s": "3"}, "hang_timeout_s=3.5", "hang_script_timeout_s=3"),
+    ({"collective_timeout_s": "900"}, "hang_script_timeout_s=900", "collective_timeout_s=900"),
+    (
+        {"hang_script_timeout_s": "3600", "collective_timeout_s": "1800"},
+        "hang_script_timeout_s=3600",
+        "collective_timeout_s=1800",
+    ),
+    (
+        {"leave_grace_s": "55", "termination_grace_s": "60"},
+        "leave_grace_s=55",
+        "termination_grace_s=60",
+    ),
+    ({"leave_grace_s": "1"}, "leave_grace_s=1", "ANNOUNCE_S=1"),
+    ({"hung_after_s": "1"}, "hung_after_s=1", "NODE_IDLE_S=1"),
+    ({"join_timeout": "30", "timeout": "60"}, "join_timeout=30", "timeout=60"),
+    ({"last_call_s": "2", "last_call_timeout": "3"}, "last_call_s=2", "last_call_timeout=3"),
+    ({"cert": "/c", "ssl_cert": "/d", "key": "/k"}, "cert=/c", "ssl_cert=/d"),
+]
+
+
+@pytest.mark.parametrize(("conf", "one", "other"), CONTRADICTIONS)
+@pytest.mark.parametrize("for_program", [False, True])
+def test_contradictions_are_refused_with_both_names_and_values(
+    conf: dict[str, str], one: str, other: str, for_program: bool
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options(conf, {}, for_program=for_program)
+    assert one in caught.value.message and other in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("conf", "expected"),
+    [
+        ({"join_timeout": "30"}, {"quarantine_s": 15.0, "last_call_s": 3.0}),
+        ({"join_timeout_s": "1"}, {"quarantine_s": 0.5, "last_call_s": 0.5, "join_window_s": 0.5}),
+        ({"failure_window_s": "60"}, {"healthy_s": 30.0}),
+        ({"hang_script_timeout_s": "7200"}, {"collective_timeout_s": 14400.0}),
+        ({"hang_script_timeout_s": "60"}, {"collective_timeout_s": 1800.0}),
+        # To end the wait for nodes before the others' death is certain is a choice.
+        ({"join_timeout_s": "60", "takeover_s": "120"}, {"takeover_s": 120.0}),
+        # Nobody else ends a wait then.
+        ({"hang_detection": "off", "collective_timeout_s": "60"}, {"collective_timeout_s": 60.0}),
+        ({"join_timeout": "30", "join_timeout_s": "30.0"}, {"join_timeout_s": 30.0}),
+    ],
+)
+def test_what_is_not_given_follows_from_what_is(
+    conf: dict[str, str], expected: dict[str, float]
+) -> None:
+    options = read_options(conf, {})
+    assert {name: getattr(options, name) for name in expected} == expected

@@ -21,6 +21,7 @@ ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OPTIONS = AgentOptions(quarantine_s=30.0, failure_budget=5)
 SEVEN = world("n1", "n2", mode="in-process")
 EIGHT = world("n1", "n2", "n3", generation=8, mode="in-process")
+NINE = replace(EIGHT, generation=9)
 
 
 def runs(name: str, group: WorldRecord) -> NodeView:
@@ -130,7 +131,102 @@ def test_joining_and_leaving_are_not_charged() -> None:
     leaves = seen(node("n3", NodeState.LEAVING, in_process=True, running=EIGHT))
     left = broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), leaves))
     assert accounting.charge(left, StepRate(8, 500, 0.1, NOW), NOW) is None
-    assert [r.counts for r in accounting.records(NOW, 0.0)] == [False]
+    assert accounting.charge(left, StepRate(8, 500, 0.1, NOW), NOW) is None
+    (record,) = accounting.records(NOW, 0.0)
+    assert (record.left, record.counts, record.step) == (("n3",), False, 500)
+    assert record.response == "formed generation 9 with n1, n2"
+
+
+def lose_n3_again_and_again(
+    accounting: FailureAccounting, times: int, *, steps: int, mode: str = "in-process"
+) -> StopJob | None:
+    """Worlds 1, 2, …, from each of which n3 is lost, ``steps`` after the one before. Its agent is
+    another one each time, under the same name."""
+    stop = None
+    for generation in range(1, times + 1):
+        group = world("n1", "n2", "n3", generation=generation, mode=mode)
+        gone = [missing("n3", proved_dead=True)]
+        v = view(group, runs("n1", group), runs("n2", group), gone=gone)
+        step_rate = StepRate(generation, generation * steps, 0.1, NOW)
+        accounting.saw(StepRate(1, 0, 0.1, NOW))
+        stop = stop or accounting.charge(broken(v), step_rate, NOW + generation)
+    return stop
+
+
+def test_a_node_that_is_lost_again_and_again_without_progress_spends_the_budget() -> None:
+    stop = lose_n3_again_and_again(FailureAccounting(OPTIONS), 7, steps=0)
+    assert stop is not None and stop.exit_code == 70
+    # The first loss is nobody's fault.
+    assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 6, steps=0) is None
+    assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 30, steps=5) is None
+
+
+def test_a_name_that_several_agents_have_is_no_evidence_of_churn() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    for generation in range(1, 10):
+        group = world("n1", "n2", "n3", generation=generation, mode="in-process")
+        members = tuple(replace(m, name="machine") for m in group.members)
+        group = replace(group, members=members)
+        gone = [missing("n3", proved_dead=True)]
+        gone = [replace(g, member=members[2]) for g in gone]
+        v = view(group, runs("n1", group), runs("n2", group), gone=gone)
+        step_rate = StepRate(generation, 7, 0.1, NOW)
+        assert accounting.charge(broken(v), step_rate, NOW + generation) is None
+
+
+def test_nodes_that_are_lost_once_each_spend_nothing() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    names = [f"n{i}" for i in range(1, 21)]
+    for generation in range(1, 19):
+        group = world(*names[generation:], generation=generation, mode="in-process")
+        gone = [missing(names[generation], proved_dead=True)]
+        v = view(group, *(runs(n, group) for n in names[generation + 1 :]), gone=gone)
+        step_rate = StepRate(generation, 7, 0.1, NOW)
+        assert accounting.charge(broken(v), step_rate, NOW + generation) is None
+
+
+def test_losses_do_not_make_the_failures_between_them_forgotten() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    assert charge_again_and_again(accounting, 2, steps=0) is None
+    for generation in range(3, 40):
+        group = world("n1", "n2", f"n{generation}", generation=generation, mode="in-process")
+        gone = [missing(f"n{generation}", proved_dead=True)]
+        v = view(group, runs("n1", group), runs("n2", group), gone=gone)
+        assert accounting.charge(broken(v), StepRate(1, 0, 0.1, NOW), NOW + 3) is None
+    records = accounting.records(NOW + 3, 0.0)
+    assert len(records) == 16
+    assert [r.generation for r in records if r.counts] == [1, 2]
+
+
+def test_the_record_says_what_was_decided() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    assert accounting.charge(failed_with("CUDA error: uncorrectable ECC error"), None, NOW) is None
+    assert accounting.charge(failed_with("NameError: name 'x' is not defined", NINE), None, NOW)
+    first, last = accounting.records(NOW, 0.0)
+    assert first.verdict == "exclude-node: a GPU of this node is faulty"
+    assert first.response == "quarantined n3, formed generation 9 with n1, n2"
+    assert last.verdict == "stop: the script cannot run"
+    assert last.response == "ended the job with exit code 1"
+
+
+def test_the_next_leader_knows_steps_and_oom_kills() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    failed = Failed("id-n3", "n3", "boom", -9, step=41, is_oom_kill=True)
+    accounting.charge(replace(with_n3_out(-9), failures=(failed,)), StepRate(8, 40, 0.1, NOW), NOW)
+    (record,) = records = accounting.records(NOW, 0.0)
+    assert (record.step, record.failures[0].step, record.failures[0].is_oom_kill) == (40, 41, True)
+    other = FailureAccounting(OPTIONS)
+    other.remember(replace(EIGHT, breakages=records), NOW, 0.0)
+    assert other.records(NOW, 0.0) == records
+
+
+def test_an_oom_kill_is_judged_as_one_and_held_against_a_joining_node() -> None:
+    accounting = joined_s_ago(10.0)
+    failed = Failed("id-n3", "n3", "local rank 0 was ended by SIGKILL", -9, is_oom_kill=True)
+    accounting.charge(replace(with_n3_out(-9), failures=(failed,)), None, NOW)
+    assert accounting.verdict is not None
+    assert accounting.verdict[1].rule == "host-out-of-memory"
+    assert "id-n3" in accounting.quarantined(NOW)
 
 
 def test_the_next_leader_goes_on_counting() -> None:

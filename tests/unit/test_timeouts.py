@@ -66,6 +66,8 @@ def test_a_grace_without_time_for_a_checkpoint_is_refused_with_the_least_that_ha
         ({"shutdown_timeout_s": 30.0}, ("shutdown_timeout_s=30", "termination_grace_s=30")),
         ({"shutdown_timeout_s": 18.0}, ("checkpoint_budget_s=16", "shutdown_timeout_s=18")),
         ({"step_time_s": 30.0}, ("checkpoint_budget_s=16", "leave_grace_s=20")),
+        ({"last_call_s": 600.0}, ("last_call_s=600", "join_timeout_s=600")),
+        ({"join_window_s": 900.0}, ("join_window_s=900", "join_timeout_s=600")),
     ],
 )
 def test_a_set_that_does_not_fit_is_refused_with_both_values_and_a_remedy(

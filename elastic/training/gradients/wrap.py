@@ -8,7 +8,6 @@ and the user's variables keep pointing at the right thing.
 
 from __future__ import annotations
 
-import sys
 from operator import attrgetter
 from typing import Any
 
@@ -265,25 +264,6 @@ def _check_kind(module: nn.Module) -> None:
             f"run.wrap() of a {type(module).__name__}: its process group would end with the world",
             hint="wrap the module itself: model = run.wrap(Net().to(run.device))",
         )
-    if _is_sharded(module):
-        raise ConfigError(
-            "run.wrap() of a sharded module (FSDP or DTensor parameters): worlds cannot change "
-            "around it in process yet",
-            hint="wrap the module before it is sharded, to train with DDP; or shard it without "
-            "run.wrap and run.retry, and save with checkpoints.Engine: then each change of the "
-            "world restarts the workers (docs/checkpoints.md has the loop)",
-        )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    # Importing these takes a second; a script that has sharded a module has imported them.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-        return True
-    return tensor is not None and any(
-        isinstance(parameter, tensor.DTensor) for parameter in module.parameters()
-    )
 
 
 def _refusal(call: str, hook: object) -> ConfigError:

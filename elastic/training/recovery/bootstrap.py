@@ -43,9 +43,13 @@ class Bootstrap:
         return world.rank, world.size
 
     def enter_loop(self) -> None:
-        """Enter a world and restore the state, unless that has happened."""
+        """Enter a world and restore the state, unless that has happened.
+
+        Raises ConfigError if something was sharded since it was registered: nothing is changed.
+        """
         if self._lifecycle.is_restored:
             return
+        self._job.check_unsharded()
         if self._inherited is not None:
             self._inherit(self._inherited)
             return

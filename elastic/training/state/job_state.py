@@ -15,9 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.sharding import (
+    named_tensors,
+    refuse_module,
+    refuse_optimizer,
+    refuse_tensors,
+)
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.step import Progress
 
@@ -42,7 +49,10 @@ class JobState:
     user: dict[str, Any] = field(default_factory=dict)
 
     def track(self, name: str, tracked: Any) -> None:
-        """Register an object under a name of its own. Raises TrainingError if it cannot be."""
+        """Register an object under a name of its own.
+
+        Raises TrainingError if it cannot be, and ConfigError for one with sharded tensors.
+        """
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise TrainingError(
                 f"run.track({name}=…): a {type(tracked).__name__} has no state_dict and "
@@ -52,7 +62,27 @@ class JobState:
             raise TrainingError(f"run.track({name}=…): a wrapped module is part of the state")
         if name in self.tracked and self.tracked[name] is not tracked:
             raise TrainingError(f"run.track({name}=…): another object has that name")
+        _refuse_sharded(name, tracked)
         self.tracked[name] = tracked
+
+    def check_unsharded(self) -> None:
+        """Raise ConfigError if something was sharded after it was registered, naming the place."""
+        for name, module in self.modules.items():
+            stale = self.optimizers_of_others(module.module)
+            refuse_module(f"the wrapped {name} was sharded after run.wrap", module, stale=stale)
+        for name, tracked in self.tracked.items():
+            _refuse_sharded(name, tracked)
+
+    def optimizers_of_others(self, module: nn.Module) -> list[str]:
+        """Tracked optimizers with a parameter that neither ``module`` nor a wrapped one has."""
+        modules = [module, *(wrapped.module for wrapped in self.modules.values())]
+        known = {id(p) for one in modules for p in one.parameters()}
+        return [
+            name
+            for name, tracked in self.tracked.items()
+            if isinstance(tracked, torch.optim.Optimizer)
+            and any(id(p) not in known for group in tracked.param_groups for p in group["params"])
+        ]
 
     def registered(self) -> JobState:
         """What is registered now, for :meth:`go_back_to`."""
@@ -72,7 +102,15 @@ class JobState:
         self.open_batch = set(earlier.open_batch)
 
     def tree(self) -> dict[str, Any]:
-        """The present state. Tensors are the live ones."""
+        """The present state. Tensors are the live ones.
+
+        Raises ConfigError for a sharded one: every rank must be able to give all of it.
+        """
+        tree = self._tree()
+        refuse_tensors("the job's state is sharded", dict(named_tensors("", tree)))
+        return tree
+
+    def _tree(self) -> dict[str, Any]:
         return {
             "model": {name: m.module.state_dict() for name, m in self.modules.items()},
             "tracked": {name: t.state_dict() for name, t in self.tracked.items()},
@@ -156,6 +194,16 @@ class JobState:
                     digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}\n".encode())
                     digest.update(data.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _refuse_sharded(name: str, tracked: Any) -> None:
+    """Raise ConfigError for a module or an optimizer, or one around either, that is sharded."""
+    call = f"run.track({name}=…) of a sharded"
+    for candidate in (tracked, getattr(tracked, "optimizer", None)):
+        if isinstance(candidate, nn.Module):
+            refuse_module(f"{call} module", candidate)
+        if isinstance(candidate, torch.optim.Optimizer):
+            refuse_optimizer(f"{call} model's {type(candidate).__name__}", candidate)
 
 
 def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 from elastic.errors import TrainingError
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
+from elastic.training.gradients.sharding import refusal, refuse_module, sharded_parameter
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
@@ -155,6 +156,9 @@ class OptimizerGuard:
         """The gradients are there, and the update comes next."""
         optimizer = update.optimizer
         touched = self._touched(known, optimizer)
+        if known.sharded and step is not None:
+            kind = type(optimizer).__name__
+            raise refusal(f"{kind}.step() at step {step.number}: its {known.sharded}")
         if known.own and step is not None:
             self._unwrapped[id(optimizer)] = known
         if update.is_masked:
@@ -163,6 +167,10 @@ class OptimizerGuard:
         for module in touched:
             if _has_gradient(module):
                 _check(optimizer, known.name, step, module)
+            elif step is not None:  # nothing to train with: its parameters may have been replaced
+                call = "the wrapped module was sharded after run.wrap"
+                stale = [known.name or type(optimizer).__name__]
+                refuse_module(call, module, stale=stale)
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
             if step is not None and set(step.stepped) - {known.name}:
@@ -222,6 +230,7 @@ class _Known:
         self.count: int | None = None  # of its parameters when it was looked through
         self.touched: list[ElasticDDP] = []  # modules with some of them
         self.own: list[torch.Tensor] = []  # parameters of no wrapped module
+        self.sharded = ""  # the first sharded parameter, in words
 
     @property
     def label(self) -> str:
@@ -229,6 +238,7 @@ class _Known:
 
     def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[ElasticDDP]) -> None:
         parameters = list(_parameters(optimizer))
+        self.sharded = sharded_parameter(optimizer)
         ids = {id(p) for p in parameters}
         wrapped = {m: {id(p) for p in m.module.parameters()} for m in modules}
         self.touched = [m for m, theirs in wrapped.items() if ids & theirs]

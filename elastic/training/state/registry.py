@@ -9,6 +9,7 @@ from torch import nn
 
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.control_flags import ControlFlags
+from elastic.training.gradients.sharding import refuse_module
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerGuard, inner_optimizers
@@ -41,7 +42,9 @@ class Registry:
             module.reduction.flags = flags
 
     def wrap(self, module: nn.Module, options: dict[str, Any]) -> ElasticDDP:
-        """Make a module part of the job's state."""
+        """Make a module part of the job's state. Raises ConfigError for one that cannot be."""
+        stale = self.job.optimizers_of_others(module)
+        refuse_module("run.wrap() of a sharded module", module, stale=stale)
         wrapped = ElasticDDP(module, **options)
         wrapped.reduction.flags = self._flags
         count = len(self.job.modules)

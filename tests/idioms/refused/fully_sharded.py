@@ -1,10 +1,21 @@
 """`fully_shard` inside of `run.wrap`
 
-Sharded models are saved and loaded (docs/checkpoints.md), but not yet trained elastically.
-Refused: run.wrap() of a sharded module
+A sharded model recovers by a restart of its workers, with checkpoints that load at any size of the
+world ([sharded models](how-to/sharded.md)), and without `elastic.join`. The message names the first
+sharded parameter.
+Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
 
 ```python
-model = run.wrap(network)
+dist.init_process_group()                      # torchrun --rdzv-backend=etcd-v3
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+state = {
+    "model": get_model_state_dict(model),
+    "optimizer": get_optimizer_state_dict(model, optimizer),
+}
+if found := checkpoints.latest(folder).checkpoint:
+    checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
 ```
 """
 
@@ -23,5 +34,5 @@ dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
 
 run = elastic.join()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-network = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-model = run.wrap(network)
+network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+model = run.wrap(fully_shard(network))

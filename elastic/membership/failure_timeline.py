@@ -1,0 +1,132 @@
+"""The failure timeline: one page about a job that failed, for its last error, journal and a file.
+
+Pure: made from the record of the job's end alone, so every node shows the same page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from elastic.failures.verdict import is_consequence
+from elastic.membership.records import BreakageRecord, Done, FailureRecord
+
+_LINE = 160  # characters of an error
+_MOST_FAILURES = 4  # of one world: the first to fail say most
+_FREQUENT = 3  # breakages that began on one node, to name it
+
+
+def is_wanted(done: Done) -> bool:
+    """Whether there is more to tell than the reason of the end says."""
+    return done.exit_code == 70 or len(done.breakages) > 1
+
+
+def render(done: Done, job: str, *, done_key: str) -> str:
+    """The page. ``job``: the root of its keys; ``done_key``: the key that keeps it ended."""
+    breakages = done.breakages
+    lines = [
+        f"Failure timeline of {job}",
+        "",
+        f"ended    {_utc(done.time_s)}, generation {done.generation}, "
+        f"step {_known(done.final_step)}, exit code {done.exit_code}",
+        f"because  {_first_line(done.reason)}",
+        "",
+        f"What broke (the last {len(breakages)}; times in UTC)"
+        if breakages
+        else "Nothing is known of what broke.",
+    ]
+    for breakage in breakages:
+        lines += _entry(breakage)
+    lines += ["", "What to do next", *(f"- {advice}" for advice in _advice(done, done_key))]
+    return "\n".join(lines)
+
+
+def _entry(breakage: BreakageRecord) -> list[str]:
+    progress = "" if breakage.steps is None else f", {breakage.steps} steps since the one before"
+    lines = [
+        f"{_utc(breakage.time_s)}  generation {breakage.generation}, "
+        f"step {_known(_step(breakage))}: lived {breakage.lived_s:.0f} s{progress}",
+        *(f"    {name}: lost" for name in breakage.lost),
+        *(f"    {name}: left" for name in breakage.left),
+        *(f"    {failure.node}: {_error(failure)}" for failure in _shown(breakage)),
+    ]
+    if (more := len(breakage.failures) - _MOST_FAILURES) > 0:
+        lines.append(f"    and {more} other nodes")
+    verdict = breakage.verdict
+    if breakage.churned:
+        verdict = f"churn: {', '.join(breakage.churned)} not for the first time"
+    if not breakage.counts:
+        verdict = f"{verdict}; not counted" if verdict else "not counted"
+    lines.append(f"    verdict: {verdict or 'counted'}")
+    if breakage.response:
+        lines.append(f"    action: {breakage.response}")
+    return lines
+
+
+def _shown(breakage: BreakageRecord) -> list[FailureRecord]:
+    """Origins before consequences, each in the order in which they were reported."""
+    ranked = sorted(breakage.failures, key=lambda f: is_consequence(f.text))
+    return ranked[:_MOST_FAILURES]
+
+
+def _step(breakage: BreakageRecord) -> int | None:
+    exact = (f.step for f in breakage.failures if f.step is not None)
+    return next(exact, breakage.step)
+
+
+def _error(failure: FailureRecord) -> str:
+    lines = (failure.text or "").strip().splitlines()
+    said = lines[-1].strip() if lines else f"exit code {failure.exit_code}"
+    return said[:_LINE]
+
+
+def _advice(done: Done, done_key: str) -> list[str]:
+    breakages = done.breakages
+    counted = [b for b in breakages if b.counts]
+    failures = [f for b in counted for f in b.failures]
+    said: list[str] = []
+    if done.exit_code != 70:
+        said.append(
+            "the script fails by itself: reproduce it on one node from the last checkpoint before "
+            f"step {_known(_step(counted[-1]) if counted else None)}, and correct it"
+        )
+    if nodes := sorted({f.node for f in failures if f.is_oom_kill}):
+        said.append(
+            f"give {', '.join(nodes)} more memory, or use fewer data workers or a smaller batch: "
+            "the kernel ended workers there because the limit was reached"
+        )
+    if nodes := sorted({name for b in counted for name in b.churned}):
+        said.append(
+            f"find out why {', '.join(nodes)} vanished again and again: the agent's log there, the "
+            "machine's, and the scheduler's events (preemption, eviction, a drained node)"
+        )
+    first = Counter(_shown(b)[0].node for b in counted if b.failures)
+    if first and len(first) > 1 and (most := first.most_common(1)[0])[1] >= _FREQUENT:
+        said.append(
+            f"{most[1]} of {len(counted)} began on {most[0]}: run `elastic doctor` on it, or leave "
+            "it out"
+        )
+    if failures and all(is_consequence(f.text) for f in failures):
+        said.append(
+            "no worker said more than that a peer was gone: check the network between the nodes "
+            "with `elastic doctor`"
+        )
+    if not said:
+        said.append("read the logs of these nodes at these times, and correct what they say")
+    said.append(
+        "then start the job under another --rdzv-id from its last checkpoint, or delete "
+        f"{done_key} in etcd to let it go on"
+    )
+    return said
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][: 4 * _LINE]
+
+
+def _known(step: int | None) -> str:
+    return "not known" if step is None else str(step)
+
+
+def _utc(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(time_s))

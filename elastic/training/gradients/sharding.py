@@ -1,0 +1,130 @@
+"""Sharded models, as torch's own APIs make them: found by their tensors, and refused.
+
+A world that changes in process takes its group down and builds another one. DTensors (FSDP2's
+``fully_shard``, ``parallelize_module``, anything on a DeviceMesh) and FSDP1 keep the groups that
+they were made with, and a rank that joins has no shards: neither DDP nor the transfer of state
+between ranks can be right for them. They recover by a restart of the workers, without
+``elastic.join``: docs/how-to/sharded.md, which every refusal names together with the lines.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpoints.tensors.dtensors import is_dtensor
+from elastic import torch_private
+from elastic.errors import ConfigError
+
+_INSTEAD = """\
+a sharded model recovers by a restart of its workers (docs/how-to/sharded.md has the whole loop): \
+leave out elastic.join, run.wrap, run.track and run.retry, and use in their place
+      dist.init_process_group()                  # torchrun --rdzv-backend=etcd-v3 …
+      fully_shard(model)                         # or parallelize_module(model, mesh, plan)
+      optimizer = torch.optim.AdamW(model.parameters())           # after the model is sharded
+      state = {"model": get_model_state_dict(model),
+               "optimizer": get_optimizer_state_dict(model, optimizer)}
+      if found := checkpoints.latest(folder).checkpoint:
+          checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
+          set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    or train it unsharded, with DDP: run.wrap(model) before anything shards it"""
+
+
+def refuse_module(call: str, module: nn.Module, *, stale: Iterable[str] = ()) -> None:
+    """Raise ConfigError if ``module`` is sharded, naming the place.
+
+    ``stale``: names of optimizers with parameters that no module has (any more).
+    """
+    if found := _sharded_part(module):
+        raise refusal(f"{call}: {found}{_made_before(stale)}")
+
+
+def refuse_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if ``optimizer`` has a sharded parameter, naming it."""
+    if found := sharded_parameter(optimizer):
+        raise refusal(f"{call}: its {found}")
+
+
+def refuse_tensors(call: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError if one of these is sharded, naming it."""
+    for name, tensor in tensors.items():
+        if found := _description(tensor):
+            raise refusal(f"{call}: {name} is {found}")
+
+
+def sharded_parameter(optimizer: torch.optim.Optimizer) -> str:
+    """The first sharded parameter of an optimizer, in words; "" if there is none."""
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or ()
+        for index, parameter in enumerate(group["params"]):
+            if found := _description(parameter):
+                name = repr(names[index]) if index < len(names) else f"{index} of group {number}"
+                return f"parameter {name} is {found}"
+    return ""
+
+
+def refusal(what: str) -> ConfigError:
+    """The error for a sharded model, with the lines that replace what was called."""
+    return ConfigError(
+        f"{what}; worlds cannot change around a sharded model in process", hint=_INSTEAD
+    )
+
+
+def named_tensors(place: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in plain containers, each with its path below ``place``."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_tensors(f"{place}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_tensors(f"{place}/{index}", item)
+
+
+def _sharded_part(module: nn.Module) -> str:
+    """The first sharded part of a module, in words; "" if there is none."""
+    for name, part in module.named_modules():
+        if kind := _wrapper_of(part):
+            return f"{repr(name) if name else f'the {type(part).__name__}'} is {kind}"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if found := _description(tensor):
+            return f"{name!r} is {found}"
+    # Without a parameter of its own: what it shards is added, or materialised, later.
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        for name, part in module.named_modules():
+            if isinstance(part, fsdp.FSDPModule):
+                return f"{name or type(part).__name__!r} was given to fully_shard"
+    return ""
+
+
+def _wrapper_of(part: nn.Module) -> str:
+    # Importing it takes a second; a script that has wrapped a module has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
+        return "a FullyShardedDataParallel (FSDP1)"
+    return ""
+
+
+def _description(tensor: torch.Tensor) -> str:
+    if is_dtensor(tensor):
+        placed: Any = tensor
+        kinds = ", ".join(map(str, placed.placements))
+        return f"a DTensor ({kinds} over {placed.device_mesh})"
+    if torch_private.is_flat_parameter(tensor):
+        return "the flat parameter of a FullyShardedDataParallel (FSDP1)"
+    return ""
+
+
+def _made_before(optimizers: Iterable[str]) -> str:
+    names = ", ".join(map(repr, optimizers))
+    if not names:
+        return ""
+    return (
+        f"; the optimizer tracked as {names} holds parameters of no wrapped module: made before "
+        "the model was sharded, it would train those that sharding has replaced"
+    )

@@ -1,0 +1,30 @@
+"""The optimizer of a sharded model inside of `run.track`
+
+Its state is sharded with the parameters. [Sharded models](how-to/sharded.md) has the loop that
+saves and restores both.
+Refused: run.track(optimizer=…) of a sharded model's AdamW
+
+```python
+state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+engine.save_async(state, step=step, world=world)
+```
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(fully_shard(network).parameters())
+run.track(optimizer=optimizer)

@@ -1,0 +1,39 @@
+"""`parallelize_module` inside of `run.wrap`
+
+Tensor parallelism, too, recovers by a restart: [sharded models](how-to/sharded.md). The same is
+refused for FSDP1's `FullyShardedDataParallel` and for whatever else holds a DTensor.
+Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
+
+```python
+dist.init_process_group()                      # torchrun --rdzv-backend=etcd-v3
+parallelize_module(model, mesh, plan)
+optimizer = torch.optim.AdamW(model.parameters())
+state = {
+    "model": get_model_state_dict(model),
+    "optimizer": get_optimizer_state_dict(model, optimizer),
+}
+if found := checkpoints.latest(folder).checkpoint:
+    checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+```
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+mesh = init_device_mesh("cpu", (1,))
+model = run.wrap(parallelize_module(network, mesh, {"0": ColwiseParallel()}))

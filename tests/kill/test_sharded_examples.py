@@ -1,0 +1,125 @@
+"""The examples of sharded models: a rank and a node die, the rest restart and go on from shards."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+
+import checkpoints
+from elastic.store.embedded.etcd import EmbeddedEtcd
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "paced_example.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONTEXT, SAMPLES = 16, 192
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+
+
+def workload(example: str, *extra: str) -> Workload:
+    return Workload(
+        samples=SAMPLES,
+        batch=24,
+        epochs=12,
+        step_s=0.3,
+        save_every=4,
+        extra=(f"--example={EXAMPLES / example}", *extra),
+    )
+
+
+def job_of(etcd: EmbeddedEtcd, folder: Path, of: Workload, nproc: int = 1) -> TrainingJob:
+    return TrainingJob([etcd.endpoint], folder, script=SCRIPT, workload=of, nproc=nproc)
+
+
+def wait_saved(job: TrainingJob) -> int:
+    """The step of a checkpoint of the present generation, once there is one."""
+    generation = job.generation()
+
+    def newest() -> int | None:
+        found = checkpoints.list_checkpoints(job.folder / "checkpoints")
+        return next((info.step for info in found if info.generation >= generation), None)
+
+    return job.wait_for(newest, 120, "a checkpoint")
+
+
+def assert_resumed(job: TrainingJob, generation: int, saved: int) -> None:
+    """The generation began with a checkpoint at least as new."""
+    begun = {start.step for start in job.ledger().starts if start.generation == generation}
+    assert len(begun) == 1 and begun.pop() >= saved
+
+
+def samples_by_position(job: TrainingJob) -> dict[tuple[int, int, int], list[list[int]]]:
+    """What each rank has seen, by generation, step and position in the data dimension."""
+    seen = defaultdict(list)
+    for file in (job.folder / "samples").iterdir():
+        for line in file.read_text().splitlines():
+            note = json.loads(line)
+            seen[note["generation"], note["step"], note["position"]].append(note["samples"])
+    return seen
+
+
+def test_fsdp2_goes_on_over_three_ranks_from_the_shards_of_four(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(i * i % 251 for i in range(CONTEXT * SAMPLES + 1)))
+    sizes = (f"--text={text}", f"--context={CONTEXT}", "--width=16", "--layers=1")
+    of = workload("fsdp2_char_lm.py", *sizes, "--micro-batch=5", "--precision=fp64")
+    reference = tmp_path / "undisturbed"
+    reference.mkdir()
+    undisturbed = train_undisturbed(reference, of, SCRIPT, ALONE)
+    with job_of(etcd, tmp_path / "job", of) as job:
+        first, last = job.start_node(nproc=2), job.start_nodes(2)[1]
+        generation = job.wait_training(nodes=3)
+        saved = wait_saved(job)
+        first.kill_worker(1)
+        generation = job.wait_training(nodes=3, after_generation=generation)
+        assert_resumed(job, generation, saved)
+        saved = wait_saved(job)
+        last.kill()
+        generation = job.wait_training(nodes=2, after_generation=generation)
+        assert_resumed(job, generation, saved)
+        assert {s.size for s in job.ledger().starts if s.generation == generation} == {3}
+        job.assert_finishes_whole(undisturbed)
+
+
+def test_tensor_parallelism_goes_on_with_the_nodes_that_are_left(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    of = workload("tensor_parallel.py", f"--sequences={SAMPLES}", "--layers=1")
+    reference = tmp_path / "undisturbed"
+    reference.mkdir()
+    undisturbed = train_undisturbed(reference, of, SCRIPT, ALONE)
+    with job_of(etcd, tmp_path / "job", of, nproc=2) as job:
+        first, last = job.start_nodes(2)
+        generation = job.wait_training(nodes=2)
+        saved = wait_saved(job)
+        first.kill_worker(1)
+        generation = job.wait_training(nodes=2, after_generation=generation)
+        assert_resumed(job, generation, saved)
+        saved = wait_saved(job)
+        last.kill()
+        generation = job.wait_training(nodes=1, after_generation=generation)
+        assert_resumed(job, generation, saved)
+        job.assert_finishes_whole(undisturbed)
+        seen = samples_by_position(job)
+        logs = "".join(node.log_text() for node in job.nodes)
+    # Both ranks of a tensor-parallel group saw the same samples; a killed one may lack its last.
+    pairs = [both for both in seen.values() if len(both) == 2]
+    assert len(pairs) >= of.steps
+    assert all(one == other for one, other in pairs)
+    told = [
+        json.loads(line[line.index("{") :]) for line in logs.splitlines() if "differences" in line
+    ]
+    assert told and all(d < 1e-12 for line in told for d in line["differences"].values())

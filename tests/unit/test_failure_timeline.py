@@ -1,0 +1,116 @@
+"""The page about a job that failed: what broke when, what was done, what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.membership.failure_timeline import is_wanted, render
+from elastic.membership.records import BreakageRecord, Done, FailureRecord, Outcome
+
+SNAPSHOT = Path(__file__).parents[1] / "data" / "failure_timeline.txt"
+BEGAN_S = 1_790_000_000.0
+RESET = FailureRecord(
+    node="n1",
+    text="RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [10.0.0.2]:41",
+    exit_code=1,
+)
+NAN = FailureRecord(
+    node="n2",
+    text='Traceback (most recent call last):\n  File "train.py", line 7\nValueError: loss is nan',
+    exit_code=1,
+    step=120,
+)
+KILLED = FailureRecord(
+    node="n3",
+    text="local rank 0 (pid 71) was ended by SIGKILL: the kernel killed it because the memory "
+    "limit of its cgroup was reached",
+    exit_code=-9,
+    step=131,
+    is_oom_kill=True,
+)
+
+
+def breakage(number: int, *failures: FailureRecord, **more: object) -> BreakageRecord:
+    record = BreakageRecord(
+        generation=number,
+        lived_s=31.4,
+        steps=12,
+        failures=failures,
+        lost=(),
+        time_s=BEGAN_S + 60 * number,
+        step=125,
+        verdict="restart: no rule matches; it may be transient",
+        response=f"formed generation {number + 1} with n1, n2, n3",
+    )
+    return replace(record, **more)  # type: ignore[arg-type]
+
+
+def ended(*breakages: BreakageRecord, exit_code: int = 70) -> Done:
+    return Done(
+        outcome=Outcome.FAILURE,
+        reason="4 worlds broke within 600 s, none of them lived 60 s",
+        exit_code=exit_code,
+        generation=len(breakages),
+        final_step=131,
+        time_s=BEGAN_S + 60 * len(breakages),
+        breakages=breakages,
+    )
+
+
+def page(done: Done) -> str:
+    return render(done, "/elastic/job", done_key="/elastic/job/done")
+
+
+def test_the_page_of_a_spent_budget() -> None:
+    """What people see, as a whole. After a change that is meant: write it anew from the diff."""
+    done = ended(
+        breakage(1, RESET, NAN),
+        breakage(2, lost=("n3",), verdict="", counts=False, step=None, steps=None),
+        breakage(3, lost=("n3",), verdict="", churned=("n3",), response="formed generation 4"),
+        breakage(4, KILLED, verdict="restart: the node's memory is exhausted"),
+        breakage(5, *(replace(RESET, node=f"n{i}") for i in range(4, 10)), verdict=""),
+        breakage(6, response="ended the job with exit code 70", left=("n1",)),
+    )
+    assert page(done) + "\n" == SNAPSHOT.read_text(encoding="utf-8")
+
+
+def test_who_failed_first_comes_before_its_consequences() -> None:
+    text = page(ended(breakage(1, RESET, NAN)))
+    assert text.index("n2: ValueError: loss is nan") < text.index("n1: RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("breakages", "exit_code", "advice"),
+    [
+        ((breakage(1, NAN), breakage(2, NAN)), 1, "last checkpoint before step 120"),
+        ((breakage(1, KILLED),), 70, "give n3 more memory"),
+        ((breakage(1, lost=("n2",), churned=("n2",)),), 70, "find out why n2 vanished"),
+        ((breakage(1, RESET), breakage(2, RESET)), 70, "check the network between the nodes"),
+        ((*[breakage(1, NAN)] * 3, breakage(4, KILLED)), 70, "3 of 4 began on n2"),
+        ((breakage(1, NAN),), 70, "read the logs of these nodes"),
+        ((), 70, "delete /elastic/job/done in etcd"),
+    ],
+)
+def test_what_to_do_next(
+    breakages: tuple[BreakageRecord, ...], exit_code: int, advice: str
+) -> None:
+    last = page(ended(*breakages, exit_code=exit_code)).partition("What to do next")[2]
+    assert advice in last
+
+
+def test_sixteen_worlds_of_a_thousand_nodes_are_still_a_page() -> None:
+    long = replace(NAN, text="x" * 300)
+    text = page(ended(*[breakage(1, *[long] * 16)] * 16))
+    assert len(text.splitlines()) < 150 and max(map(len, text.splitlines())) < 700
+
+
+@pytest.mark.parametrize(
+    ("breakages", "exit_code", "wanted"), [(0, 70, True), (1, 1, False), (2, 1, True)]
+)
+def test_one_failure_is_told_by_the_reason_alone(
+    breakages: int, exit_code: int, wanted: bool
+) -> None:
+    assert is_wanted(ended(*[breakage(1, NAN)] * breakages, exit_code=exit_code)) is wanted
