@@ -111,32 +111,32 @@ class HangOver(Event):
 class StragglerFound(Event):
     """A rank holds the others up: its own work takes longer than theirs. Times are of a step."""
 
-    generation: int
-    rank: int
-    node: str
+    generation: int  # of the world
+    rank: int  # of the straggler
+    node: str  # its node
     cause: str  # data wait or compute
     factor: float  # its own time per sample, as a multiple of the typical one
-    z_score: float
+    z_score: float  # of its own time among the ranks'
     windows: int  # in a row
-    data_s: float
-    compute_s: float
-    collective_s: float
-    checkpoint_s: float
-    script_s: float
-    typical_data_s: float
-    typical_compute_s: float
+    data_s: float  # waiting for batches
+    compute_s: float  # forward and backward pass
+    collective_s: float  # waiting for other ranks
+    checkpoint_s: float  # standing still for checkpoints
+    script_s: float  # the script's own code
+    typical_data_s: float  # of the other ranks
+    typical_compute_s: float  # of the other ranks
     lag_s: float  # what the others wait for
-    reason: str
+    reason: str  # a sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerRecovered(Event):
     """A rank that was a straggler keeps up with the others again."""
 
-    generation: int
-    rank: int
-    node: str
-    factor: float
+    generation: int  # of the world
+    rank: int  # of the straggler
+    node: str  # its node
+    factor: float  # its own time per sample, as a multiple of the typical one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class JobEnded(Event):
 class FailureTimelineWritten(Event):
     """The job has failed: a page about what broke when, and what was done."""
 
-    timeline: str
+    timeline: str  # the page, or where it is
     report: str  # the path of the same page; "": it could not be written
     problem: str  # why not
 
@@ -368,7 +368,7 @@ class PartNotCopied(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes(Event):
+class RankTimes(Event):
     """Where a rank's time has gone since its last such event, or since its world began.
 
     The parts add up to ``duration_s``. Written every STEP_TIMES_S seconds, after the first step of

@@ -1,6 +1,6 @@
 """What each process did from its first line to its last: one lane of stretches per process.
 
-A worker's lane is made of the windows that it summed up (``step-times``) and of what it says of
+A worker's lane is made of the windows that it summed up (``rank-times``) and of what it says of
 its recoveries. An agent's lane says what a node did while it had no worker.
 """
 
@@ -72,7 +72,7 @@ def step_history(records: Iterable[JournalRecord]) -> StepHistory:
             continue
         if record.name == "world-joined":
             begins[generation] = min(step, begins.get(generation, step))
-        elif record.name == "step-times":
+        elif record.name == "rank-times":
             made = max(0, record.whole("steps") or 0)
             begins[generation] = min(step - made, begins.get(generation, step - made))
             ends[generation] = max(step, ends.get(generation, step))
@@ -142,7 +142,7 @@ class _WorkerLane:
 
     def take(self, record: JournalRecord) -> None:
         match record.name:
-            case "step-times":
+            case "rank-times":
                 self._window(record)
             case "recovered":
                 self._laps(record)

@@ -14,8 +14,9 @@ from __future__ import annotations
 PROGRESS_S = 2.0
 # `elastic status` names nodes that were lost as long ago as this.
 RECENT_LOSS_S = 600.0
-# Between two looks of `elastic status --watch`, and of `elastic wait`.
+# Between two looks of `elastic status --watch`,
 STATUS_WATCH_S = 2.0
+# and of `elastic wait`, whose end a script waits for.
 WAIT_LOOK_S = 0.5
 # How long `elastic wait` waits unless told, as kubectl does.
 WAIT_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training_job import TrainingJob, Workload
 
-from elastic.cli.observe.job_view import JobState, JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.telemetry.activities import Activity
 from elastic.telemetry.goodput import goodput_of
@@ -41,7 +41,7 @@ def status(job: TrainingJob) -> JobView:
 def trains(job: TrainingJob, nodes: int) -> JobView | None:
     """The job as `elastic status` sees it, once it says that so many nodes train."""
     view = status(job)
-    is_whole = view.state is JobState.TRAINING and len(view.training) == nodes
+    is_whole = view.state is JobCondition.TRAINING and len(view.training) == nodes
     return view if is_whole else None
 
 
@@ -80,7 +80,7 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
         said, _ = waiting.communicate(timeout=PATIENCE_S)
         assert waiting.returncode == 0
         assert said.startswith("succeeded")
-        assert status(job).state is JobState.SUCCEEDED
+        assert status(job).state is JobCondition.SUCCEEDED
     ended_s = time.time()
 
     journal = merge(*read_folder(tmp_path / "journal"))
