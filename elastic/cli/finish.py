@@ -24,7 +24,7 @@ from elastic.cli.job_arguments import add_job_arguments, endpoint_of, options_of
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import StoreUnreachable
-from elastic.membership import failure_timeline
+from elastic.leadership import failure_timeline
 from elastic.membership.records import Done, Keys, Outcome, decode
 from elastic.store.etcd.options import etcd_config
 from elastic.store.keyvalue import (
