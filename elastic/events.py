@@ -368,7 +368,7 @@ class PartNotCopied(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes(Event):
+class RankTimes(Event):
     """Where a rank's time has gone since its last such event, or since its world began.
 
     The parts add up to ``duration_s``. Written every STEP_TIMES_S seconds, after the first step of

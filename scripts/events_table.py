@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic import events
 from elastic.telemetry.activities import Activity
-from elastic.telemetry.journal import DEFAULT_MIB, SCHEMA, kebab_name
+from elastic.telemetry.journal import DEFAULT_MIB, ENVELOPE, SCHEMA, kebab_name
 from elastic.tuning.worker_intervals import STEP_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ it the next. Readers leave out what they do not know.
 
 ## Goodput
 
-`step-times` sums up every {STEP_TIMES_S:g} s where a rank's time went; that costs less than 50 µs
+`rank-times` sums up every {STEP_TIMES_S:g} s where a rank's time went; that costs less than 50 µs
 per step. With the other events it accounts for all wall time of a run, of each node and of each
 change of the world (`elastic/telemetry/goodput.py`). The parts are:
 
@@ -100,8 +100,9 @@ def _events() -> Iterator[str]:
             yield "\n| field | type | meaning |\n|---|---|---|\n"
         for row in rows:
             assert isinstance(row.target, ast.Name)
+            field = f"of_{row.target.id}" if row.target.id in ENVELOPE else row.target.id
             kind = ast.unparse(row.annotation).replace("|", "or")
-            yield f"| `{row.target.id}` | {kind} | {_comment(lines, row)} |\n"
+            yield f"| `{field}` | {kind} | {_comment(lines, row)} |\n"
 
 
 def _comment(lines: list[str], statement: ast.stmt) -> str:

@@ -185,7 +185,8 @@ class Journal:
             **self._identity,
             **{k: v for k, v in self._where().items() if v is not None},
         }
-        data = _data(event)
+        # What an event is about is not who wrote it: its `node` becomes `of_node`.
+        data = {f"of_{k}" if k in ENVELOPE else k: v for k, v in _data(event).items()}
         line = _encode({**envelope, **data})
         if len(line) > _LONGEST_LINE:
             cut = {k: shorten(_encode(v).decode(), 512) for k, v in data.items()}

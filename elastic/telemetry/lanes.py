@@ -1,20 +1,21 @@
 """What each process did from its first line to its last: one lane of stretches per process.
 
-A worker's lane is made of the windows that it summed up (``step-times``) and of what it says of
+A worker's lane is made of the windows that it summed up (``rank-times``) and of what it says of
 its recoveries. An agent's lane says what a node did while it had no worker.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.telemetry.activities import Activity, Lane, Stretch
 from elastic.telemetry.journal_reader import JournalRecord
 from elastic.telemetry.merging import JournalWriter
-from elastic.tuning.worker_intervals import UNREPORTED_S
+from elastic.tuning.worker_intervals import MERGED_WINDOWS_S, UNREPORTED_S
 
+_LAST_WINDOWS = 1000
 _PARTS = (
     ("data_s", Activity.DATA),
     ("checkpoint_s", Activity.CHECKPOINT),
@@ -35,11 +36,21 @@ class StepHistory:
     """What the windows of all ranks tell together."""
 
     usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
-    shares: Mapping[int, Mapping[Activity, float]]  # by generation: what windows hold, of 1
+    windows: Mapping[int, Sequence[JournalRecord]]  # by generation: the last ones of all ranks
     cuts: Mapping[int, int]  # by generation: the step from which on a later one redid its work
     first_step: int
     last_step: int
     recomputed_steps: int
+
+    def shares_of(self, generation: int) -> dict[Activity, float]:
+        """What its windows hold, as fractions of 1; nothing if there are none."""
+        sums: dict[Activity, float] = defaultdict(float)
+        for record in self.windows.get(generation, ()):
+            discarded = _discarded(record, self.cuts.get(generation))
+            for activity, took_s in _parts(record, discarded).items():
+                sums[activity] += took_s
+        whole_s = sum(sums.values())
+        return {a: took_s / whole_s for a, took_s in sums.items()} if whole_s > 0 else {}
 
     def usual_of(self, generation: int) -> float | None:
         """Of the generation, else of the nearest one that tells."""
@@ -54,46 +65,30 @@ def step_history(records: Iterable[JournalRecord]) -> StepHistory:
     steps: dict[int, int] = defaultdict(int)
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
-    windows: list[JournalRecord] = []
+    windows: dict[int, deque[JournalRecord]] = {}
     for record in records:
         generation, step = record.whole("generation"), record.whole("step")
         if generation is None or step is None:
             continue
         if record.name == "world-joined":
             begins[generation] = min(step, begins.get(generation, step))
-        elif record.name == "step-times":
+        elif record.name == "rank-times":
             made = max(0, record.whole("steps") or 0)
             begins[generation] = min(step - made, begins.get(generation, step - made))
             ends[generation] = max(step, ends.get(generation, step))
             if made and record.text("ended") != "first-step":
-                windows.append(record)
+                windows.setdefault(generation, deque(maxlen=_LAST_WINDOWS)).append(record)
                 times[generation] += record.number("productive_s")
                 steps[generation] += made
     cuts = _cuts(begins)
     return StepHistory(
         usual_s={g: times[g] / steps[g] for g in times},
-        shares=_shares(windows, cuts),
+        windows={g: tuple(last) for g, last in windows.items()},
         cuts=cuts,
         first_step=min(begins.values(), default=0),
         last_step=max(ends.values(), default=0),
         recomputed_steps=sum(max(0, ends[g] - cuts[g]) for g in ends if g in cuts),
     )
-
-
-def _shares(
-    windows: Iterable[JournalRecord], cuts: Mapping[int, int]
-) -> dict[int, dict[Activity, float]]:
-    sums: dict[int, dict[Activity, float]] = defaultdict(lambda: defaultdict(float))
-    for record in windows:
-        generation = record.whole("generation") or 0
-        of_generation = sums[generation]
-        for activity, took_s in _parts(record, _discarded(record, cuts.get(generation))).items():
-            of_generation[activity] += took_s
-    return {
-        generation: {activity: took_s / whole_s for activity, took_s in parts.items()}
-        for generation, parts in sums.items()
-        if (whole_s := sum(parts.values())) > 0
-    }
 
 
 def _parts(record: JournalRecord, discarded: float) -> dict[Activity, float]:
@@ -143,10 +138,11 @@ class _WorkerLane:
         self._cursor_s = writer.records[0].at_s
         self._meanwhile = Activity.STARTUP  # what no event accounts for
         self._generation: int | None = None  # of the last window
+        self._last_window: Stretch | None = None
 
     def take(self, record: JournalRecord) -> None:
         match record.name:
-            case "step-times":
+            case "rank-times":
                 self._window(record)
             case "recovered":
                 self._laps(record)
@@ -165,8 +161,9 @@ class _WorkerLane:
         """The process wrote its last line. If it was killed, it had made steps until then that it
         has not summed up: all ranks step together, so they are shared out as those of the world.
         """
-        shares = self._facts.shares.get(self._generation or 0)
-        if self._meanwhile is Activity.UNREPORTED and shares and at_s > self._cursor_s:
+        is_killed = self._meanwhile is Activity.UNREPORTED and at_s > self._cursor_s
+        shares = self._facts.shares_of(self._generation or 0) if is_killed else {}
+        if shares:
             length_s = at_s - self._cursor_s
             seconds = {activity: part * length_s for activity, part in shares.items()}
             is_discarded = seconds.get(Activity.RECOMPUTED, 0.0) > 0
@@ -195,13 +192,42 @@ class _WorkerLane:
         ended, is_first = record.text("ended"), record.text("ended") == "first-step"
         steps_end_s = end_s - open_s
         if steps_end_s > start_s:
-            self.lane.stretches.append(self._steps(record, start_s, steps_end_s))
+            self._append(self._steps(record, start_s, steps_end_s), is_first=is_first)
             if not is_first and record.whole("steps"):
-                self.lane.progress.append((start_s, steps_end_s))
+                self._progress(start_s, steps_end_s)
             elif is_first:
                 self.lane.progress.append((steps_end_s, steps_end_s))
         self._cursor_s = max(start_s, steps_end_s)
         self._open(record, ended, end_s)
+
+    def _append(self, window: Stretch, *, is_first: bool) -> None:
+        """Put a window behind the last one, or add it to that: there may be a million."""
+        last = self._last_window
+        is_more = (
+            last is not None
+            and not is_first
+            and last.end_s == window.start_s
+            and window.end_s - last.start_s <= MERGED_WINDOWS_S
+            and last.discarded_in is None
+            and window.discarded_in is None
+        )
+        if is_more and last is not None:
+            seconds = dict(last.seconds)
+            for activity, took_s in window.seconds.items():
+                seconds[activity] = seconds.get(activity, 0.0) + took_s
+            window = Stretch(last.start_s, window.end_s, seconds)
+            self.lane.stretches[-1] = window
+        else:
+            self.lane.stretches.append(window)
+        self._last_window = None if is_first else window
+
+    def _progress(self, start_s: float, end_s: float) -> None:
+        """There were whole steps from then to then."""
+        progress = self.lane.progress
+        if progress and progress[-1][1] == start_s:
+            progress[-1] = (progress[-1][0], end_s)
+        else:
+            progress.append((start_s, end_s))
 
     def _steps(self, record: JournalRecord, start_s: float, end_s: float) -> Stretch:
         """The part of a window that holds whole steps, scaled to its length."""

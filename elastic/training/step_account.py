@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.events import StepTimes
+from elastic.events import RankTimes
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
@@ -80,7 +80,7 @@ class StepAccount:
         duration_s = now_s - self._began_s
         open_s = (now_s - self._committed_s) - sum(open_[phase] for phase in _BESIDE_STEPS)
         beside_s = sum(whole[phase] for phase in _BESIDE_STEPS)
-        event = StepTimes(
+        event = RankTimes(
             generation=self._generation,
             step=self._step,
             steps=self._steps,

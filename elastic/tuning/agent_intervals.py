@@ -14,7 +14,7 @@ from __future__ import annotations
 PROGRESS_S = 2.0
 # `elastic status` names nodes that were lost as long ago as this.
 RECENT_LOSS_S = 600.0
-# Between two looks of `elastic status --watch`, and of `elastic wait`.
+# Between two looks of `elastic status --watch`,
 STATUS_WATCH_S = 2.0
 # Between two looks of `elastic wait`, whose caller waits for its end.
 WAIT_LOOK_S = 0.5

@@ -37,6 +37,8 @@ STEP_TIMES_S = 5.0
 # A worker that was killed has not written down less than this. One that had said nothing for
 # longer hung before, and goodput counts that as the time until it was noticed.
 UNREPORTED_S = 2 * STEP_TIMES_S
+# Goodput adds up the windows of a rank until they span this: a week of training is read in seconds.
+MERGED_WINDOWS_S = 300.0
 # A wall clock that moves by this against the monotonic one of its machine was set.
 CLOCK_SET_S = 1.0
 # A node whose journal ends this long before the run, without a word, is named in a note.

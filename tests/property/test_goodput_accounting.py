@@ -125,7 +125,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
         spend(Activity.RECOMPUTED, lost * STEP_S)
         common = {"generation": generation, "checkpoint_s": 0.0, "evaluation_s": 0.0}
         process.write(
-            "step-times",
+            "rank-times",
             after_s=first_s,
             **{**common, "step": step + 1, "steps": 1, "duration_s": first_s},
             productive_s=first_s,
@@ -142,7 +142,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
         beside_s += spend(Activity.EVALUATION, world.evaluation_s)
         duration_s = rest_s + beside_s + open_s
         process.write(
-            "step-times",
+            "rank-times",
             after_s=duration_s,
             generation=generation,
             step=step + world.steps,
@@ -202,7 +202,7 @@ names = st.sampled_from(
         "workers-starting",
         "world-joined",
         "state-restored",
-        "step-times",
+        "rank-times",
         "world-fault",
         "recovered",
         "worker-died",

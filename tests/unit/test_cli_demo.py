@@ -267,13 +267,13 @@ def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
     reader = JournalReader(tmp_path)
     assert reader.read_new() == []
     file = tmp_path / "node-0-1.jsonl"
-    first = {"event": "leader-changed", "node": "node-0", "time": 2.0, "leader": "node-0"}
-    file.write_text(json.dumps(first) + '\n{"event": "half')
+    said = {"event": "leader-changed", "node": "node-0", "leader": "node-0"}
+    file.write_text(json.dumps({**said, "time": 2.0, "monotonic": 1.0}) + '\n{"event": "half')
     assert reader.read_new() == [
         JournalEntry("leader-changed", "node-0", 2.0, {"leader": "node-0"})
     ]
     with file.open("a") as more:
-        more.write('", "time": 3.0}\n')
+        more.write('", "time": 3.0, "monotonic": 2.0}\n')
     assert [entry.name for entry in reader.read_new()] == ["half"]
     assert reader.read_new() == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.cli.main import main
 from elastic.clock import ManualClock
-from elastic.events import RunClosed, StepTimes, WorldJoined
+from elastic.events import RankTimes, RunClosed, WorldJoined
 from elastic.telemetry.journal import Journal
 
 HOSTILE = "<b>|node\x1b[2J\n"
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
         clock.advance(took_s)
         parts = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation_s": 0.0, "open_s": 0.0}
         given = {**parts, "collective_s": 0.0, "duration_s": took_s, "generation": 1, **more}
-        journal.emit(StepTimes(**given))
+        journal.emit(RankTimes(**given))
 
     clock.advance(10.0)
     joined = WorldJoined(

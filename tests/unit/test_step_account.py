@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.clock import ManualClock
-from elastic.events import Event, StepTimes
+from elastic.events import Event, RankTimes
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.telemetry.journal import Journal
@@ -25,13 +25,13 @@ class Job:
     def __init__(self) -> None:
         self.clock = ManualClock(100.0)
         self.passed = [0.0] * len(Phase)
-        self.seen: list[StepTimes] = []
+        self.seen: list[RankTimes] = []
         self.levels: set[int] = set()
         self.account = StepAccount(self, clock=self.clock, seconds=lambda: self.passed.copy())
         self.step = 0
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
-        assert isinstance(event, StepTimes)
+        assert isinstance(event, RankTimes)
         self.seen.append(event)
         self.levels.add(level)
 
@@ -46,7 +46,7 @@ class Job:
         self.account.committed(self.step)
 
 
-def parts(event: StepTimes) -> float:
+def parts(event: RankTimes) -> float:
     return (
         event.productive_s + event.data_s + event.checkpoint_s + event.evaluation_s + event.open_s
     )

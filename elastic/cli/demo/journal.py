@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from elastic.telemetry.journal import ENVELOPE
+from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 
 
 @dataclass(frozen=True)
@@ -22,28 +24,14 @@ class JournalReader:
     """Reads each line once; a line without its end is left for the next time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._offsets: dict[Path, int] = {}
+        self._journals = JournalFolder(folder)
 
     def read_new(self) -> list[JournalEntry]:
         """What was written since the last call, in order of time."""
-        entries = [entry for path in self._folder.glob("*.jsonl") for entry in self._new_of(path)]
+        entries = [_entry(record) for record in self._journals.read_new()]
         return sorted(entries, key=lambda entry: entry.time_s)
 
-    def _new_of(self, path: Path) -> list[JournalEntry]:
-        offset = self._offsets.get(path, 0)
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = offset + len(whole)
-        return [_entry(json.loads(line)) for line in whole.splitlines()]
 
-
-def _entry(data: dict[str, Any]) -> JournalEntry:
-    return JournalEntry(
-        name=str(data.pop("event")),
-        node=str(data.pop("node", "?")),
-        time_s=float(data.pop("time")),
-        fields=data,
-    )
+def _entry(record: JournalRecord) -> JournalEntry:
+    fields = {name: value for name, value in record.data.items() if name not in ENVELOPE}
+    return JournalEntry(record.name, record.node, record.time_s, fields)
