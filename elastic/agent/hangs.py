@@ -120,6 +120,11 @@ class Hangs:
     def close(self) -> None:
         self._watch.close()
 
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Of the last checkpoint that a worker of this node knows to be committed."""
+        return self._watch.checkpoint_step
+
     # ── whom to watch ────────────────────────────────────────────────────────────────────
 
     def on_page(self, worker: Worker, page: ProgressPage) -> None:

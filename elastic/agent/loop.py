@@ -39,18 +39,20 @@ from elastic.errors import (
 from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
 from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
+from elastic.leadership import failure_timeline
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
+from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import FlightTrace, ProgressPage
+from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
 from elastic.liveness.channel import LIMITS, LivenessServer
-from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
+from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import (
     Deleted,
@@ -121,8 +123,14 @@ class NodeLoop:
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at, oom_kills) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
+        self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
+        self._progress = ProgressWriter(
+            self._at,
+            lambda: self._lease if self._registered and self._succession.term else None,
+            lambda: self._hangs.checkpoint_step if self._hangs is not None else None,
+        )
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._knows_world = False  # the world has been read since this lease was granted
@@ -160,6 +168,7 @@ class NodeLoop:
             self._workers.start()
         if self._hangs is not None:
             self._hangs.start()
+        self._progress.start()
         keys = self._at.keys
         self._watch = self._at.store.watch(
             [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
@@ -178,6 +187,7 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        self._progress.close()
         if self._hangs is not None:
             self._hangs.close()
         if self._workers is not None:
@@ -280,12 +290,15 @@ class NodeLoop:
             case LinkSaid(worker, FlightTrace() as trace):
                 if self._hangs is not None:
                     self._hangs.on_flight(worker, trace)
+            case LinkSaid(worker, StepReport(times=times)):
+                self._step_times.on_report(worker.pid, worker.local_rank, times)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
                 if self._hangs is not None:
                     self._hangs.on_ended(worker.pid)
+                self._step_times.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
             case RanksAreQuiet():
@@ -327,6 +340,8 @@ class NodeLoop:
             self._workers.reporter.publish(self._lease)
         if self._hangs is not None and self._lease is not None and not self._lease.lost:
             self._hangs.publish(self._lease)
+        if self._lease is not None and not self._lease.lost:
+            self._step_times.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:

@@ -23,6 +23,7 @@ from elastic.link.protocol import (
     Heartbeat,
     Hello,
     Left,
+    MeasureSteps,
     Message,
     Permit,
     Ready,
@@ -144,6 +145,8 @@ class Workers:
         """A first world stands already; a newer one may have come since the worker began."""
         if self._permit is not None:
             self._server.send(self._permit, worker)
+        if self._at.options.straggler_action != "off":
+            self._server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
         running = self._node.running
         if self._pushed is not None and (
             running is None or self._pushed.generation > running.generation
@@ -356,6 +359,7 @@ class Workers:
         self._left.clear()
         self._entered.clear()
         self._pushed = None
+        self._at.status.workers_left = False
         self._at.status.to_replace.clear()
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:

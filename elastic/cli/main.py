@@ -32,6 +32,11 @@ COMMANDS = {
     "run": Command(
         "elastic.cli.launch.run", "start a training job: torchrun's flags, and a local etcd"
     ),
+    "status": Command("elastic.cli.observe.status", "how a job is: its state, step and nodes"),
+    "describe": Command("elastic.cli.observe.describe", "a node, an incident, the checkpoint"),
+    "wait": Command("elastic.cli.observe.wait", "until a job is done, or reaches a step"),
+    "events": Command("elastic.cli.observe.events", "the events of a run, from its journals"),
+    "report": Command("elastic.cli.observe.report", "where a run's time went, from its journals"),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),

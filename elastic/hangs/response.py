@@ -110,7 +110,7 @@ class HangResponse:
         report = self._observe(watch, judged)
         if not worker.is_as_judged(culprit):  # also while its stacks were taken
             reason = "it showed a sign of progress before it was ended"
-            self._journal.emit(HangOver(rank=culprit.rank, reason=reason))
+            self._journal.emit(HangOver(hung_rank=culprit.rank, reason=reason))
             return
         if self._acts:
             reason = f"{judged.verdict.reason}; report: {path}"

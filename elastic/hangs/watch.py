@@ -123,6 +123,7 @@ class HangWatch:
         self._generation = 0  # of the newest world
         self._first_rank: int | None = None
         self._supervised: tuple[Supervised, ...] = ()
+        self.checkpoint_step: int | None = None  # the last that a worker knows to be committed
         self._last_tick_s = clock.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-hangs", daemon=True)
@@ -281,6 +282,8 @@ class HangWatch:
             if starved_s > _STARVED * passed_s:
                 worker.quiet_s -= min(starved_s, passed_s)
         worker.reading = reading
+        if reading.checkpoint_step >= 0:
+            self.checkpoint_step = reading.checkpoint_step
         facts = self._facts(worker, reading, KernelFacts())
         limits_s = thresholds_s(facts, self._policy)
         worker.level = sum(worker.quiet_s >= limit_s for limit_s in limits_s)

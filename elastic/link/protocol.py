@@ -1,4 +1,4 @@
-"""What agent and worker say to each other: one JSON object per frame, strictly parsed.
+"""The messages of agent and worker: one JSON object per frame, strictly parsed.
 
 Nothing received is executed. A frame that is not exactly one of these messages is a
 :class:`LinkError`, and ends the connection it came on.
@@ -16,6 +16,7 @@ from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
+from elastic.stragglers.facts import StepDurations
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
@@ -34,7 +35,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Worker, several times a second: where it stands. Generation 0: in no world yet."""
+    """Worker, several times a second: its position. Generation 0: in no world yet."""
 
     generation: int
     step: int
@@ -67,7 +68,7 @@ class CollectiveFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """Worker: it has left at a step's boundary, as told."""
+    """Worker: it has left at a step's boundary, as requested."""
 
     step: int
 
@@ -88,7 +89,7 @@ class SigtermAsk:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressPage:
-    """Worker: descriptors of its own, which the agent opens (elastic/hangs/page.py, stacks.py)."""
+    """Worker: its descriptors, which the agent opens (elastic/hangs/page.py, stacks.py)."""
 
     fd: int
     stacks_fd: int
@@ -103,9 +104,16 @@ class FlightTrace:
     entries: tuple[FlightEntry, ...]
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """Worker, once a window: how long its steps take, for the detection of stragglers."""
+
+    times: StepDurations
+
+
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """Agent: the answer to a hello."""
+    """Agent: the answer to a Hello."""
 
     version: int
     node_id: str
@@ -119,7 +127,7 @@ class WorldMessage:
     # None: this node is not in it, and leaves at ``world.switch_at_step``, or at once.
     assignment: RankAssignment | None
     node_rank: int  # 0 where the node is not in it
-    nodes: int  # 0: everybody leaves
+    nodes: int  # 0: all ranks leave
     store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
     store_tls: TlsFiles | None = None  # this node's certificates for it; None: no TLS
 
@@ -144,6 +152,13 @@ class FlightAsk:
     """Agent: ranks show no progress; which collectives has this one begun?"""
 
 
+@dataclass(frozen=True)
+class MeasureSteps:
+    """Agent: report the times of steps in windows of this length."""
+
+    window_s: float
+
+
 Message = (
     Hello
     | Heartbeat
@@ -155,11 +170,13 @@ Message = (
     | SigtermAsk
     | ProgressPage
     | FlightTrace
+    | StepReport
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
     | FlightAsk
+    | MeasureSteps
 )
 FROM_WORKER = (
     Hello,
@@ -172,8 +189,9 @@ FROM_WORKER = (
     SigtermAsk,
     ProgressPage,
     FlightTrace,
+    StepReport,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk, MeasureSteps)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,

@@ -23,6 +23,7 @@ from elastic.messages import typed_json
 from elastic.messages.world import Cause as Cause
 from elastic.messages.world import WorldSpec, derive
 from elastic.messages.world import WorldState as WorldState
+from elastic.stragglers.facts import RankStepTimes
 
 RECORD_VERSION = 1
 
@@ -247,6 +248,16 @@ class HangStacks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeStepTimes:
+    """Key ``step_times/{node_id}``, on the node's lease: how long the last steps of its ranks took,
+    written about once a window."""
+
+    node_id: str
+    ranks: tuple[RankStepTimes, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
 class Done:
     """Key ``done``: set once, never changed."""
 
@@ -276,11 +287,22 @@ Record = (
     | HangFacts
     | HangVerdict
     | HangStacks
+    | NodeStepTimes
     | Done
     | Secret
 )
 R = TypeVar(
-    "R", WorldRecord, Node, Leader, FailureReport, HangFacts, HangVerdict, HangStacks, Done, Secret
+    "R",
+    WorldRecord,
+    Node,
+    Leader,
+    FailureReport,
+    HangFacts,
+    HangVerdict,
+    HangStacks,
+    NodeStepTimes,
+    Done,
+    Secret,
 )
 
 

@@ -68,6 +68,8 @@ class View:
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
+    # Node ids whose ranks are slower than the others, and why; only where they may be left out.
+    stragglers: Mapping[str, str] = field(default_factory=dict)
     failing_since_s: float | None = None  # when the leader saw the first report of this world
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import math
 import os
 import secrets
@@ -29,7 +30,7 @@ from elastic.agent.leaving import LauncherPhase, Leaving
 from elastic.agent.service import NodeService
 from elastic.agent.worker_tuning import WorkerTuning
 from elastic.clock import SYSTEM_CLOCK
-from elastic.events import HealthServed
+from elastic.events import HealthServed, WorkersStarting
 from elastic.hangs.watch import Supervised
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
@@ -103,6 +104,8 @@ class Launch:
                 folder=os.environ.get("ELASTIC_JOURNAL"),
                 identity={"node": node.name, "node_id": node.node_id},
                 origin=self._origin,
+                role="agent",
+                run_id=keys.run_id,
             )
             made.callback(self._journal.close)
             secret = RunSecret.obtain(store, keys)
@@ -128,6 +131,7 @@ class Launch:
                 tls=tls,
             )
             services.append(self.service)
+            self._journal.locate(self.service.position)
             made.callback(self.service.close)
             self._reaper = OrphanReaper(
                 node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
@@ -199,6 +203,7 @@ class Launch:
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
         self.service.keep_link_key()
+        self._journal.emit(WorkersStarting(), level=logging.DEBUG)
         variables = {**self._variables, **self._tuned}
         with _environment, _environment_of(variables):
             self._starting = threading.get_ident()

@@ -9,6 +9,17 @@ from __future__ import annotations
 
 # etcd ------------------------------------------------------------------------------------------
 
+# The leader writes how far the job is at most once in this, for `elastic status`: half a write per
+# second and job.
+PROGRESS_S = 2.0
+# `elastic status` names nodes that were lost as long ago as this.
+RECENT_LOSS_S = 600.0
+# Between two looks of `elastic status --watch`, and of `elastic wait`.
+STATUS_WATCH_S = 2.0
+# Between two looks of `elastic wait`, whose caller waits for its end.
+WAIT_LOOK_S = 0.5
+# How long `elastic wait` waits unless told, as kubectl does.
+WAIT_TIMEOUT_S = 30.0
 # One call to etcd, retries included.
 STORE_CALL_S = 5.0
 # For the first contact of a store that is not told another limit: one call.
@@ -170,6 +181,13 @@ STACKS_DUMPED_S = 1.0
 STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
 STACKS_PY_SPY_S = 5.0
+
+# Stragglers -------------------------------------------------------------------------------------
+
+# A rank's step times are told to the leader once in such a window (straggler_window_s), and three
+# windows in a row make a straggler. Nothing presses: a slow rank costs a part of each step, and a
+# window of this length costs etcd one small write per node and window.
+STRAGGLER_WINDOW_S = 10.0
 
 # The health endpoint -----------------------------------------------------------------------------
 

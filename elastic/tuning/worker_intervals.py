@@ -29,6 +29,21 @@ WORKER_SLICE_S = 0.2
 # Between two looks for a world, where the thread that hears of it may not be woken.
 WORLD_LOOK_S = 0.005
 
+# Telemetry ---------------------------------------------------------------------------------------
+
+# Between two sums of where the time has gone (elastic/training/step_account.py): a rank writes
+# about 250 KiB an hour, and what a killed process had not written is at most this.
+STEP_TIMES_S = 5.0
+# A worker that was killed has not written down less than this. One that had said nothing for
+# longer hung before, and goodput counts that as the time until it was noticed.
+UNREPORTED_S = 2 * STEP_TIMES_S
+# A wall clock that moves by this against the monotonic one of its machine was set.
+CLOCK_SET_S = 1.0
+# A node whose journal ends this long before the run, without a word, is named in a note.
+SILENT_NODE_S = 10.0
+# Between two looks of `elastic events --follow` for new lines.
+FOLLOW_S = 0.3
+
 # Meeting in a world's store ----------------------------------------------------------------------
 
 # Between two looks for a newer world, while nobody listens at the store's port.

@@ -6,14 +6,14 @@ import functools
 
 from elastic import torch_private
 from elastic.hangs import stacks
-from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.link.protocol import ProgressPage
 from elastic.telemetry.log import get_logger
 
 
 def offer_page() -> ProgressPage | None:
-    """Keep a page from now on; the message that tells the agent where it is. None: no memory."""
+    """Keep a page from now on; returns the message with its descriptors for the agent. None: no
+    memory."""
     try:
         page_fd = phases.start()
         source = _offer_stacks()
@@ -31,4 +31,4 @@ def _offer_stacks() -> stacks.StackSource:
 
 @functools.cache
 def _watch_batches() -> None:
-    torch_private.watch_batches(lambda: phases.enter(Phase.DATA), phases.enter)
+    torch_private.watch_batches(phases.enter_batch, phases.enter)

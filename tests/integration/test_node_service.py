@@ -443,7 +443,7 @@ def test_a_node_with_a_faulty_gpu_is_left_out_of_the_next_world(
     worlds = [a.enter(), c.enter()]
     assert {w.node_ids for w in worlds} == {(a.id, c.id)}
     judged = [e for node in (a, b, c) for e in node.events if isinstance(e, FailureJudged)]
-    assert [(e.node, e.action, e.rule) for e in judged] == [
+    assert [(e.failed, e.action, e.rule) for e in judged] == [
         (b.journal.name, "exclude-node", "gpu-hardware")
     ]
 
