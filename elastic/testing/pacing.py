@@ -13,6 +13,8 @@ from pathlib import Path
 
 LATE_STEP_S = 1.0
 """The least duration of a step in the second half of a job."""
+LATE_FACTOR = 6
+"""How many times longer it takes than one of the first half, at least."""
 
 
 def pause_after_step(hurry: Path, step_s: float, done: float) -> None:
@@ -24,4 +26,4 @@ def pause_after_step(hurry: Path, step_s: float, done: float) -> None:
         done: how much of the job is done, from 0 to 1.
     """
     if not hurry.exists():
-        time.sleep(step_s if done < 0.5 else max(step_s, LATE_STEP_S))
+        time.sleep(step_s if done < 0.5 else max(LATE_FACTOR * step_s, LATE_STEP_S))

@@ -22,7 +22,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "saving.py"
-WORKLOAD = Workload(step_s=0.08)  # what the fixture `undisturbed` has trained
+WORKLOAD = Workload(step_s=0.16)  # what the fixture `undisturbed` has trained
 BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))
 
 

@@ -107,7 +107,7 @@ def test_a_stopped_worker_costs_two_seconds(job: TrainingJob) -> None:
     verdict, pause_s, pid = hurt(job, "stop")
     assert verdict["kind"] == "stopped"
     assert "state T" in verdict["reason"]
-    assert pause_s < STOPPED_S * measure_slowness()
+    assert pause_s < STOPPED_S or pause_s < STOPPED_S * measure_slowness()
     report = Path(verdict["report"]).read_text()
     assert f"pid {pid}" in report
 
@@ -119,7 +119,7 @@ def test_who_is_not_in_the_collective_is_the_culprit(job: TrainingJob, kind: str
     assert "the forward and backward pass" in verdict["reason"]
     says = "endless loop" if kind == "loop" else "asleep"
     assert says in verdict["reason"]
-    assert pause_s < HUNG_S * measure_slowness()
+    assert pause_s < HUNG_S or pause_s < HUNG_S * measure_slowness()
     report = Path(verdict["report"]).read_text()
     assert f"pid {pid}" in report
     assert "in hang" in report, "the stack of the culprit"
@@ -138,7 +138,7 @@ def differing(report: Path) -> str | None:
 def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kind: str) -> None:
     verdict, pause_s, pid = hurt(job, kind)
     assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
-    assert pause_s < HUNG_S * measure_slowness()
+    assert pause_s < HUNG_S or pause_s < HUNG_S * measure_slowness()
     assert obeyed(job, kind)[0] == pid
     report = Path(verdict["report"])
     differs = job.wait_for(lambda: differing(report), 60, "what torch's flight recorder says")
@@ -256,7 +256,7 @@ def test_a_stopped_node_costs_its_lease(job: TrainingJob) -> None:
     job.wait_for(lambda: job.training_nodes()[0] > generation, 120, "training without the node")
     pause_s = paused_s(job, generation + 1)
     victim.kill()
-    assert pause_s < (LEASE_S + 1.5) * measure_slowness()
+    assert pause_s < LEASE_S + 1.5 or pause_s < (LEASE_S + 1.5) * measure_slowness()
 
 
 def test_a_stopped_worker_of_a_script_that_knows_nothing_of_this_project(

@@ -23,7 +23,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=75, step_s=0.1)
+WORKLOAD = Workload(samples=500, epochs=38, step_s=0.2)
 WORKERS_GONE_S = 3.0  # on an idle machine; promised is 1 s
 HEARD_OF_WITHIN_S = 1.0  # a worker's death, by its agent, on an idle machine
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from elastic.testing.cluster import LocalCluster
+from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
@@ -41,8 +41,9 @@ class Workload:
 
     samples: int = 1000
     batch: int = 24
-    epochs: int = 40
-    step_s: float = 0.15  # before hurry(); the second half of the job is slower
+    # Few and long steps: a job lasts as long, and what hurry() leaves to do costs less CPU time.
+    epochs: int = 20
+    step_s: float = 0.3  # before hurry(); the second half of the job is slower
     save_every: int = 10
     loader_workers: int = 0
     extra: tuple[str, ...] = ()  # more arguments of the script
@@ -120,7 +121,10 @@ class TrainingJob(LocalCluster):
         self.hurry()
         self.wait_for(lambda: not self.running or None, timeout_s, "the end of the job")
         ended_s = time.time()
-        self.assert_nothing_left(within_s=NOTHING_LEFT_WITHIN_S * measure_slowness())
+        try:
+            self.assert_nothing_left(NOTHING_LEFT_WITHIN_S)
+        except ClusterTimeout:  # measuring takes seconds of CPU time, and is seldom needed
+            self.assert_nothing_left(NOTHING_LEFT_WITHIN_S * (measure_slowness() - 1))
         codes = {node.name: node.exit_code for node in survivors}
         assert set(codes.values()) == {0}, f"{codes}\n{self.report()}"
         ledger = self.ledger()

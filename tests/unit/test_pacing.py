@@ -12,7 +12,7 @@ import pytest
 
 from elastic.clock import ManualClock
 from elastic.testing import slowness
-from elastic.testing.pacing import LATE_STEP_S, pause_after_step
+from elastic.testing.pacing import LATE_FACTOR, LATE_STEP_S, pause_after_step
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_steps_are_slower_in_the_second_half(tmp_path: Path, slept: list[float]) -> None:
     for done in (0.0, 0.49, 0.5, 0.99):
         pause_after_step(tmp_path / "hurry", 0.1, done)
-    pause_after_step(tmp_path / "hurry", 2 * LATE_STEP_S, 0.9)
-    assert slept == [0.1, 0.1, LATE_STEP_S, LATE_STEP_S, 2 * LATE_STEP_S]
+    pause_after_step(tmp_path / "hurry", LATE_STEP_S, 0.9)
+    assert slept == [0.1, 0.1, LATE_STEP_S, LATE_STEP_S, LATE_FACTOR * LATE_STEP_S]
 
 
 def test_no_step_waits_once_the_test_says_so(tmp_path: Path, slept: list[float]) -> None:
