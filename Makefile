@@ -3,6 +3,9 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Thousands of processes import this project: none of them is to compile it again, whatever the caller's
+# environment says.
+unexport PYTHONDONTWRITEBYTECODE
 # What took longest is said at the end.
 SLOWEST := --durations=25 --durations-min=1
 # Two files at a time.

@@ -1,7 +1,7 @@
-"""What it costs that all ranks agree on saving: words behind the gradients, against a collective.
+"""The cost of agreeing on a save: control flags in the gradient bucket, compared with a collective.
 
 Two ranks on gloo train one bucket of gradients; three ways take turns within one run, so that a
-noisy moment hits all of them: nobody says anything, words ride with the first bucket, and an
+noisy moment hits all of them: no agreement, control flags in the first bucket, and an
 all-reduce of three numbers follows every step.
 """
 

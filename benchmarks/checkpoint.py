@@ -46,7 +46,7 @@ TENSORS = 32
 SETTLE_S = 0.5  # after a save, in which the one before it is removed
 STALLS, WRITES, LOADS = 7, 5, 5  # saves, saves and loads of one kind, in each round
 DISK = 4  # saves, and loads, in each round
-SAVES = 5  # beside training
+SAVES = 5  # while training
 ALONE = 60  # steps without a save, before one and after it
 NICENESS = 10  # the engine's
 SIZES = {"small": (64, 50), "full": (1024, 1000)}  # MiB, kills
@@ -114,7 +114,7 @@ class Bench:
         for world_size in worlds:
             root = folder / f"w{world_size}"
             self._save(root, folder / "raw", world_size)
-            self._timed_raw_write(folder / "raw", 1)  # whole again, for the raw readers
+            self._timed_raw_write(folder / "raw", 1)  # complete again, for the raw readers
             if world_size == 1:
                 self._load_alone(root, folder / "raw")
             else:
@@ -131,7 +131,8 @@ class Bench:
             self.against(case, subject, took_s, "raw", raw_s)
 
     def _save(self, root: Path, raw: Path, size: int) -> None:
-        """Each stall against memcpy of 1/W beside it, each write against a raw one of as much.
+        """Each stall against a memcpy of 1/W just before it, each write against a raw one of as
+        much.
 
         memcpy has as much memory to go round in as the engines: two buffers for each rank.
         """
@@ -187,7 +188,7 @@ class Bench:
         self.against("load W=1", "elastic, into fresh memory", fresh_s, "raw", raw_s)
 
     def slow_down(self, folder: Path) -> None:
-        """A training step's time while a save is written, against alone."""
+        """A training step's time while a save is written, against without one."""
         cores = os.cpu_count() or 1
         for threads, where in ((cores - 1, "a core to spare"), (cores, "on every core")):
             torch.set_num_threads(max(threads, 1))
@@ -324,7 +325,7 @@ class Bench:
     # --- raw bytes
 
     def _make_ready(self, size: int) -> None:
-        """See to it that the kernel has memory of its own for so many bytes.
+        """Make the kernel provide free memory for so many bytes.
 
         Three times as many: it need not give back first what it has got last.
         """

@@ -92,10 +92,10 @@ def read_raw(path: Path, into: list[torch.Tensor]) -> None:
 
 
 def bad_after_kills(root: Path, kills: int, seed: int) -> int:
-    """How many of ``kills`` saving processes left something that is listed and not whole.
+    """How many of ``kills`` saving processes left a listed but incomplete checkpoint.
 
     A child saves in the background, step after step, and is killed at a random instant after
-    its first commit. Each tensor tells its step: a mixture of steps is seen.
+    its first commit. Each tensor contains its step: a mixture of steps is detected.
     """
     chance = random.Random(seed)
     bad = 0

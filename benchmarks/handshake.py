@@ -184,7 +184,7 @@ def connect(port: int, tls: Tls | None) -> None:
 
 @contextlib.contextmanager
 def bare_server() -> Iterator[int]:
-    """Says what it is told, one connection at a time."""
+    """An echo server, one connection at a time."""
 
     def run() -> None:
         while True:

@@ -3,6 +3,7 @@
     python benchmarks/hang.py                       a table
     python benchmarks/hang.py --json                the object of DESIGN section 10
     python benchmarks/hang.py --times 1             less of it
+    python benchmarks/hang.py --torchft 0 --torchft-tight 0    without torchft
 
 Three nodes on this machine, one worker each, gloo, min 2, max 3. The script is
 benchmarks/scripts/hanging.py: 1.05 million parameters, AdamW, steps of about 20 ms with a barrier
@@ -15,15 +16,20 @@ stopped worker, endless loop, skipped collective
     SIGSTOP of a worker; a worker that loops in its forward pass; one that leaves a barrier out. The
     longest time between two consecutive completed steps of any survivor, by the ledger.
 stopped node
-    SIGSTOP of an agent and its worker at once: nobody on that node is left to notice, so its lease
+    SIGSTOP of an agent and its worker at once: no process of that node can notice it, so its lease
     (4 s) decides.
 cost per step, cost of a look
-    In this process: what a step says on its page (two batches, three waits, an optimizer); what a
+    In this process: what a step writes to its page (two batches, three waits, an optimizer); what a
     tick of the agent's thread takes for one worker, five times a second.
+torchft
+    SIGSTOP of the worker of one of three replicas (benchmarks/recovery_torchft.py: an environment
+    of its own, made at the first use), with its default times and the shortest that train here; the
+    longest time between two committed steps of a survivor. Loops and skipped collectives are left
+    out: there the heartbeats go on, and only the timeout of a collective (60 s) ends the wait.
 
-Others are not measured here: torchft needs an environment of its own
-(benchmarks/recovery_torchft.py). Its timeouts are 5 s for a silent replica, 100 s for a rank that
-fails alone.
+Time that a rank waits for a core is not counted as a hang, so an endless loop on a busy machine
+takes longer to be found: with a tenth of a core, ten times as long. Measure on a machine that is
+quiet. With its defaults this takes about eight minutes.
 """
 
 from __future__ import annotations
@@ -33,12 +39,14 @@ import itertools
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+import recovery_torchft as torchft
 from measurement import Report, Row
 
 from elastic.hangs.budgets import BudgetPolicy
@@ -138,6 +146,26 @@ def measure(times: int, conf: Mapping[str, object], subject: str, seed: int) -> 
     return [Row(c, subject, "s", tuple(job.pauses_s[c]), job.failed[c]) for c in CASES]
 
 
+def measure_torchft(stops: int, tight_stops: int, rng: random.Random) -> list[Row]:
+    """A stopped worker under torchft; nothing where it cannot run."""
+    rows: list[Row] = []
+    try:
+        python, version = torchft.prepare(say)
+        for settings, times in ((torchft.DEFAULT, stops), (torchft.TIGHT, tight_stops)):
+            if times:
+                pauses_s, failed = torchft.measure_stops(python, settings, times, rng, say)
+                subject = f"{settings.name} ({version})"
+                rows.append(Row("stopped worker", subject, "s", tuple(pauses_s), failed))
+    except torchft.Unavailable as error:
+        say(f"torchft cannot be measured here: {error}")
+    return rows
+
+
+def say(text: str) -> None:
+    """Progress, apart from the result on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def cost_of_step(steps: int = 20_000) -> list[float]:
     """Seconds per step, of several runs."""
     recorder = PhaseRecorder()
@@ -185,7 +213,9 @@ def _timed(work, times: int) -> float:  # type: ignore[no-untyped-def]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the object instead of a table")
-    parser.add_argument("--times", type=int, default=5, help="of each case (default: 5)")
+    parser.add_argument("--times", type=int, default=3, help="of each case (default: 3)")
+    parser.add_argument("--torchft", type=int, default=1, help="stops with its defaults; 0: none")
+    parser.add_argument("--torchft-tight", type=int, default=3, help="stops, tightest settings")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
     rows = measure(options.times, {}, "defaults", options.seed)
@@ -193,6 +223,8 @@ def main() -> None:
     rows += measure(
         options.times, shortest, f"hang_timeout_s={LEAST_HANG_TIMEOUT_S:g}", options.seed
     )
+    rng = random.Random(options.seed)
+    rows += measure_torchft(options.torchft, options.torchft_tight, rng)
     micro = 1e6
     rows.append(Row("cost per step", "worker", "us", tuple(s * micro for s in cost_of_step())))
     rows.append(Row("cost of a look", "agent", "us", tuple(s * micro for s in cost_of_look())))

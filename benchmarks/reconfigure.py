@@ -8,7 +8,7 @@ prefix of the store), or give the same group new handles by ``_reconfigure``. Ea
 rank's time from a common start until its first all-reduce in the new group has ended.
 
 Then one rank is stopped (SIGSTOP) while the others wait for it in an all-reduce, and they
-reconfigure to a group of two. ``released`` says whether a rank got its all-reduce back within ten
+reconfigure to a group of two. ``released``: whether a rank got its all-reduce back within ten
 seconds.
 """
 

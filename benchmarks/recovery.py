@@ -39,7 +39,7 @@ torchrun-c10d
     The death of a node under torchrun's default backend, as benchmarks/restart.py measures it.
 
 torchft
-    Whole replicas of the same model killed under torchft from PyPI, in an environment of its own
+    Complete replicas of the same model killed under torchft from PyPI, in a separate environment
     (benchmarks/recovery_torchft.py), with its default times and the shortest that train here.
 """
 
@@ -312,7 +312,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Add to ``rows`` what is asked for."""
+    """Add the requested measurements to ``rows``."""
     rng = random.Random(options.seed)
     with EmbeddedEtcd() as etcd:
         if options.steady:

@@ -1,8 +1,8 @@
 """torchft from PyPI on the same model and machine: what the death of a replica costs there.
 
-torchft gets a virtual environment of its own, kept between runs in the user's cache folder. Each
+torchft gets a separate virtual environment, kept between runs in the user's cache folder. Each
 of three replicas is a torchrun with one worker, as torchft's own example starts them; the
-lighthouse is a process of its own that is never hurt. A replica dies with all its processes.
+lighthouse is a separate process that is never killed. A replica dies with all its processes.
 
 Two settings: ``torchft default`` is what the package comes with, ``torchft tight`` the shortest
 times with which three replicas train here without losing each other.
@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +36,7 @@ SETTLE_S = 0.7
 
 
 class Unavailable(Exception):
-    """torchft cannot run on this machine; the text says why."""
+    """torchft cannot run on this machine; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def measure_kills(
     say: Callable[[str], None],
     cap_s: float = 90.0,
 ) -> list[Event]:
-    """Deaths of whole replicas at random moments, in one job while it lives."""
+    """Deaths of complete replicas at random times, in one job while it lives."""
     events: list[Event] = []
     while len(events) < kills:
         with replicas(python, settings) as job:
@@ -223,8 +224,53 @@ def measure_kills(
                 events.append(_kill_one(job, rng, cap_s))
                 say(f"{settings.name} {len(events)} of {kills}: {events[-1]}")
                 if events[-1].kill_s is None or events[-1].join_s is None:
-                    break  # a job that did not recover tells nothing about the next death
+                    break  # a job that did not recover provides no data about the next death
     return events
+
+
+def measure_stops(
+    python: Path,
+    settings: Settings,
+    stops: int,
+    rng: random.Random,
+    say: Callable[[str], None],
+    cap_s: float = 150.0,
+) -> tuple[list[float], int]:
+    """A worker is stopped (SIGSTOP) at a random moment, and killed once the others train without
+    it: their pauses, and how often they did not go on. A new job for each: torchft ends no worker
+    that is merely silent, and a replica that comes back is another measurement."""
+    pauses_s: list[float] = []
+    failed = 0
+    for _ in range(stops):
+        with replicas(python, settings) as job:
+            began_s = time.time()
+            for _ in range(3):
+                job.start_recording()
+            if not _wait(lambda job=job, t=began_s: job.all_stepped(t, 3), 120.0):  # type: ignore[misc]
+                raise Unavailable("three replicas did not train within 120 s")
+            pause_s = _stop_one(job, rng, cap_s)
+            if pause_s is None:
+                failed += 1
+            else:
+                pauses_s.append(pause_s)
+            say(f"{settings.name}: stopped worker: {pause_s}")
+    return pauses_s, failed
+
+
+def _stop_one(job: Replicas, rng: random.Random, cap_s: float) -> float | None:
+    time.sleep(SETTLE_S + rng.random() * 0.2)
+    victim = rng.choice(job.running)
+    job.running.remove(victim)
+    survivors = list(job.running)
+    stopped_s = time.time()
+    os.kill(victim.workers()[0].pid, signal.SIGSTOP)
+    try:
+        if not _wait(lambda: job.all_stepped(stopped_s, 2), cap_s):
+            return None
+        time.sleep(SETTLE_S)
+        return job.pause(survivors, stopped_s)
+    finally:
+        victim.kill()
 
 
 def _kill_one(job: Replicas, rng: random.Random, cap_s: float) -> Event:

@@ -1,13 +1,13 @@
-"""What a process group of our own, registered with c10d, would cost (docs/decisions/0031).
+"""The cost of a process group in Python, registered with c10d (docs/decisions/0031).
 
     python benchmarks/registered_group.py --json > benchmarks/results/registered_group.json
 
 Ranks on gloo take turns within one run, with a new group in each turn: torch's group alone; the
 harness, whose group is torch's and whose waits an abort can end (``elastic.process_group``); and
 :class:`RegisteredGroup`, a ``ProcessGroup`` in Python that passes each collective on to gloo and
-returns a ``Work`` of its own. Measured are synchronous all-reduces, as a script calls them, and
+returns its own ``Work``. Measured are synchronous all-reduces, as a script calls them, and
 the forward and backward pass of a model under DDP. Medians are to be compared; on a machine with
-fewer cores than ranks the rest says how the kernel dealt out its time.
+fewer cores than ranks the rest shows how the kernel scheduled them.
 
 The registered group comes in variants. A wait for a collective is released by an abort if it is
 told of the end by a callback of gloo's (as the harness waits for collectives of a script), or if it

@@ -8,7 +8,7 @@ Three nodes on this machine, one worker each, gloo, min 2, max 3, all settings a
 but ``--max-restarts=100`` (torchrun's default of 0 ends the survivors). The script is plain torch
 (tests/kill/scripts/plain_ddp.py): each step is an all-reduce and about 20 ms of sleep, and every
 fifth step is saved. Once step 20 is reached, every process of one node gets SIGKILL at once. One
-embedded etcd serves all runs; each has a run id of its own.
+embedded etcd serves all runs; each has its own run id.
 
 How each number is measured:
 

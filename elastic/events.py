@@ -111,32 +111,32 @@ class HangOver(Event):
 class StragglerFound(Event):
     """A rank holds the others up: its own work takes longer than theirs. Times are of a step."""
 
-    generation: int
-    rank: int
-    node: str
+    generation: int  # in which it trains
+    rank: int  # of the straggler
+    node: str  # on which it runs
     cause: str  # data wait or compute
     factor: float  # its own time per sample, as a multiple of the typical one
-    z_score: float
+    z_score: float  # robust: its distance from the median, in scaled median absolute deviations
     windows: int  # in a row
-    data_s: float
-    compute_s: float
-    collective_s: float
-    checkpoint_s: float
-    script_s: float
-    typical_data_s: float
-    typical_compute_s: float
+    data_s: float  # it waited for its data loader
+    compute_s: float  # forward, backward and optimizer
+    collective_s: float  # it waited for the other ranks
+    checkpoint_s: float  # it saved
+    script_s: float  # the script's other code
+    typical_data_s: float  # the median of all ranks
+    typical_compute_s: float  # the median of all ranks
     lag_s: float  # what the others wait for
-    reason: str
+    reason: str  # a sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerRecovered(Event):
     """A rank that was a straggler keeps up with the others again."""
 
-    generation: int
-    rank: int
-    node: str
-    factor: float
+    generation: int  # in which it trains
+    rank: int  # of the former straggler
+    node: str  # on which it runs
+    factor: float  # its own time per sample now, as a multiple of the typical one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class JobEnded(Event):
 class FailureTimelineWritten(Event):
     """The job has failed: a page about what broke when, and what was done."""
 
-    timeline: str
+    timeline: str  # the page
     report: str  # the path of the same page; "": it could not be written
     problem: str  # why not
 

@@ -1,4 +1,4 @@
-"""Steps of about 20 ms and a barrier each, in a job that hangs where a file tells it to.
+"""Steps of about 20 ms and a barrier each, in a job that hangs at the place that a file names.
 
 A file ``hang-KIND`` in the folder, with the name of a node in it, is the order; the node's worker
 takes it by deleting it.

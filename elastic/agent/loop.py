@@ -39,13 +39,13 @@ from elastic.errors import (
 from elastic.events import FailureTimelineWritten, JobEnded, LeaseLost, StoreProblem
 from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
+from elastic.leadership import failure_timeline
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
 from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
 from elastic.liveness.channel import LIMITS, LivenessServer
-from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext

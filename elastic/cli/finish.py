@@ -24,6 +24,7 @@ from elastic.cli.job_arguments import add_job_arguments, endpoint_of, options_of
 from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import StoreUnreachable
+from elastic.membership import failure_timeline
 from elastic.membership.records import Done, Keys, Outcome, decode
 from elastic.store.etcd.options import etcd_config
 from elastic.store.keyvalue import (
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
     say(f"may scale {target} (tried with a dry run)")
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
+    if failure_timeline.is_wanted(done):
+        say(failure_timeline.render(done, keys.root, done_key=keys.done))
     if done.outcome is Outcome.FAILURE and args.keep_failed:
         say(f"statefulset/{args.statefulset} is not changed (--keep-failed)")
         return _exit_code(done)

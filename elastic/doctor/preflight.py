@@ -56,7 +56,7 @@ def require_fit(findings: Sequence[Finding], node: str) -> None:
             f"preflight: node {node} does not join the job: "
             + "; ".join(f"{finding.name}: {finding.measured}" for finding in bad),
             hint="; ".join(dict.fromkeys(finding.remedy for finding in bad))
-            + " (`elastic doctor` on this node tells more)",
+            + " (`elastic doctor` on this node has the details)",
         )
 
 

@@ -108,6 +108,11 @@ class FailureAccounting:
             from_record(record, now - max(0.0, wall_s - record.time_s))
             for record in (world.breakages if world is not None else ())
         ]
+        # Steps are counted from the last breakage: from the beginning of this term on, there would
+        # be none at the failure that began it.
+        if steps := [b.step for b in self._breakages if b.step is not None]:
+            self._step, self._step_at_change = max(steps), steps[-1]
+            self._has_trained = self._step > 0
 
     def records(self, now: float, wall_s: float) -> tuple[BreakageRecord, ...]:
         """What the next world's record is to remember."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elastic.errors import CoordinationError
-from elastic.membership.job_progress import JobProgress, encode_progress
+from elastic.leadership.job_progress import JobProgress, encode_progress
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
 from elastic.tuning.agent_intervals import PROGRESS_S

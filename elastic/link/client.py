@@ -1,6 +1,6 @@
 """The worker's end of the link: one thread that reads, beats, and watches the agent's pidfd.
 
-The agent's death is told by its pidfd. A connection that ends while the agent lives is made again.
+Its pidfd reports the agent's death. A connection that ends while the agent lives is reestablished.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class LinkClient:
-    """Made by :meth:`connect`; owned by whoever calls ``close``.
+    """Created by :meth:`connect`; its owner calls ``close``.
 
     ``on_message`` and ``on_agent_death`` run on the thread ``elastic-link-client``, and so does
-    ``beat``, which says where the worker stands. In a forked child it does nothing.
+    ``beat``, with the worker's position. In a forked child it does nothing.
     """
 
     # Of two clients for one agent in one process, the older one does not connect again: they
-    # would take the connection from each other for ever.
+    # would take the connection from each other endlessly.
     _latest: ClassVar[dict[str, int]] = {}
     _serials: ClassVar[itertools.count[int]] = itertools.count(1)
 
@@ -112,7 +112,7 @@ class LinkClient:
         beat_every_s: float = LINK_HEARTBEAT_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> LinkClient:
-        """Say hello, wait for the welcome, start the thread. Raises LinkError."""
+        """Perform the handshake, start the thread. Raises LinkError."""
         client = cls(
             path,
             local_rank=local_rank,
@@ -141,7 +141,7 @@ class LinkClient:
         return tuple(fd for fd in ours if fd >= 0)
 
     def send(self, message: Message) -> None:
-        """Tell the agent, in order, from any thread; never waits. Lost if the agent is gone."""
+        """Send to the agent, in order, from any thread; never blocks. Lost if the agent is gone."""
         if os.getpid() != self._pid or self._closing:
             return
         if not self._outbox.put(frame(encode(message))):
@@ -209,7 +209,7 @@ class LinkClient:
             self._pause_s = LINK_FIRST_PAUSE_S
         except (OSError, LinkError) as error:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
-                self._end_with_agent()  # its death cannot be seen, but nobody listens any more
+                self._end_with_agent()  # its death cannot be observed, but its socket is closed
                 return
             if (
                 self._pause_s == 2 * LINK_FIRST_PAUSE_S
@@ -304,7 +304,7 @@ class LinkClient:
 
     def _end_with_agent(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):  # nobody else tidies up behind a killed agent
+        with contextlib.suppress(OSError):  # a killed agent cannot remove it
             os.unlink(self._path)
             os.unlink(key_path(self._path))
             os.rmdir(os.path.dirname(self._path))

@@ -1,4 +1,5 @@
-"""A worker's side of the handshake with its agent: one attempt, which waits for nobody dead."""
+"""A worker's side of the handshake with its agent: one attempt, which never waits for a dead
+agent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from elastic.secure_channel.frames import FrameReader, frame
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake
 from elastic.secure_channel.keys import SecretKey
 
-KEY_FILE = "key"  # beside the socket, in a folder of mode 0700; of mode 0600
+KEY_FILE = "key"  # in the socket's folder of mode 0700; of mode 0600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Welcomed:
     sock: socket.socket  # does not block
     agent: int  # pidfd; -1: the agent is in a pid namespace that cannot be seen from here
     received: FrameReader
-    messages: list[Message]  # came right behind the welcome
+    messages: list[Message]  # received right after the welcome
 
 
 def say_hello(
@@ -90,7 +91,7 @@ def key_path(path: str) -> str:
 
 
 def read_key(path: str) -> SecretKey:
-    """The key of the link at ``path``, as its agent wrote it there for this user alone.
+    """The key of the link at ``path``, as its agent wrote it, readable only by this user.
 
     Raises OSError if there is none, LinkError if others could have written or read it.
     """
@@ -118,7 +119,7 @@ def _wait(sock: socket.socket, agent: int, stop: int, timeout_s: float) -> None:
 def _heard(sock: socket.socket, path: str) -> bytes:
     chunk = sock.recv(1 << 16)
     if not chunk:
-        raise LinkError(f"the agent at {path} refused this worker", hint="its log says why")
+        raise LinkError(f"the agent at {path} refused this worker", hint="its log has the reason")
     return chunk
 
 

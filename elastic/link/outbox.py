@@ -1,8 +1,8 @@
-"""Messages on their way to the agent: any thread puts, nobody waits, the order is kept.
+"""Messages on their way to the agent: any thread may put, none blocks, the order is preserved.
 
-Whoever puts also sends, so that what a process says last is out before it ends. What the socket
-does not take is left for the link's thread. Whole frames outlive a connection: the next one begins
-with the first frame that the last one did not take.
+The thread that puts also sends, so that the last messages of a process are sent before it ends. The
+link's thread sends the rest once the socket is writable. Unsent frames outlive a connection: the
+next one begins with the first frame that the last one did not take.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Outbox:
             self._socket, self._taken = sock, 0
 
     def detach(self) -> None:
-        """Before the socket is closed: nobody is inside it then."""
+        """Before the socket is closed: no thread uses it then."""
         with self._lock:
             self._socket = None
 
@@ -45,9 +45,9 @@ class Outbox:
         return True
 
     def flush(self, wait_s: float = 0.0) -> bool:
-        """Send what the socket takes; False: somebody must call again when it takes more."""
+        """Send what the socket accepts; False: call again when it is writable."""
         if not self._lock.acquire(timeout=wait_s):
-            return False  # the one who is at it may just have looked for the last time
+            return False  # the thread that sends may have checked for the last time
         try:
             while self._frames and self._socket is not None:
                 if not self._send_first(self._socket):

@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, and how its process ended: as the kernel tells it."""
+"""The process at the other end of a unix socket, and how it ended, from the kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def calls_itself(pid: int, claimed: int) -> bool:
-    """Whether process ``pid`` may say that it is ``claimed``: in a pid namespace of its own it may.
+    """Whether process ``pid`` may claim to be ``claimed``: in another pid namespace it may.
 
     ``NSpid`` of /proc/PID/status lists its ids from this namespace down to its own (proc(5)).
     """

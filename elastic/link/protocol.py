@@ -1,4 +1,4 @@
-"""What agent and worker say to each other: one JSON object per frame, strictly parsed.
+"""The messages of agent and worker: one JSON object per frame, strictly parsed.
 
 Nothing received is executed. A frame that is not exactly one of these messages is a
 :class:`LinkError`, and ends the connection it came on.
@@ -16,7 +16,7 @@ from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
-from elastic.stragglers.facts import StepTimes
+from elastic.stragglers.facts import StepDurations
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
@@ -35,7 +35,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Worker, several times a second: where it stands. Generation 0: in no world yet."""
+    """Worker, several times a second: its position. Generation 0: in no world yet."""
 
     generation: int
     step: int
@@ -68,7 +68,7 @@ class CollectiveFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """Worker: it has left at a step's boundary, as told."""
+    """Worker: it has left at a step's boundary, as requested."""
 
     step: int
 
@@ -89,7 +89,7 @@ class SigtermAsk:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressPage:
-    """Worker: descriptors of its own, which the agent opens (elastic/hangs/page.py, stacks.py)."""
+    """Worker: its descriptors, which the agent opens (elastic/hangs/page.py, stacks.py)."""
 
     fd: int
     stacks_fd: int
@@ -108,12 +108,12 @@ class FlightTrace:
 class StepReport:
     """Worker, once a window: how long its steps take, for the detection of stragglers."""
 
-    times: StepTimes
+    times: StepDurations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """Agent: the answer to a hello."""
+    """Agent: the answer to a Hello."""
 
     version: int
     node_id: str
@@ -127,7 +127,7 @@ class WorldMessage:
     # None: this node is not in it, and leaves at ``world.switch_at_step``, or at once.
     assignment: RankAssignment | None
     node_rank: int  # 0 where the node is not in it
-    nodes: int  # 0: everybody leaves
+    nodes: int  # 0: all ranks leave
     store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
     store_tls: TlsFiles | None = None  # this node's certificates for it; None: no TLS
 

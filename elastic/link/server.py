@@ -1,8 +1,8 @@
 """The agent's end of the links: one unix socket, one thread, a pidfd for every worker.
 
-A worker's death is told by its pidfd within milliseconds, never by its socket: forked data
-workers inherit that and keep it open. Whoever connects is known by SO_PEERCRED, not by what it
-says, and has to prove the key that lies beside the socket for this user alone.
+A worker's pidfd reports its death within milliseconds, its socket does not: forked data workers
+inherit it and keep it open. A client is identified by SO_PEERCRED, not by its messages, and must
+prove the key, which is in the socket's folder and readable only by this user.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LONGEST_TEMP_FOLDER = 60  # bytes: a unix socket's path has room for 107
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that has said hello."""
+    """A worker that has completed the handshake."""
 
     pid: int
     local_rank: int
@@ -78,7 +78,7 @@ class _Process:
 
 
 class LinkServer:
-    """Made by the agent; owned by whoever calls ``close``.
+    """Created by the agent; its owner calls ``close``.
 
     All callbacks run on the thread ``elastic-link``. The link's key is made here, for this agent
     and its workers alone.
@@ -123,7 +123,7 @@ class LinkServer:
 
     def keep_key(self) -> None:
         """Before workers start: their key is there, whatever has cleaned the folder since (after
-        days, systemd-tmpfiles takes the files that nobody has touched, and leaves live sockets).
+        days, systemd-tmpfiles removes untouched files, and keeps live sockets).
 
         Raises OSError where it cannot be written.
         """
@@ -141,13 +141,13 @@ class LinkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, message: Message, worker: Worker | None = None) -> None:
-        """To one worker, or to all that have said hello. From any thread; never blocks."""
+        """To one worker, or to all connected ones. From any thread; never blocks."""
         payload = encode(message)
         if not self._hub.is_closing:
             self._hub.post(lambda: self._send_all(payload, worker))
 
     def workers(self) -> tuple[Worker, ...]:
-        """Those that have said hello and live."""
+        """Those that are connected and alive."""
         return self._present
 
     # -- the thread ---------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class LinkServer:
             return
         self._hub.unwatch(process.pidfd)
         exit_code, ended_by = how_it_ended(process.pidfd)
-        # What it said last may still be unread.
+        # Its last messages may still be unread.
         for connection in self._connections_of(pid):
             self._hub.drain(connection)
             self._hub.drop(connection)
@@ -282,7 +282,7 @@ def _refusal(peer: Peer) -> str:
 
 
 def _fresh_folder() -> str:
-    """For this user alone (mode 0700)."""
+    """Accessible only to this user (mode 0700)."""
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
         base = "/tmp"

@@ -1,7 +1,7 @@
 """Which agents are alive, within milliseconds: connections between the nodes of a job.
 
-``channel`` keeps them open, and spreads the newest world with them; ``connections`` counts who has
-lost whom, half of the proof of a death; ``probe`` asks an agent whether it is there, the other
+``channel`` keeps them open, and spreads the newest world with them; ``connections`` counts lost
+connections, half of the proof of a death; ``probe`` checks whether an agent answers, the other
 half.
 
 May import membership's records, secure_channel and telemetry.

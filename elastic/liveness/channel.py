@@ -1,16 +1,16 @@
-"""Liveness between agents: who is there, and which world is the newest, within milliseconds.
+"""Liveness between agents: which nodes are alive, and the newest world, within milliseconds.
 
 Every agent listens on one port and proves there that it is itself. It also holds one
 connection to the leader: when either process dies the kernel closes it, and the other side
 hears of it at once. A close is a suspicion; :mod:`elastic.liveness.probe` turns it into a verdict.
-The connection to the leader before this one stays open, too: word that another node has deposed
-it often comes before the kernel's word that it has died, and whoever leads next needs both.
+The connection to the leader before this one stays open, too: the news that another node has
+replaced it often arrives before the kernel reports its death, and the next leader needs both.
 Peers are reached by address: to resolve a name may take longer than a lease, and nobody would be
 answered meanwhile.
 
 The leader sends every world it has written down these connections, ahead of the store's watch.
 
-Both ends prove that they know the run's secret before anything else is said
+Both ends prove that they know the run's secret before any other message
 (:mod:`elastic.secure_channel`). A follower sends nothing more; the leader sends records of
 worlds, one per frame, which are parsed strictly. Nothing received is executed.
 """
@@ -33,7 +33,7 @@ from elastic.tuning.agent_intervals import LIVENESS_CONNECT_S
 
 MAX_WORLD = 1 << 20  # etcd takes no value that is much larger
 LIMITS = Limits(
-    frame_bytes=64,  # followers say nothing
+    frame_bytes=64,  # followers send nothing
     server_frame_bytes=MAX_WORLD,
     unsent_bytes=2 * MAX_WORLD,  # a follower that reads no more than that is stuck
     open_connections=4096,
@@ -43,7 +43,7 @@ LIMITS = Limits(
 
 
 class LivenessServer(Handler):
-    """Listens, answers, follows the leader. One thread, owned by whoever calls ``close``.
+    """Listens, answers, follows the leader. One thread; its owner calls ``close``.
 
     All callbacks run on that thread: ``on_opened(node_id, is_leader)`` when a follower has proved
     itself or the leader has, ``on_closed(node_id, is_leader)`` when such a connection closes, or
@@ -119,7 +119,7 @@ class LivenessServer(Handler):
             self._hub.post(lambda: self._announce(record))
 
     def announce_nothing(self) -> None:
-        """The term is over: later followers are told no world."""
+        """The term is over: later followers get no world."""
         self._hub.post(lambda: self._announce(b""))
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class LivenessServer(Handler):
         if leader.was_open:
             leader, self._former = self._former, leader
         if leader is not None:
-            self._hub.drop(leader, tell=False)
+            self._hub.drop(leader, notify=False)
             self._on_dropped(str(leader.data))
 
     def _connect(self, node_id: str, host: str, port: int) -> None:

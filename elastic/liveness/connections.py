@@ -1,6 +1,6 @@
 """Which nodes have lost their liveness connection to this one: half of the proof of a death.
 
-A port that refuses says that nobody listens there, as seen from here. That is so after a death,
+A port that refuses has no listener, as seen from this node. That is so after a death,
 and also behind a firewall that rejects, or while a proxy restarts. Only together with a lost lease
 or with the end of a connection that was open does it prove that the process is gone; and an answer
 that comes later is newer evidence, and reopens the case.
@@ -55,5 +55,5 @@ class Connections:
         return node_id in self._lost
 
     def forget(self, node_id: str) -> None:
-        """Nobody asks about this node any more."""
+        """This node is no longer relevant."""
         self._lost.discard(node_id)

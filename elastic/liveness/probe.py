@@ -1,4 +1,4 @@
-"""Ask an agent whether it is there: one connection, one round trip, a verdict."""
+"""Check whether an agent is alive: one connection, one round trip, a verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict:
     liveness: Liveness
     reason: str
     reset: bool = False  # the connection was accepted and then reset
-    refused: bool = False  # nobody of that name listens there: half of a proof (connections.py)
+    refused: bool = False  # no agent with that id listens there: half of a proof (connections.py)
 
 
 def probe(
@@ -35,13 +35,13 @@ def probe(
     tls: Tls | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Verdict:
-    """Ask the agent at ``host:port`` to prove that it is ``node_id``.
+    """Have the agent at ``host:port`` prove that it is ``node_id``.
 
     Refused, or answered by another agent: half of a proof that the process is gone, for a live
-    agent never closes its port, but a firewall refuses in its name. What the other half is, says
-    :mod:`elastic.liveness.connections`. Silence is no proof at all, nor is what a stranger says:
+    agent never closes its port, but a firewall may refuse for it. For the other half see
+    :mod:`elastic.liveness.connections`. A timeout is no proof, nor is another server's answer:
     only agents of this run know ``key``. A connection that is accepted and reset has met an agent
-    dying: it is asked again, when its port refuses.
+    dying: it is probed again once its port refuses.
     """
     verdict = _probe(host, port, node_id, key, timeout_s, tls)
     if verdict.reset:

@@ -1,8 +1,8 @@
 """Which world comes next: pure decisions over what the leader knows. No I/O, no clock, no torch.
 
 Start with ``decision``; its arguments and answers are in ``view``, what is in the store in
-``records`` and ``keys``. ``surviving_world`` continues a world of which somebody is left,
-``joining_nodes`` says who may come in, ``proposal`` turns the choice into a record.
+``records`` and ``keys``. ``surviving_world`` continues a world with surviving members,
+``joining_nodes`` selects the nodes to admit, ``proposal`` turns the choice into a record.
 ``member_status``, ``step_rate``, ``failure_budget`` and ``escalation`` are facts and counters that
 decisions depend on.
 

@@ -1,10 +1,11 @@
 """This node's memory for checkpoints: made by the agent, so that it outlives all its workers.
 
-A folder below ``/dev/shm`` whose name tells the agent's process: it goes when the agent ends, and
-if that was killed, with the next agent on this machine that can prove so. Workers are told it as
-``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into the next
-one's in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent imports
-it (and nothing else of checkpoints) because a tier that dies with the workers would be none.
+A folder below ``/dev/shm`` whose name identifies the agent's process: it is removed when the agent
+ends, and if that was killed, with the next agent on this machine that can prove so. Workers are
+told it as ``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into the
+next one's in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent
+imports it (and nothing else of checkpoints) because a tier that dies with the workers would be
+none.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def host_memory(
     on_error: Callable[[BaseException], object],
     parent: Path = PARENT,
 ) -> AgentMemory:
-    """Make this node's memory. ``running`` is asked for the world that its workers run, ``key`` for
+    """Make this node's memory. ``running`` returns the world that its workers run, ``key`` for
     what opens the memories of this run."""
     sweep(node.process, parent)
     told = _Told(journal)
@@ -131,7 +132,7 @@ def _address(member: Member) -> PeerAddress:
 
 
 def sweep(me: ProcessIdentity, parent: Path = PARENT) -> None:
-    """Remove what agents of this user left behind that provably have ended."""
+    """Remove the folders of this user's agents that have provably ended."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(parent):
             match = _NAME.fullmatch(entry.name)
@@ -161,14 +162,14 @@ def _shm_bytes(parent: Path) -> int:
 
 
 def memory_bytes(options: AgentOptions) -> int:
-    """This node's memory: as it was told, else the machine's."""
+    """This node's memory: as configured, else the machine's."""
     if options.memory_limit_bytes is not None:
         return options.memory_limit_bytes
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Told:
-    """Tells of copies that fail: once for each reason, until one arrives."""
+    """Reports copies that fail: once for each reason, until one succeeds."""
 
     def __init__(self, journal: EventSink) -> None:
         self._journal = journal

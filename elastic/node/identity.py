@@ -8,16 +8,16 @@ may tell two machines apart has to agree, since none of it does so alone:
 - the boot id is random for each boot of a kernel, and shared by all containers on it. Virtual
   machines that were cloned while they ran have the same one;
 - the machine id is that of an installation: cloned disks and containers of one image share it,
-  and in containers it is often empty, which says nothing;
+  and in containers it is often empty, which proves nothing;
 - the uid of a pod (``ELASTIC_POD_UID``, from the downward API) is unlike any other's, and empty
   where there are no pods. Two containers of one pod have it in common;
-- the host name is whatever somebody chose: equal ones mean nothing, different ones do;
+- the host name is arbitrary: equal ones prove nothing, different ones do;
 - the inode of a pid namespace is unique on one kernel only: the first one has the same number
   everywhere.
 
 Where one of them differs nothing is proved here, neither death nor life: the node's lease and its
 port decide. That a machine has booted again proves nothing either: which machine that was, only
-its machine id could tell, and a clone has that, too.
+its machine id could distinguish it, but a clone has that, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def current_process(pod_uid: str = "") -> ProcessIdentity:
-    """The identity of this process; ``pod_uid`` if it is in a pod that has been told."""
+    """The identity of this process; ``pod_uid`` if it is in a pod that knows its uid."""
     pid = os.getpid()
     stat = _stat(pid)
     return ProcessIdentity(
@@ -82,7 +82,7 @@ def _pid_namespace() -> int:
 
 
 def _exists(pid: int) -> bool:
-    """Asked of the kernel: ``/proc`` may hide the processes of other users (hidepid)."""
+    """From the kernel: ``/proc`` may hide the processes of other users (hidepid)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -105,6 +105,6 @@ def _stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The command name stands in parentheses and may itself hold spaces and parentheses.
+    # The command name is in parentheses and may itself hold spaces and parentheses.
     rest = text[text.rindex(")") + 2 :].split()
     return rest[0], int(rest[19])

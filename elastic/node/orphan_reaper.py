@@ -6,15 +6,15 @@ once the agent is gone the guard ends every process with that mark. Scanning the
 rather than keeping a list of pids leaves no moment in which a worker exists unregistered.
 
 A worker that was forked (``start_method="fork"``) has its agent's initial environment, which says
-nothing. It has inherited the agent's descriptors: one of them, a pipe that nobody uses, is the
+nothing. It has inherited the agent's descriptors: one of them, an unused pipe, is the
 mark of all that was forked, and of what that forks in turn (docs/decisions/0003).
 
 An agent that is frozen leaves them running, too. It extends their permission to train while it
 turns (permission.py); when that is over, the guard ends them.
 
-Run as a script with the standard library alone, with the arguments ``AGENT_PID NODE_ID FORK_MARK
+Run as a script with only the standard library, with the arguments ``AGENT_PID NODE_ID FORK_MARK
 LINK MEMORY ENDING`` and a pipe from the agent as standard input. A line on it is the end of the
-permission, by CLOCK_BOOTTIME; an ``x`` says that the agent ends in order.
+permission, by CLOCK_BOOTTIME; an ``x`` means that the agent ends in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARK = "ELASTIC_NODE_ID"
 # (Time comes from the standard library here: the guard runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
-LONGEST_WAIT_S = 3600.0  # select's clock stands still while the machine sleeps
+LONGEST_WAIT_S = 3600.0  # select's clock stops while the machine is suspended
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def kill_marked(node_id: str, forked: ForkMark | None = None) -> None:
 
 
 def end_strays(node_id: str, forked: ForkMark | None = None) -> int:
-    """SIGKILL what dead workers left behind; returns how many processes.
+    """SIGKILL processes that dead workers left behind; returns how many.
 
-    For the agent between two worlds. Each worker leads a process group of its own: a marked
+    For the agent between two worlds. Each worker leads its own process group: a marked
     process whose group's leader is gone belonged to a dead worker (its DataLoader workers keep
     its sockets open: peers would not notice its death for seconds, measured). Workers that run a
     function are in the agent's own group, and so are their data workers: those of dead ones are
     children of no process of the agent's. A process that a worker started in a session of its
-    own, such as a logging service, is left alone.
+    own, such as a logging service, is not killed.
     """
     kept, ended = set(marked_processes(node_id, forked)), 0
     while strays := [pid for pid in kept if _is_stray(pid, kept)]:
@@ -171,7 +171,7 @@ class OrphanReaper:
     """The agent's handle on its guard process, and on the mark of what it forks."""
 
     def __init__(self, node_id: str, link: str = "", memory: str = "", ending: str = "") -> None:
-        """``link``: the path of the workers' socket, if there is one, in a folder of its own;
+        """``link``: the path of the workers' socket, if there is one, in its own folder;
         ``memory``: the agent's folder in memory; ``ending``: a file of the agent's."""
         environment = {k: v for k, v in os.environ.items() if k != MARK}
         self._inherited, unused = os.pipe()
@@ -219,7 +219,7 @@ class OrphanReaper:
             self._process.wait()
 
     def after_fork(self, *, is_worker: bool) -> None:
-        """In a forked child: only the agent can say that it ended in order, only workers are
+        """In a forked child: only the agent can report an orderly end, only workers are
         marked."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
@@ -244,7 +244,7 @@ def remove_leftovers(link: str, memory: str, ending: str) -> None:
 
 
 def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str) -> None:
-    """Wait for the agent's end; end its workers unless it said that all is well."""
+    """Wait for the agent's end; kill its workers unless it ended in order."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     watched = [0]
@@ -255,7 +255,7 @@ def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str)
         end_marked(node_id, forked)
         remove_leftovers(*leftovers)
         return
-    except (AttributeError, OSError):  # before Linux 5.3: the pipe alone
+    except (AttributeError, OSError):  # before Linux 5.3: only the pipe
         pass
     if not _watch(watched, agent_pid, node_id, forked):
         end_marked(node_id, forked)

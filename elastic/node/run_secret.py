@@ -1,6 +1,6 @@
-"""The secret of a run: made by its first agent, in etcd beside the run's other records.
+"""The secret of a run: created by its first agent, in etcd with the run's other records.
 
-Whoever may read that key may take part in the run; nobody else can (docs/security.md). Agents keep
+Only clients that may read that key can join the run (docs/security.md). Agents keep
 it in memory, and hand their workers derived keys only, one for each purpose.
 """
 
@@ -18,7 +18,7 @@ LIVENESS, STORE, MEMORY = "liveness", "store", "memory"
 
 
 class RunSecret:
-    """As this agent knows it. Thread-safe: listeners ask for their keys at every handshake."""
+    """This agent's copy. Thread-safe: listeners read their keys at every handshake."""
 
     def __init__(self, secret: SecretKey, root: str) -> None:
         self._secret = secret

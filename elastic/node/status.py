@@ -45,12 +45,12 @@ class NodeStatus:
         self.timeline = ""  # of a job that failed: what broke when, for its last error
         self.step_rate: StepRate | None = None  # last reported by this node's workers
         self.failure_step: int | None = None  # steps committed by the worker that failed
-        self.stopping = False  # torchrun has been told to start the workers anew
-        self.starts = 0  # of all workers, by torchrun; a death may be heard of after the next one
+        self.stopping = False  # torchrun will restart the workers
+        self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
         self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
         self.workers_joined = False  # one of them has called elastic.join()
-        self.workers_left = False  # they have left the job at a step's boundary, as told
+        self.workers_left = False  # they have left the job at a step's boundary, as requested
         self.fatal: BaseException | None = None
         self.store_problem = ""  # what the store fails with at present
         self.watchdog = Watchdog()
@@ -72,7 +72,7 @@ class NodeStatus:
             self.changed.notify_all()
 
     def set_world_revision(self, mod_revision: int) -> None:
-        """The key changed to something older or unreadable: what is known stands."""
+        """The key changed to something older or unreadable: keep the known world."""
         self.set_world(replace(self.world, mod_revision=mod_revision))
 
     def learn_world(self, entry: Entry, now: float) -> None:
@@ -121,7 +121,7 @@ class NodeStatus:
             raise self._ended(self.done)
 
     def raise_if_failed(self) -> None:
-        """Like :meth:`raise_if_over`, but a success lets the workers go on to their end."""
+        """Like :meth:`raise_if_over`, but after a success the workers continue to their end."""
         if self.done is None or self.done.exit_code != 0:
             self.raise_if_over()
 
@@ -136,5 +136,5 @@ class NodeStatus:
         said = f"the job under {self._keys.root} has failed: {done.reason}"
         return kind(
             f"{said}\n\n{self.timeline}\n" if self.timeline else said,
-            hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it go on",
+            hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it continue",
         )

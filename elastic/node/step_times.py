@@ -9,7 +9,7 @@ from __future__ import annotations
 from elastic.membership.records import NodeStepTimes, encode
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
-from elastic.stragglers.facts import RankStepTimes, StepTimes
+from elastic.stragglers.facts import RankStepTimes, StepDurations
 
 
 class StepTimesReport:
@@ -20,7 +20,7 @@ class StepTimesReport:
         self._times: dict[int, RankStepTimes] = {}  # by pid
         self._fresh: set[int] = set()  # reported since the record was written
 
-    def on_report(self, pid: int, local_rank: int, times: StepTimes) -> None:
+    def on_report(self, pid: int, local_rank: int, times: StepDurations) -> None:
         """A window of a worker has ended."""
         self._times[pid] = RankStepTimes(local_rank=local_rank, times=times)
         self._fresh.add(pid)

@@ -15,7 +15,7 @@ class Watchdog:
         self._stamps: dict[str, float] = {}
 
     def beat(self) -> None:
-        """The calling thread turns. From its first beat on it is expected to go on."""
+        """The calling thread is alive. After its first heartbeat it is expected to continue."""
         self._stamps[threading.current_thread().name] = self._clock.monotonic()
 
     def rest(self) -> None:

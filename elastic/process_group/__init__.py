@@ -10,9 +10,9 @@ Start reading in ``group``. ``pending`` has the collectives that are under way; 
 change that is made to torch, and how it is undone; ``reducer`` what DDP's reducer is given.
 ``sockets`` finds and shuts down a group's connections (gloo), ``communicators`` aborts NCCL's,
 within a ``deadline``; ``nccl_environment`` keeps torch's own error handling out of that.
-``semantics`` says what the end of a collective means on each backend, and ``collectives`` are those
-for small JSON values and for tensors. ``wait_phase`` writes waits for other ranks to the page that
-the agent judges hangs by.
+``semantics`` defines what the end of a collective means on each backend, and ``collectives`` are
+those for small JSON values and for tensors. ``wait_phase`` writes waits for other ranks to the page
+that the agent judges hangs by.
 
 May import world, link (for sockets in forked children), hangs, tuning and telemetry.
 """

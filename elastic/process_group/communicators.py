@@ -1,4 +1,4 @@
-"""Aborts NCCL's communicators: all of them as one, in a thread of their own, with a deadline.
+"""Aborts NCCL's communicators: all of them together, on a separate thread, with a deadline.
 
 ``ncclCommAbort`` waits for kernels and for NCCL's own threads, and can hang: for a peer that
 aborts another communicator first (pytorch issue 119797), or in the driver. The thread that hears
@@ -40,8 +40,8 @@ class CommunicatorAbort:
         try:
             abort_communicators(self._device)
         except Exception:  # noqa: BLE001  logged, and the deadline acts
-            # The collectives may still run: the main thread would wait for them for ever, and
-            # nothing says so. The deadline goes on and ends the process.
+            # The collectives may still run: the main thread would wait for them forever, and
+            # nothing reports it. The deadline continues and ends the process.
             get_logger().exception("NCCL's communicators could not be aborted")
         else:
             self._deadline.met()

@@ -1,7 +1,7 @@
 """Deadlines of calls that cannot be interrupted, and how a process ends that is stuck in one.
 
-A call into NCCL that hangs cannot be given up: no exception reaches it, and the thread that is in
-there does not come back. The process ends, and its agent starts another one, as after any death.
+A call into NCCL that hangs cannot be interrupted: no exception reaches it, and the thread that is
+in there does not come back. The process ends, and its agent starts another one, as after any death.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CallDeadline:
     """Calls ``expire`` once, in its own thread, unless :meth:`met` is called in time.
 
     It counts ticks, not the clock: a process that was stopped (SIGSTOP, a frozen container) has
-    had no time to end its call, and gets the rest of it when it goes on.
+    had no time to end its call, and gets the rest of it when it continues.
     """
 
     def __init__(self, timeout_s: float, expire: Callable[[], object], *, name: str) -> None:
@@ -53,7 +53,7 @@ class CallDeadline:
 
 
 def end_process(reason: str, journal: EventSink | None = None) -> NoReturn:
-    """End this process now: on stderr, in the journal and in torch's error file says why."""
+    """End this process now, with the reason on stderr, in the journal and in torch's error file."""
     try:
         os.write(2, f"elastic: {reason}; this worker ends, and its agent starts it anew\n".encode())
         if journal is not None:

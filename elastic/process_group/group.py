@@ -97,7 +97,7 @@ class ProcessGroup:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the script has made a group of its own."""
+        """Whether the script has created a group itself."""
         return bool(dist.is_initialized()) and not self._owned
 
     @property
@@ -221,12 +221,12 @@ class ProcessGroup:
         self._excepthook = hook
 
     def abort(self) -> None:
-        """Release whoever waits for this group's peers. From any thread; idempotent; returns soon.
+        """Release all waits for this group's peers. From any thread; idempotent; returns soon.
 
         On gloo the backend's own abort does nothing [measured], so the sockets are shut down, and
         what waits for a collective stops waiting. NCCL's communicators are aborted, in a thread of
         their own: what is queued behind their collectives runs then, on half-reduced gradients.
-        That the group is aborted is known before: whoever sees such a collective end, sees that.
+        The abort is noted before: code that sees such a collective end also sees the abort.
         """
         with self._lock:
             self._is_aborted = True
@@ -254,18 +254,18 @@ class ProcessGroup:
 
     def _building_is_stuck(self) -> None:
         end_process(
-            f"building the process group ({self._backend}) of {self._where} was given up, and has "
+            f"building the process group ({self._backend}) of {self._where} was aborted, and has "
             f"not returned for {timeouts.GIVEN_UP_BUILD_S:g} s",
             self._journal,
         )
 
-    # -- what the environment says ------------------------------------------------------------
+    # -- the environment ----------------------------------------------------------------------
 
     def form(self) -> World:
         """Build the group that the environment describes and agree on what it leaves open."""
         world = world_from_environment()
         self._works = open_works(is_on_stream=self._is_on_stream)
-        if dist.is_initialized():  # the script had built a group of its own
+        if dist.is_initialized():  # the script had created a group itself
             warn_of_a_shared_store(os.environ)
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
             nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
@@ -285,7 +285,7 @@ class ProcessGroup:
     def destroy(self, *, is_for_next: bool = False) -> None:
         """Take the group down; a group the script made is left to it. Main thread.
 
-        Never hangs on gloo: a group that does not give its collectives back is left behind (see
+        Never hangs on gloo: a group whose collectives do not return is leaked (see
         :mod:`elastic.process_group.pending`). On NCCL, :meth:`abort` it first if a peer may be
         gone. If one is nevertheless, and another group is to be built (``is_for_next``), the
         process ends after a while; at the end of a job peers may take their time, and what was
@@ -320,7 +320,7 @@ class ProcessGroup:
             _say_what_is_left(sockets)
 
     def _destroy_group(self, is_for_next: bool) -> bool:
-        """Says whether it is gone, and not only out of the way."""
+        """Whether it was destroyed, and not only leaked."""
         is_drained = self._works.drain(_DRAIN_S)
         if not is_drained:
             keep_for_ever(torch_private.default_group())
@@ -372,7 +372,7 @@ def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
 
 def _say_what_is_left(sockets: dict[int, int]) -> None:
     """Something may still hold the group: a subgroup, a traceback, a collective's future. The
-    garbage collector would find most of it, in a tenth of a second that nobody has here."""
+    garbage collector would find most of it, but that takes a tenth of a second."""
     if left := still_open(sockets):
         get_logger().debug("%d sockets of the last process group are still open", len(left))
 

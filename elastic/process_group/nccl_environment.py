@@ -2,7 +2,7 @@
 
 By default ProcessGroupNCCL's watchdog ends the process when a peer is gone, in all survivors
 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``WorkNCCL::handleException``). torch itself
-asks for ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` where ``abort()`` is used (distributed_c10d.py,
+requires ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` where ``abort()`` is used (distributed_c10d.py,
 ``_abort_process_group``). torchrun's agent sets 1 for every worker where nothing is set
 (elastic/agent/server/local_elastic_agent.py), ours sets 3 (:mod:`elastic.tuning.profiles`); images
 and clusters set other values, under two names.

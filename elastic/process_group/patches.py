@@ -62,7 +62,7 @@ def release_waits() -> None:
 
 
 def restore_waits() -> None:
-    """Leave waits to torch again, unless somebody else has replaced ours. May be called again."""
+    """Restore torch's waits, unless other code has replaced ours. Idempotent."""
     if dist.Work.wait is _wait:
         dist.Work.wait = _OF_TORCH  # type: ignore[method-assign]
 
@@ -94,7 +94,7 @@ def _wait_in_torch(work: dist.Work, timeout: datetime.timedelta) -> bool:
 
 
 def replace_reducer_group(reducer: Any, group: dist.ProcessGroup) -> None:
-    """Have a DDP's reducer ask ``group`` for its collectives. It does not keep ``group`` alive."""
+    """Make a DDP's reducer use ``group`` for its collectives. It does not keep ``group`` alive."""
     torch_private.give_group(reducer, group)
 
 

@@ -2,12 +2,12 @@
 
 gloo forgets a send that is queued when its connection ends: its list of sends is told of the
 error only for the older kind of buffer, which collectives do not use (gloo, transport/tcp/pair.cc,
-``Pair::signalException``). Whoever waits for it waits for the group's timeout, half an hour, and
+``Pair::signalException``). A wait for it lasts until the group's timeout, half an hour, and
 nothing can release it: in 150 aborts of a small all-reduce at random moments several ranks hung
 [measured, torch 2.13]. Natural deaths of peers do it, too.
 
-So no thread of ours stays inside gloo. It waits here, for the collective or for the end of the
-group; a group whose collectives do not come back is left behind, not destroyed.
+So no thread blocks inside gloo. It waits here, for the collective or for the end of the
+group; a group whose collectives do not return is leaked, not destroyed.
 
 Collectives on a stream (:mod:`elastic.process_group.semantics`) come back when their group is
 aborted, as if they had ended well. That it is aborted is noted before that happens, so whoever
@@ -37,11 +37,11 @@ from elastic.world.faults import GroupAborted
 _WAIT_SLICE_S = WORKER_SLICE_S
 _DRAIN_SLICE_S = DRAIN_SLICE_S
 # A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
-# abort is heard of at the end of one, where gloo does not say it at once.
+# abort is noticed at the end of one, where gloo does not report it at once.
 _GLOO_SLICE = datetime.timedelta(milliseconds=GLOO_SLICE_MS)
 _wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
 _TAKEN_DOWN = "the group was taken down"
-# Between two looks at a collective that is queued on a device.
+# Between two polls of a collective that is queued on a device.
 _STREAM_SLICE_S = STREAM_SLICE_S
 _QUEUED_UNTIL_PRUNED = 64
 
@@ -109,7 +109,7 @@ class PendingWorks:
     # -- collectives on a stream ----------------------------------------------------------------
 
     def queue(self, work: dist.Work) -> None:
-        """Have the current stream wait for a collective; the host goes on. What is done with its
+        """Make the current stream wait for a collective; the host continues. What is done with its
         result counts only if :meth:`settle` returns. Raises what went wrong, or GroupAborted."""
         _wait_in_torch(work)
         if not self._is_on_stream:
@@ -160,7 +160,7 @@ class PendingWorks:
         if self._is_aborted:
             raise GroupAborted(_TAKEN_DOWN)
 
-    # -- collectives whose end is told ----------------------------------------------------------
+    # -- collectives with a callback ------------------------------------------------------------
 
     def start(self, work: dist.Work, done: Done) -> None:
         """Call ``done`` once, with what went wrong or None, on whatever thread finds out."""
@@ -205,7 +205,7 @@ class PendingWorks:
             raise errors[0]
 
     def abort(self) -> None:
-        """Nobody waits any longer, now or later; from any thread."""
+        """End all waits, now and later; from any thread."""
         with self._lock:
             self._is_aborted = True
             waiting = [(key, done) for key, (_, done) in self._works.items() if done is not None]
@@ -226,7 +226,7 @@ class PendingWorks:
         return True
 
 
-# torch has one default group at a time, and a Work does not say to which group it belongs. So what
+# torch has one default group at a time, and a Work has no reference to its group. So what
 # is called without a group at hand (the patched Work.wait, DDP's reducer, collectives of this
 # package) needs one place where the works of torch's default group are. ProcessGroup owns them
 # and puts them here; until then they are those of a group that the script has made itself.
@@ -252,7 +252,7 @@ def open_works(*, is_on_stream: bool = False) -> PendingWorks:
 def _error_of(future: Any) -> BaseException | None:
     try:
         future.value()
-    except Exception as error:  # noqa: BLE001  handed on to whoever waits
+    except Exception as error:  # noqa: BLE001  passed on to the waiting thread
         return error.with_traceback(None)  # its frames hold the future, and that the group
     return None
 

@@ -22,7 +22,7 @@ AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
 
 
 class ReleasableGroup(dist.ProcessGroup):
-    """Passes on what the reducer asks of ``group``; ``all_reduce`` stands for the group's own.
+    """Forwards the reducer's calls to ``group``; ``all_reduce`` replaces that of the group.
 
     The reducer waits for sums where nothing can be raised: they must have ended by then. On a
     stream it does not wait; but the plan for its buckets is read by the host at once, and what an
@@ -39,7 +39,7 @@ class ReleasableGroup(dist.ProcessGroup):
         self._finish = works.finish_on_stream if is_on_stream else works.finish_one
 
     def replace(self, reducer: Any) -> None:
-        """Have the reducer ask this group from now on. It does not keep this group alive."""
+        """Make the reducer use this group from now on. It does not keep this group alive."""
         patches.replace_reducer_group(reducer, self)
 
     @not_compiled
@@ -53,8 +53,8 @@ class ReleasableGroup(dist.ProcessGroup):
 
 
 class _Broadcast(dist.Work):
-    """Waited for as soon as it is begun; a failure is raised there, or the reducer would take what
-    is not a plan for one."""
+    """Waited for as soon as it has started; a failure is raised there, or the reducer would take
+    what is not a plan for one."""
 
     def __init__(self, work: dist.Work, finish: Callable[[dist.Work], None]) -> None:
         super().__init__()

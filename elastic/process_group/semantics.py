@@ -5,12 +5,12 @@ stream of the device, and the host runs ahead of them:
 
 - ``Work.wait()`` makes the current stream wait, not the host;
 - the work's future is complete from the start (``ProcessGroupNCCL::initWork``), so a callback of
-  it says nothing about results;
+  it implies nothing about results;
 - an abort lets the kernels return: the work is complete, nothing is raised, and its output holds
   whatever had been reduced by then.
 
 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``WorkNCCL::wait``, ``WorkNCCL::isCompleted``;
-docs/decisions/0026.) Whoever needs a result asks :func:`semantics_of` which of the two it is.
+docs/decisions/0026.) Code that needs a result checks :func:`semantics_of`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _synchronize_current_stream(device: torch.device) -> None:
 
 
 def _synchronize_host(device: torch.device) -> None:
-    """gloo copies results to a GPU on streams of its own."""
+    """gloo copies results to a GPU on its own streams."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -58,7 +58,7 @@ _BY_BACKEND: dict[str, Semantics] = {
 
 
 def register_semantics(backend: str, semantics: Semantics) -> None:
-    """Say what the works of a backend mean that torch does not come with."""
+    """Register the semantics of a backend that is not part of torch."""
     _BY_BACKEND[backend.lower()] = semantics
 
 

@@ -1,13 +1,13 @@
-"""The sockets of a store and a process group: told from the user's, and shut down.
+"""The sockets of a store and a process group: distinguished from the user's, and shut down.
 
 On gloo nothing else releases a rank that waits for one that has left: the backend's ``abort()``
-returns at once and the collective goes on waiting [measured, torch 2.13]. Shutting down the
+returns at once and the collective keeps waiting [measured, torch 2.13]. Shutting down the
 sockets does release it, and a rank that is still building its group, too.
 
 What belongs to the group is found by what holds it. Every gloo device, and the store on rank 0,
 run a loop with an epoll descriptor that is opened while the group is built, and the kernel lists
 what each of them watches (``/proc/self/fdinfo``): also what is connected later. The client's end
-of the store is watched by nobody; it is known by the store's port. A socket that a thread of the
+of the store is not watched; it is identified by the store's port. A socket that a thread of the
 user's opens meanwhile is none of these.
 """
 
@@ -82,13 +82,13 @@ class Footprint:
                     limits.give_up_on_silence(held, silence_s)
 
     def shut_down(self) -> None:
-        """End every connection. Whoever waits on one, here or at its other end, is released."""
+        """Shut down every connection. All waits on them are released, at both ends."""
         for fd, inode in self.sockets().items():
             shut_down(fd, inode)
 
     @contextmanager
     def growing(self) -> Iterator[None]:
-        """What is opened in here belongs to the group as well: subgroups that the user makes."""
+        """Sockets opened in this context belong to the group, too: subgroups of the script."""
         before, pollers = self._before, self._pollers
         self._before = _descriptors()
         try:
@@ -124,12 +124,12 @@ class Footprint:
 
 
 class BuildWatch:
-    """Ends the building of a group that is to be given up, or takes too long.
+    """Ends the building of a group that is aborted, or takes too long.
 
     Again and again, since a build opens further sockets as it goes. Not in the thread that gives
     it up: that one has other things to do. What waits inside NCCL's initialisation uses none of
     these sockets and cannot be aborted before it is done: if the build has not ended some time
-    after it was given up, ``is_stuck`` is called, which is expected to end the process.
+    after it was aborted, ``is_stuck`` is called, which is expected to end the process.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def shut_down(fd: int, inode: int) -> bool:
     """End the connection behind ``fd`` if it is still the socket ``inode`` and does not listen.
 
     A copy is compared, since the number may come to mean another socket at any moment. Listening
-    ones are left alone: libuv terminates the process when accept() fails on one [measured].
+    ones are not touched: libuv terminates the process when accept() fails on one [measured].
 
     Only the reading side: gloo sees the end of the stream and closes the connection, both ways.
     With the writing side shut down, too, a write in between fails, which gloo takes for a full

@@ -1,4 +1,4 @@
-"""Says on the worker's page that the main thread waits for other ranks, and in which collective."""
+"""Records on the worker's page in which collective the main thread waits for other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def end_wait(work: dist.Work | None, before: Phase) -> None:
 
 @not_compiled
 def queued() -> None:
-    """A collective is queued on a device, and the host goes on."""
+    """A collective is queued on a device, and the host continues."""
     if phases.is_on:
         phases.queued(torch_private.collectives_begun())
 

@@ -11,6 +11,6 @@ received is executed.
 - ``tls``: what both are wrapped in where nodes have certificates.
 - ``strict_json``, ``frames``: what is inside.
 
-Uses the standard library alone, and nothing else of ``elastic``, so that ``checkpoints`` may import
+Uses only the standard library, and nothing else of ``elastic``, so that ``checkpoints`` may import
 it. What it protects against, and what it does not: docs/security.md.
 """

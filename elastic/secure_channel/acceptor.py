@@ -35,7 +35,7 @@ class Acceptor:
     """Accepts connections while there is room for them; for the hub's thread.
 
     While there is none, the selector does not watch the listener: connections wait in the kernel.
-    ``room_in_s`` says when there is room, given the time: 0 for now.
+    ``room_in_s``: the seconds until there is room, given the time; 0 for now.
     """
 
     def __init__(

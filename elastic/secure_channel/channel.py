@@ -1,7 +1,7 @@
 """One blocking connection: authenticated, its messages framed, its bulk bytes not copied.
 
 Every wait has a deadline, and bulk bytes extend it by what a slow network needs for them: a peer
-that is slow beyond use counts as gone. Nothing is allocated because somebody says so.
+that is too slow counts as gone. Nothing is allocated because of an announced length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Channel:
     With ``tls`` it is a client's, and :meth:`authenticate` begins with the handshake of TLS. (What
     a hub gives away has made its own.)
 
-    ``look`` is called every ``slice_s`` while it waits, and may raise to give up. Where it does,
+    ``look`` is called every ``slice_s`` while it waits, and may raise to abort. In that case
     and after a deadline, a message that was half received is completed by the next receive.
 
     A peer whose machine is silent for ``silence_s`` is gone, whatever the deadline.
@@ -66,7 +66,7 @@ class Channel:
         """As the client: have the server prove the key, and prove it. The server's identity.
 
         One round trip: the proof is not answered, the first message may follow it. Without
-        ``proves`` it is not sent: for whoever only wants to know who listens.
+        ``proves`` it is not sent: for a client that only identifies the server.
 
         Raises:
             AuthenticationError: the server does not know the key.
@@ -121,7 +121,7 @@ class Channel:
     def receive_frame(self, most: int) -> bytes | None:
         """The same, not parsed."""
         self._reader.limit = most
-        while missing := self._reader.missing:  # exactly: what comes behind may be bulk bytes
+        while missing := self._reader.missing:  # exactly: bulk bytes may follow
             chunk = self._wait(lambda most: self._socket.recv(most), min(missing, _READ_BYTES))
             if not chunk:
                 if self._reader.is_partial:
@@ -152,7 +152,7 @@ class Channel:
     # -- the end ------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """From another thread: whoever uses it gets an error, or the end, and closes it.
+        """From another thread: its user gets an error or the end of the stream, and closes it.
 
         Closed under its user's hands, its number would soon be another connection's.
         """

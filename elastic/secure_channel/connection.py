@@ -41,7 +41,7 @@ class Connection:
         self.data: object = None
         self.state = State.CONNECTING if is_outgoing else State.PROVING
         self.handshake: ClientHandshake | ServerHandshake | None = None
-        self.has_greeted = False  # the client's hello has been answered
+        self.has_greeted = False  # the client's Hello has been answered
         self.reader = FrameReader(MAX_FRAME)
         self.open_limit = limit
         self.unsent = bytearray()
@@ -54,7 +54,7 @@ class Connection:
 
     @property
     def awaits(self) -> int:
-        """The events that the selector is to tell of."""
+        """The events to select for."""
         return self.read_awaits | (self.send_awaits if self.unsent else 0)
 
     @property
@@ -123,7 +123,7 @@ class Handler:
     """
 
     def admit(self, sock: socket.socket) -> str:
-        """Who connects: the address whose budget it is. Refuse by raising ProtocolError."""
+        """Return the peer's address, for its budget. Refuse by raising ProtocolError."""
         address = sock.getpeername()
         return str(address[0]) if isinstance(address, tuple) else str(address)
 
@@ -134,4 +134,4 @@ class Handler:
         """A frame has come."""
 
     def closed(self, connection: Connection) -> None:
-        """It has ended, open or not, other than by ``drop(tell=False)``."""
+        """It has ended, open or not, other than by ``drop(notify=False)``."""

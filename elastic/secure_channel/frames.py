@@ -17,9 +17,9 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """What has come on a connection: whole frames go on, the beginning of the next one stays.
+    """The received bytes of a connection: complete frames are passed on, the rest is kept.
 
-    ``limit`` may change between two frames: what a stranger may send is less than a peer.
+    ``limit`` may change between two frames: it is lower before authentication.
     """
 
     def __init__(self, limit: int, received: bytes = b"") -> None:
@@ -31,7 +31,8 @@ class FrameReader:
         self._received += chunk
 
     def next(self) -> bytes | None:
-        """The next whole frame's payload. Raises ProtocolError as soon as it is too long."""
+        """The payload of the next complete frame. Raises ProtocolError as soon as it is too
+        long."""
         if self.missing:
             return None
         end = HEADER_BYTES + self._announced()
@@ -52,7 +53,7 @@ class FrameReader:
         return bool(self._received)
 
     def take(self, most: int) -> bytes:
-        """Up to so many of the bytes that have come, as they are: bulk bytes behind a frame."""
+        """Up to so many of the received bytes, unparsed: bulk bytes that follow a frame."""
         taken = bytes(memoryview(self._received)[:most])
         del self._received[: len(taken)]
         return taken

@@ -7,8 +7,8 @@ trip before that::
     server → client   challenge  magic, server nonce, server identity, proof of the server
     client → server   proof      proof of the client
 
-A proof is HMAC-SHA-256 under the purpose's key of the role ("server", "client") and of the whole
-hello and challenge. So a proof is good for one connection (both nonces are in it), for one role
+A proof is HMAC-SHA-256 under the purpose's key of the role ("server", "client") and of the complete
+hello and challenge. So a proof is valid for one connection (both nonces are in it), for one role
 (it cannot be reflected), for one purpose and one run (they are in the key, see
 ``keys.SecretKey.derive``), and for the identities that both ends claimed. The shape is that of
 SCRAM (RFC 5802) and of ISO 9798-4's three-pass mutual authentication.
@@ -34,13 +34,13 @@ _IDENTITY_AT = len(MAGIC) + NONCE_BYTES
 
 
 class ClientHandshake:
-    """The end that connects. ``expected``: the only identity of a server to go on with."""
+    """The end that connects. ``expected``: the required identity of the server."""
 
     def __init__(self, key: SecretKey, identity: str = "", *, expected: str | None = None) -> None:
         self._key = key
         self._expected = expected
         self.hello = _opening(identity)
-        self.peer = ""  # who the server has proved to be
+        self.peer = ""  # the proved identity of the server
 
     def answer(self, challenge: bytes) -> bytes:
         """The client's proof, once the server's is right.
@@ -66,7 +66,7 @@ class ServerHandshake:
         self._key = key
         self._opening = _opening(identity)
         self._hello = b""
-        self.peer = ""  # who the client claims to be; proved after :meth:`verify`
+        self.peer = ""  # the claimed identity of the client; proved after :meth:`verify`
 
     def challenge(self, hello: bytes) -> bytes:
         """The answer to a client's hello. Raises ProtocolError."""

@@ -1,8 +1,8 @@
-"""Many authenticated connections on one thread that nobody can hold up.
+"""Many authenticated connections on one thread that no peer can block.
 
-A hub owns a listener, the connections it has accepted, and those it was told to make. Nothing
-blocks: what a peer sends is taken as it comes, what it does not read waits in a bounded buffer.
-Whatever a peer does wrong costs its own connection, and one rate-limited line in the log.
+A hub owns a listener, the accepted connections, and the outgoing ones. Nothing blocks: received
+bytes are processed as they arrive, unsent bytes wait in a bounded buffer. A peer that violates the
+protocol loses its connection, with one rate-limited line in the log.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from elastic.secure_channel.limits import (
 from elastic.secure_channel.tls import Tls, shake_hands
 
 ACCEPTS_PER_TURN = 16
-_MAX_READS_OF_REST = 64  # a dead process's children may write for ever
+_MAX_READS_OF_REST = 64  # a dead process's children may keep writing
 
 OnError = Callable[[BaseException], object]
 
 
 class Hub:
-    """Owned by whoever calls :meth:`close`. ``key`` is asked for at every handshake.
+    """Its owner calls :meth:`close`. ``key`` is called for every handshake.
 
-    With ``tls`` all its connections are, in both directions; what has no TLS is a stranger.
+    With ``tls`` all its connections use TLS, in both directions; others are refused.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Hub:
         """Begin to connect to the server with this identity, at an address (never a name), which
         has to accept ``within_s``.
 
-        ``Handler.opened`` or ``Handler.closed`` tells how that ends. Raises OSError.
+        ``Handler.opened`` or ``Handler.closed`` reports how that ends. Raises OSError.
         """
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         family, kind, protocol, _, address = found[0]
@@ -168,15 +168,15 @@ class Hub:
         connection.socket.setblocking(True)
         return connection.socket, connection.reader.take(READ_BYTES * 2)
 
-    def drop(self, connection: Connection, why: str = "", *, tell: bool = True) -> None:
-        """End it. ``why`` is logged; without ``tell`` the handler is not told."""
+    def drop(self, connection: Connection, why: str = "", *, notify: bool = True) -> None:
+        """Close it. ``why`` is logged; without ``notify`` the handler is not called."""
         if connection.is_closed:
             return
         self._forget(connection)
         connection.socket.close()
         if why:
             self._report(f"{self.name}: {connection.address} is disconnected: {why}")
-        if tell and not self._closing:
+        if notify and not self._closing:
             self._handler.closed(connection)
 
     # -- the thread ---------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Hub:
             return
         for oldest in (self._pending.to_evict_of(address), self._pending.to_evict()):
             if oldest is not None:
-                self.drop(oldest, "too many connections that do not prove themselves")
+                self.drop(oldest, "too many unauthenticated connections")
         sock.setblocking(False)
         _send_at_once(sock)
         give_up_on_silence(sock, self.limits.silence_s)
@@ -314,7 +314,7 @@ class Hub:
         self._secure(connection)
 
     def _secure(self, connection: Connection) -> None:
-        """The next step of the handshake of TLS; behind its last one the protocol begins."""
+        """The next step of the handshake of TLS; after the last one the protocol begins."""
         assert isinstance(connection.socket, ssl.SSLSocket)
         try:
             awaited = shake_hands(connection.socket)
@@ -398,7 +398,7 @@ class Hub:
         self._handler.opened(connection)
 
     def _time_message(self, connection: Connection) -> None:
-        """A message that has begun has to end in time; whoever is silent has all there is."""
+        """A message that has begun must end in time; an idle connection has no deadline."""
         if not connection.reader.is_partial:
             self._deadlines.pop(connection, None)
         elif connection not in self._deadlines or connection.timed_frame != connection.frames:
@@ -440,5 +440,5 @@ class Hub:
 
 def _send_at_once(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # it is gone: the next event says so
+        with contextlib.suppress(OSError):  # it is gone: the next event reports it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

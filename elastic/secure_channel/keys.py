@@ -48,12 +48,13 @@ class SecretKey:
         return base64.b64encode(self._raw).decode()
 
     def derive(self, *labels: str) -> SecretKey:
-        """The key for one purpose: whoever has it learns nothing of this one or of others."""
+        """The key for one purpose: it reveals neither this one nor keys of other purposes."""
         parts = [_LABEL, *(label.encode() for label in labels)]
         return SecretKey(self.mac(b"", *parts))
 
     def mac(self, role: bytes, *parts: bytes) -> bytes:
-        """HMAC-SHA-256 over all parts, each behind its length: no two lists look the same."""
+        """HMAC-SHA-256 over all parts, each prefixed by its length: different lists give different
+        input."""
         digest = hmac.new(self._raw, digestmod=hashlib.sha256)
         for part in (role, *parts):
             digest.update(len(part).to_bytes(8, "big"))

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Report = Callable[[str], object]
-# Secure channels stand alone, so their intervals are here and not in elastic/tuning.
+# Secure channels do not import elastic, so their intervals are here and not in elastic/tuning.
 REPORT_EVERY_S = 10.0  # lines about bad clients
 ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
 LOAD_AGAIN_S = 1.0  # TLS files that could not be used, and have not changed since
@@ -25,7 +25,7 @@ _PROBES = 3  # within that time; the kernel counts in whole seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one listener. Whoever has not proved itself is bounded more tightly."""
+    """Of one listener. Unauthenticated connections have tighter limits."""
 
     frame_bytes: int  # of a client's message
     server_frame_bytes: int = 0  # of a message from a server that this hub has connected to
@@ -100,12 +100,12 @@ class Unproved(Generic[T]):
         return max(0.0, since_s + self._limits.evict_after_s - now_s)
 
     def to_evict(self) -> T | None:
-        """Who makes room for one more; None: there is room."""
+        """The connection to evict for one more; None: there is room."""
         is_full = len(self._since_s) >= self._limits.pending_connections
         return self.oldest if is_full else None
 
     def to_evict_of(self, address: str) -> T | None:
-        """Who makes room for one more of this address; None: there is room."""
+        """The connection to evict for one more of this address; None: there is room."""
         if self._addresses[address] < self._limits.pending_per_address:
             return None
         return next(one for one, (_, at) in self._since_s.items() if at == address)
@@ -132,6 +132,6 @@ class LimitedReports:
         if now_s < self._not_before_s:
             self._left_out += 1
             return
-        more = f" ({self._left_out} more such lines were left out)" if self._left_out else ""
+        more = f" ({self._left_out} more such lines were suppressed)" if self._left_out else ""
         self._not_before_s, self._left_out = now_s + self._every_s, 0
         self._report(line + more)

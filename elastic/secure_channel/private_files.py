@@ -1,4 +1,5 @@
-"""Folders and files for this user alone, where others may write: ``/tmp``, ``/dev/shm``.
+"""Folders and files of mode 0700 and 0600, in folders where others may write: ``/tmp``,
+``/dev/shm``.
 
 Names there can be taken by another user beforehand, as a link to somewhere else. So folders are
 made fresh, files are created and never opened through a link, and what is read has to be this
@@ -16,7 +17,7 @@ _MAX_BYTES = 16 << 20
 
 
 def make_folder(prefix: str, *, base: str | None = None) -> str:
-    """A fresh folder with a name that nobody could foresee, of mode 0700."""
+    """A new folder with an unpredictable name, of mode 0700."""
     return tempfile.mkdtemp(prefix=prefix, dir=base)
 
 
@@ -57,7 +58,7 @@ def open_lock(path: str | os.PathLike[str]) -> int:
 
 
 def require_private(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """Raises PermissionError unless it is a regular file of this user's alone."""
+    """Raises PermissionError unless it is a regular file that only this user can access."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         raise PermissionError(f"{path} is not a regular file: remove it, or set TMPDIR")

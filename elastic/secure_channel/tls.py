@@ -1,10 +1,10 @@
 """TLS between nodes: both ends show a certificate of the job's authority. TLS 1.3 and nothing else.
 
-Who the other end is, the handshake *inside* proves (:mod:`elastic.secure_channel.handshake`): nodes
-are reached by address, and addresses change, so no name in a certificate is looked at. TLS adds
-what that handshake does not give: nobody on the way can read or change what is sent.
+The handshake *inside* TLS proves the peer's identity (:mod:`elastic.secure_channel.handshake`):
+nodes are reached by address, and addresses change, so host names in certificates are ignored. TLS
+adds confidentiality and integrity, which that handshake does not provide.
 
-Files are looked at again for every new connection and loaded when they have changed, as Kubernetes
+Files are checked for every new connection and reloaded when they have changed, as Kubernetes
 changes them. What cannot be used then (half of a pair, an expired one) is reported, and the pair
 that could be used before stays in use.
 """
@@ -58,7 +58,8 @@ class TlsFiles:
 class Tls:
     """One node's certificates, for its listeners and its connections. Thread-safe.
 
-    Raises CertificateError if they cannot be used. ``report`` is told when changed files cannot be.
+    Raises CertificateError if they cannot be used. ``report`` is called when changed files cannot
+    be used.
     """
 
     # Without a lock, which a forked worker could inherit held: two threads that load the same
@@ -213,7 +214,7 @@ def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
     # The authority may be an intermediate one, whose own is not given.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # nobody resumes: certificates are looked at every time
+        context.num_tickets = 0  # no resumption: certificates are checked every time
     _load_authority(context, SETTINGS[0], files.cacert)
     _load_pair(context, files)
     return context
@@ -234,7 +235,7 @@ def _load_authority(context: ssl.SSLContext, name: str, path: str) -> None:
 def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
     def refuse_to_ask() -> NoReturn:
         raise CertificateError(
-            f"node_key={files.key} is encrypted, and nobody is asked for a password",
+            f"node_key={files.key} is encrypted, and there is no prompt for a password",
             "store it without one, in a file that others cannot read",
         )
 

@@ -2,5 +2,5 @@
 
 :mod:`elastic.store.etcd` implements it on etcd v3;
 :class:`elastic.testing.doubles.memory_store.MemoryStore` in one process, for tests. Both pass
-``tests/contract``. :mod:`elastic.store.embedded` runs an etcd of its own for laptops and demos.
+``tests/contract``. :mod:`elastic.store.embedded` runs a local etcd for laptops and demos.
 """

@@ -3,10 +3,10 @@
 ``etcd.EtcdStore`` talks to etcd v3, ``memory.MemoryStore`` is its twin inside one process.
 One contract suite (tests/contract) runs on both.
 
-Keys and values are ``str`` and ``bytes``. Revisions are etcd's: one counter for the whole
+Keys and values are ``str`` and ``bytes``. Revisions are etcd's: one counter for the complete
 store that grows by one with every write transaction; ``0`` is "the key does not exist".
 Every call raises :class:`~elastic.errors.CoordinationError` (``StoreUnreachable`` once the
-retries of ``timeout_s`` are used up) and nothing else on trouble with the store.
+retries of ``timeout_s`` are used up) and nothing else on problems with the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Entry:
-    """One key as it stands."""
+    """One key and its value."""
 
     key: str
     value: bytes
@@ -51,7 +51,7 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Reset:
-    """Everything learned so far from this watch is void; here is the whole prefix anew.
+    """Everything received so far from this watch is void; this is the complete prefix.
 
     Sent first on every watch, after a compaction passed the resume point (``"compacted"``),
     and when the store turns out to be another or an older one (``"wiped"``: the cluster id
@@ -99,14 +99,15 @@ class Lease(Protocol):
 
     @property
     def lost(self) -> bool:
-        """True once the store said the lease is gone. One failed renewal is not a loss:
-        renewal goes on, on every endpoint, until the store answers that it does not exist."""
+        """True once the store reported that the lease has expired. One failed renewal is not a
+        loss: renewal continues, on every endpoint, until the store answers that it does not
+        exist."""
         ...
 
     @property
     def renewed_s(self) -> float:
         """When the store was asked for the last time of those it has confirmed the lease
-        (``clock.boottime()``): so long at least nobody else has seen it end."""
+        (``clock.boottime()``): it cannot have expired for others before that plus its TTL."""
         ...
 
     def close(self, *, revoke: bool = True) -> None:
@@ -118,7 +119,7 @@ class KeyValue(Protocol):
     """A linearizable key-value store with leases, watches and compare-and-swap."""
 
     def get(self, key: str) -> Entry | None:
-        """The key as it stands (linearizable), or None."""
+        """The present entry of the key (linearizable), or None."""
         ...
 
     def list(self, prefix: str) -> Snapshot:
@@ -134,9 +135,9 @@ class KeyValue(Protocol):
     ) -> int | None:
         """Write only if the key's ``mod_revision`` is ``expected_revision`` (0: absent).
 
-        Returns the new revision, or None if somebody else was faster. A retry after a lost
+        Returns the new revision, or None if another writer was faster. A retry after a lost
         reply must not report failure for a swap that this very call had done: the
-        implementation compares the stored value with its own before it says None.
+        implementation compares the stored value with its own before it returns None.
         """
         ...
 

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.stragglers.facts import StepPart, StepTimes
+from elastic.stragglers.facts import StepDurations, StepPart
 
 # In seconds: less than a clock can tell.
 _NOTHING = 1e-9
@@ -51,7 +51,7 @@ class RankWindow:
     node_id: str
     node: str  # its name
     local_rank: int
-    times: StepTimes
+    times: StepDurations
 
     @property
     def key(self) -> RankKey:

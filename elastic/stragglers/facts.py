@@ -39,7 +39,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepDurations:
     """The steps of one rank in one window: means per step, without the slowest tenth of them."""
 
     generation: _Count
@@ -72,4 +72,4 @@ class RankStepTimes:
     """Of one worker of a node."""
 
     local_rank: _Count
-    times: StepTimes
+    times: StepDurations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from elastic.stragglers.facts import StepPart, StepTimes
+from elastic.stragglers.facts import StepDurations, StepPart
 
 LEAST_STEPS = 8  # of a window
 # More steps than these say nothing more, and would have to be kept and sorted.
@@ -30,13 +30,13 @@ class StepWindows:
         self._began_ns = 0
         self._number = 0
         self._steps: list[_Step] = []
-        self._closed: deque[StepTimes] = deque(maxlen=1)
+        self._closed: deque[StepDurations] = deque(maxlen=1)
 
     def measure(self, window_s: float) -> None:
         """Windows are this long from now on; 0: nothing is measured. From any thread."""
         self._window_ns = int(window_s * 1e9)
 
-    def take(self) -> StepTimes | None:
+    def take(self) -> StepDurations | None:
         """The last window that has ended and was not taken. From any thread."""
         try:
             return self._closed.popleft()
@@ -61,13 +61,13 @@ class StepWindows:
             self.restart(self._generation, now_ns)
 
 
-def summarize(steps: Sequence[_Step], generation: int, window: int) -> StepTimes:
+def summarize(steps: Sequence[_Step], generation: int, window: int) -> StepDurations:
     """The means of the steps, without the slowest tenth, at least one of them."""
     slowest = -(-len(steps) // _SLOWEST_TENTH)
     counted = sorted(steps)[: len(steps) - slowest]
     sums = [sum(part) for part in zip(*(parts for _, _, parts in counted), strict=True)]
     means = [total / len(counted) for total in sums]
-    return StepTimes(
+    return StepDurations(
         generation=generation,
         window=window,
         steps=len(counted),

@@ -1,6 +1,6 @@
 """A cluster of torchrun nodes on one machine, made to be hurt: the base of every kill test.
 
-Each node is a real ``python -m torch.distributed.run`` in a session of its own with its own log.
+Each node is a real ``python -m torch.distributed.run`` in a separate session with its own log.
 Ledgers, journals, checkpoints and logs lie in one folder::
 
     with LocalCluster(["127.0.0.1:2379"], "train.py", tmp_path, min_nodes=2, max_nodes=3) as c:
@@ -178,14 +178,14 @@ class LocalCluster:
         """The newest node of that name."""
         return next(node for node in reversed(self.nodes) if node.name == name)
 
-    # What the job says ------------------------------------------------------------------------
+    # State of the job ------------------------------------------------------------------------
 
     def ledger(self) -> RunLedger:
         """What the workers have written down until now."""
         return self._reader.read()
 
     def world(self) -> WorldRecord | None:
-        """The world as it stands in the store."""
+        """The world in the store."""
         entry = self.store.get(self.keys.world)
         return decode(WorldRecord, entry.key, entry.value) if entry else None
 
@@ -288,7 +288,7 @@ class LocalCluster:
             self._clock.sleep(_POLL_S)
 
     def report(self) -> str:
-        """Where the job stands and the ends of all logs, for failure messages."""
+        """The job's position and the ends of all logs, for failure messages."""
         ledger = self.ledger()
         head = (
             f"run {self.run_id} in {self.folder}: last step {ledger.last_step}, "

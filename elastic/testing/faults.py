@@ -16,10 +16,10 @@ from elastic.testing.node import LocalNode
 
 
 class Target(Protocol):
-    """Who is hurt."""
+    """The target of a fault."""
 
     def find(self, cluster: LocalCluster) -> list[LocalNode]:
-        """The nodes, as things stand now. Raises LookupError if there is none."""
+        """The nodes at this moment. Raises LookupError if there is none."""
         ...
 
 
@@ -115,7 +115,7 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class KillAgent:
-    """SIGKILL the target's agent alone."""
+    """SIGKILL only the target's agent."""
 
     target: Target
 

@@ -10,7 +10,7 @@ from typing import Any
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
     """All events of all processes that wrote into ``folder`` (``ELASTIC_JOURNAL``), oldest first.
 
-    A line without its end was being written when its process was killed: it is left out.
+    A line without its end was being written when its process was killed: it is skipped.
     """
     events = []
     for path in sorted(Path(folder).glob("*.jsonl")):

@@ -1,6 +1,6 @@
 """The ledger: which samples took effect, read back after a run and checked.
 
-Every worker process appends JSON lines to a file of its own in one folder (``ELASTIC_LEDGER``)::
+Every worker process appends JSON lines to its own file in one folder (``ELASTIC_LEDGER``)::
 
     {"event": "start", "generation", "step", "rank", "size", "node", "time"}
     {"event": "begin", "generation", "step", "epoch", "rank", "samples": [...], "time"}
@@ -11,7 +11,7 @@ Every worker process appends JSON lines to a file of its own in one folder (``EL
 handed out, ``step`` once the optimizer has stepped; ``end`` carries the hash of the final
 weights. Times are wall clock: all workers of a test run on one machine.
 
-**Who gave, who stepped.** No rank can complete a step before all have given their gradients. So
+**Gradients and steps.** No rank can complete a step before all have given their gradients. So
 where one rank has completed a step and another died before it could say so, that one's samples
 took effect all the same: they are those of its ``begin``.
 
@@ -122,7 +122,7 @@ class RunLedger:
     def cuts(self) -> dict[int, int]:
         """Per generation, the step from which on a later one threw its work away.
 
-        A generation that nobody cut is not in the result.
+        A generation that was not interrupted is not in the result.
         """
         begins: dict[int, int] = {}
         for start in self.starts:
@@ -149,7 +149,7 @@ class RunLedger:
 
     @property
     def recomputed_steps(self) -> int:
-        """Steps of the whole job that were done and then thrown away."""
+        """Steps of the job that were done and then discarded."""
         return len({(s.generation, s.step) for s in self.steps if self._is_cut(s)})
 
     @cached_property

@@ -29,7 +29,7 @@ class LocalNode:
     Args:
         name: what people see, and ``ELASTIC_NODE_NAME``.
         command: the agent's command line.
-        environment: the agent's whole environment.
+        environment: the agent's complete environment.
         token: marks the node's processes; see :mod:`elastic.testing.processes`.
         log: file that takes stdout and stderr of the agent and its workers.
         folder: the working directory; this process's own by default.
@@ -109,12 +109,12 @@ class LocalNode:
         return pid
 
     def kill_agent(self) -> None:
-        """SIGKILL the agent alone: what is left has to notice by itself."""
+        """SIGKILL only the agent: its workers have to notice by themselves."""
         send(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL the whole node at once, as if its machine had lost power."""
+        """SIGKILL all processes of the node at once, as a power failure would."""
         kill_at_once(self.token)
         self._process.wait()
 

@@ -2,7 +2,7 @@
 
 A job has a fixed number of steps, so that its final weights are known. How long a test needs until
 it has caused all of its faults is not known: a busy machine may take ten times as long as an idle
-one. So steps are slow until the test says otherwise, by a file, and they are slower in the second
+one. So steps are slow until the test creates a file, and they are slower in the second
 half of the job, which an idle machine does not reach.
 """
 

@@ -61,7 +61,7 @@ def _with_variable(variable: str, part: str, accepts: Callable[[str], bool]) -> 
 
 
 def kill_at_once(token: str) -> list[int]:
-    """SIGKILL everything marked, as if the machine had lost power; returns the pids.
+    """SIGKILL all marked processes, as a power failure would; returns the pids.
 
     All are stopped first, so that none can see another one die and react: a real machine gives
     no time for that. Listed again until nothing new turns up, because a process may have been

@@ -80,7 +80,7 @@ class Attempts:
         if not self._lifecycle.is_restored:
             self._strategies.begin_retry()
         if self._registry.has_data_or_model:
-            self._bootstrap.enter_loop()  # the function may ask run.state how far the job is
+            self._bootstrap.enter_loop()  # the function may read the job's progress from run.state
         elif not self._strategies.active.waits_for_registration:
             self._bootstrap.enter_world()
 

@@ -1,4 +1,4 @@
-"""The current step: which one has begun, whose loop it belongs to, and what is accumulated."""
+"""The current step: which one has begun, the loop that runs it, and what is accumulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.training.step import Step
 
 
 class CurrentStep:
-    """One per process. Written by the step loop and by recovery, read by everybody.
+    """One per process. Written by the step loop and by recovery, read by all components.
 
     A loop may be left in the middle of a step, by ``break`` or by an exception. As long as nobody
     knows which, the step is neither committed nor dropped, but the script is not inside of it.

@@ -27,11 +27,11 @@ class Place(Enum):
 
 
 class Halt:
-    """One per process. The main thread asks; the thread that saves requests."""
+    """One per process. The main thread checks; the saving thread requests."""
 
     def __init__(self) -> None:
         self.place: Place | None = None
-        self.is_preempted = False  # this process was told to leave, and does so at a boundary
+        self.is_preempted = False  # this process was asked to leave, and does so at a boundary
         self.has_left = False  # it has saved, and is about to exit
         self._is_requested = threading.Event()
         self._may_interrupt: Callable[[], bool] | None = None

@@ -1,10 +1,10 @@
 """SIGTERM to a worker: its state is saved before the process ends, unless peers hold it.
 
 Two cases. The process will not be started again: all ranks save together at the next boundary,
-which they learn from the control flags of the step in between; or, where the main thread waits for
-a world that will not come, this rank saves there. Or torchrun ends the process to start all workers
-of the node again, since one of them has died or the world has changed: then ranks of this world are
-gone, and one of the remaining ranks writes the whole state.
+which they receive with the control flags of the step in between; or, where the main thread waits
+for a world that will not come, this rank saves there. Or torchrun ends the process to start all
+workers of the node again, since one of them has died or the world has changed: then ranks of this
+world are gone, and one of the remaining ranks writes the complete state.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Preemption:
     def install(self) -> None:
         """Take SIGTERM over.
 
-        Only an agent of ours says what it means. Without any launcher it is final. Any other one
+        Only our agent knows its meaning. Without any launcher it is final. Any other one
         sends it both to end a job and to start all its workers again.
         """
         is_own = self._halt.on_signal

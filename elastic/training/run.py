@@ -53,7 +53,7 @@ class Run:
         self._parts = components
         self._turns = 0
 
-    # -- who and where ------------------------------------------------------------------------
+    # -- the world ----------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
@@ -70,7 +70,7 @@ class Run:
         """JSON values that travel with the model: saved, and restored on all ranks.
 
         Set them on all ranks alike. Where ranks differ, those of the lowest one count when the
-        world changes; a warning says so.
+        world changes; a warning is logged.
         """
         self._parts.attempts.restore_if_complete()
         return self._parts.job.user
@@ -118,11 +118,11 @@ class Run:
     ) -> ElasticLoader:
         """Deal a DataLoader out over the world, at a constant global batch.
 
-        Iterating gives this rank's share of each step, from where the job stands to the end of
+        Iterating gives this rank's share of each step, from the job's position to the end of
         the epoch. ``dataloader`` names the DataLoader inside a wrapper. ``global_batch`` is the
-        samples of one step of the whole job, by default batch_size × the largest world;
+        samples per step over all ranks, by default batch_size × the largest world;
         ``micro_batch`` the most samples at once, for :meth:`steps`; ``max_steps`` the most steps
-        of an epoch. Call before the first loop. docs/data.md tells more.
+        of an epoch. Call before the first loop. See docs/data.md.
         """
         self._parts.attempts.note_registration("loader")
         loop = self._parts.loop
@@ -173,7 +173,7 @@ class Run:
         return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call ``fn`` in a world; the one recovery point, around the whole loop.
+        """Call ``fn`` in a world; the one recovery point, around the complete loop.
 
         When the world changes, ``fn`` is called again in the next one: loops resume, locals
         restart. Everything that is no fault of the world passes through. Inside another retry
@@ -197,7 +197,7 @@ class Run:
             if attempt.succeeded:
                 return
 
-    # -- for those who own the loop -----------------------------------------------------------
+    # -- for frameworks with their own loop -----------------------------------------------------
 
     def begin(self) -> Step:
         """A step of a loop that is not ours begins: for plug-ins (Lightning, Accelerate, …).
@@ -264,7 +264,7 @@ class Run:
 
         A clean end saves what is not saved and takes the group down. So does an error of the
         script, if no update was under way. After one ``of the world`` nothing is touched
-        in-process, since peers go on with the state; where worlds change by a restart, it is
+        in-process, since peers continue with the state; where worlds change by a restart, it is
         saved as after any other.
         """
         self._parts.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)

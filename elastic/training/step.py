@@ -43,11 +43,11 @@ class StepBatch(Protocol):
 
     @property
     def rank_indices(self) -> tuple[int, ...]:
-        """The dataset indices of this rank in the whole step."""
+        """The dataset indices of this rank in the complete step."""
 
     @property
     def rank_samples(self) -> int:
-        """The samples of this rank in the whole step."""
+        """The samples of this rank in the complete step."""
 
     @property
     def weight(self) -> float:

@@ -41,7 +41,7 @@ class StepAccount:
         self._committed: Sequence[float] = ()
 
     def begin_world(self, generation: int, step: int) -> None:
-        """Training goes on in a world, with ``step`` steps behind it."""
+        """Training continues in a world, after ``step`` steps."""
         phases.account()
         self._generation, self._step, self._is_first = generation, step, True
         self._begin_window(self._clock.monotonic(), self._seconds())
@@ -65,7 +65,7 @@ class StepAccount:
         self._generation = None
 
     def pause(self) -> None:
-        """Nothing is trained in this world: whoever waits for the next one accounts for it."""
+        """Nothing is trained in this world: the wait for the next one accounts for it."""
         self._generation = None
 
     def _begin_window(self, now_s: float, seconds: Sequence[float]) -> None:

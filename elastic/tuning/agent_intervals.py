@@ -16,6 +16,7 @@ PROGRESS_S = 2.0
 RECENT_LOSS_S = 600.0
 # Between two looks of `elastic status --watch`, and of `elastic wait`.
 STATUS_WATCH_S = 2.0
+# Between two looks of `elastic wait`, whose caller waits for its end.
 WAIT_LOOK_S = 0.5
 # How long `elastic wait` waits unless told, as kubectl does.
 WAIT_TIMEOUT_S = 30.0

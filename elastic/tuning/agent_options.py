@@ -92,6 +92,7 @@ OTHER_VARIABLES = frozenset(
     {
         "CHECKPOINTS",
         "ENDING",
+        "ERROR_FILE_OWNER",
         "JOURNAL",
         "JOURNAL_MIB",
         "LEDGER",
@@ -101,6 +102,7 @@ OTHER_VARIABLES = frozenset(
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
+        "PEER_SILENCE_S",
         "PREFLIGHT_PASSED",
         "STOCK_ETCD",
         "TUNED",

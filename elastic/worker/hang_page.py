@@ -12,7 +12,8 @@ from elastic.telemetry.log import get_logger
 
 
 def offer_page() -> ProgressPage | None:
-    """Keep a page from now on; the message that tells the agent where it is. None: no memory."""
+    """Keep a page from now on; returns the message with its descriptors for the agent. None: no
+    memory."""
     try:
         page_fd = phases.start()
         source = _offer_stacks()

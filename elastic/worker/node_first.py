@@ -1,7 +1,7 @@
 """One worker of a node goes first: for downloads and caches.
 
 A file lock instead of a barrier: it needs no world, a crash or an exception of the first one
-lets the next try, and nobody can hang the others.
+lets the next one try, and no worker can block the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from elastic.secure_channel import private_files
 
 @contextmanager
 def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """The body runs on one worker of this node alone; once it succeeded, on the others at once.
+    """The body runs on one worker of this node first; once it succeeded, on the others
+    concurrently.
 
     ``turn`` numbers the uses within a script, the same on all workers. An exception is raised
     where it happened, and the next worker is then the first.
@@ -42,7 +43,7 @@ def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]
 
 
 def _may_follow(descriptor: int, token: bytes) -> bool:
-    """Wait until nobody is first; True once one has succeeded."""
+    """Wait until no worker is first; True once one has succeeded."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return _is_done(descriptor, token)
 

@@ -1,9 +1,9 @@
-"""SIGTERM to a worker: its node is told to leave, its job is over, or torchrun only ends the
+"""SIGTERM to a worker: its node drains, its job is over, or torchrun only ends the
 siblings of a dead one.
 
-Only the agent knows which. A node that leaves in order lets its workers go on to the next step's
-boundary. All others end, and may save first: whether anybody else has their state depends on who
-ends besides them.
+Only the agent knows which. A draining node lets its workers continue to the next step's boundary.
+In the other cases they end, and may save first: whether another rank has their state depends on
+which other workers end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDING_FILE = "ELASTIC_ENDING"
 
 
 def ends_for_good() -> bool:
-    """Whether the agent has said that these workers are not to be started again."""
+    """Whether the agent reported that these workers will not be started again."""
     path = os.environ.get(ENDING_FILE)
     return bool(path) and os.path.exists(str(path))
 
@@ -68,9 +68,9 @@ def end_on_sigterm(
 ) -> None:
     """End at SIGTERM, after ``shutdown_hook``, ``unless`` there is a reason to stay.
 
-    ``shutdown_hook`` runs on a thread of its own and gets whether this process will not be started
-    again. ``is_own_signal`` is asked on the main thread, where it was interrupted, whether the
-    process has sent the signal itself. A script's own handler is left alone.
+    ``shutdown_hook`` runs on a separate thread and gets whether this process will not be started
+    again. ``is_own_signal`` is called on the main thread, where it was interrupted, whether the
+    process has sent the signal itself. A script's own handler is kept.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -1,7 +1,7 @@
-"""What the agent says about worlds, and what the worker tells it: the two ends of the link.
+"""Worlds from the agent, and reports to it: the worker's end of the link.
 
-The link's thread hears of a new world and releases the main thread from the old one; the main
-thread asks whether it should go on, and waits here for the world to enter next.
+The link's thread receives a new world and releases the main thread from the old one; the main
+thread checks whether it should continue, and waits here for the next world.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Worlds:
         self._flights = FlightRecorder(self.send, clock)
 
     def connect(self, path: str, *, local_rank: int) -> None:
-        """Say hello. Raises LinkError if the agent does not answer."""
+        """Perform the handshake. Raises LinkError if the agent does not answer."""
         self._client = LinkClient.connect(
             path,
             local_rank=local_rank,
@@ -93,7 +93,7 @@ class Worlds:
             self._client.send(Bye(clean=clean, error=error, step=self._position().step))
             self._client.close()
 
-    # -- the main thread asks -----------------------------------------------------------------
+    # -- called by the main thread -------------------------------------------------------------
 
     @property
     def entering(self) -> int:
@@ -132,8 +132,8 @@ class Worlds:
 
     def _takes_the_place(self, newer: WorldMessage) -> bool:
         """Whether a planned world is to be entered at the boundary at which the present one, which
-        is being formed, was to begin: somebody has died meanwhile, and it never will. gloo's
-        collectives end with an error then; those on a stream wait for ever."""
+        is being formed, was to begin: a peer has died meanwhile, and it never will. gloo's
+        collectives end with an error then; those on a stream wait forever."""
         forming_at, at = self._forming_at, newer.world.switch_at_step
         return forming_at is not None and at is not None and at <= forming_at
 
@@ -162,14 +162,14 @@ class Worlds:
     def _wait_for_permission(self) -> None:
         get_logger().warning(
             "training waits: this worker's agent has not renewed the permission to train. It is "
-            "stopped or frozen, or it no longer reaches etcd; the other nodes may go on without "
+            "stopped or frozen, or it no longer reaches etcd; the other nodes may continue without "
             "this one"
         )
         while not self.is_permitted() and not (self._entering and self.is_superseded()):
             with self._changed:
                 self._changed.wait(WORKER_SLICE_S)
         if self.is_permitted():
-            get_logger().warning("training goes on: the agent is back")
+            get_logger().warning("training continues: the agent is back")
 
     def next(self) -> WorldMessage:
         """Wait for a world newer than the present one, and make it the present one."""
@@ -208,7 +208,7 @@ class Worlds:
         phases.enter_generation(generation)
         self._flights.enter_generation(generation)
 
-    # -- the main thread tells ----------------------------------------------------------------
+    # -- reports of the main thread ------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """To the agent; lost if there is none any more."""
@@ -237,7 +237,7 @@ class Worlds:
         )
 
     def left(self, step: int) -> None:
-        """This rank has left at a boundary, as told."""
+        """This rank has left at a boundary, as requested."""
         self.has_left = True
         self.send(Left(step=step))
 
@@ -330,6 +330,6 @@ def write_environment(message: WorldMessage) -> None:
 
 
 def _die() -> None:
-    """The agent is dead: nobody would restart, count or end this process any more."""
+    """The agent is dead: this process would no longer be restarted, counted or ended."""
     os.write(2, b"elastic: the agent of this worker has died; the worker ends\n")
     os._exit(AGENT_DIED_EXIT_CODE)

@@ -1,12 +1,11 @@
 """How the ranks of a world meet: at rank 0's store, before any of them builds the group.
 
-In Python and a look at a time: torch's own waits let no signal handler run and cannot be given up,
-and say more on stderr than anybody wants to read.
+Polled in Python: torch's own waits run no signal handler, cannot be interrupted, and flood stderr.
 
 gloo gets our own store (why: :mod:`elastic.world.world_store`). NCCL gets torch's, because its
-watchdogs ask the store from threads of their own. TCPStore's constructor took 34 s for a timeout
+watchdogs query the store from their own threads. TCPStore's constructor took 34 s for a timeout
 of 15, and had not returned after ten minutes from a server that accepts and never answers (a
-stopped process) [measured, torch 2.13]; whoever builds a group shuts its sockets down when time is
+stopped process) [measured, torch 2.13]; the builder of a group shuts its sockets down when time is
 up.
 """
 
@@ -40,7 +39,7 @@ GiveUp = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """What a world says about its group."""
+    """A world's parameters of its group."""
 
     generation: int
     nonce: str
@@ -80,7 +79,7 @@ class OpenStore:
     server: StoreServer | Store | None = None
 
     def close(self) -> None:
-        """After the group is gone. torch's stores close when nobody holds them."""
+        """After the group is gone. torch's stores close with their last reference."""
         if isinstance(self.client, WorldStore):
             self.client.close()
         if isinstance(self.server, StoreServer):
@@ -98,7 +97,7 @@ def open_store(
     """The world's store, hosted by rank 0.
 
     Raises:
-        GroupBuildFailed: nobody listens in time.
+        GroupBuildFailed: no server listens in time.
         OSError, DistError: rank 0 cannot listen.
     """
     if spec.size == 1:
@@ -169,7 +168,7 @@ def _loaded(files: TlsFiles) -> Tls:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the C++ stack that torch puts below it."""
+    """The message of an error, without the C++ stack that torch appends."""
     return str(error).partition("\n")[0]
 
 
@@ -194,7 +193,7 @@ def meet(
 ) -> None:
     """Mark this rank's arrival and wait until all are here. Raises GroupBuildFailed.
 
-    Rank 0 looks for all marks, the others for what it says then: one key each.
+    Rank 0 waits for all marks, the others for its result: one key each.
     """
     marks = [f"{spec.nonce}/arrived/{rank}" for rank in range(spec.size)]
     complete = f"{spec.nonce}/complete"

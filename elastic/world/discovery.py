@@ -1,7 +1,7 @@
 """How the workers of one start find each other in a store that outlives them.
 
 torchrun's stock backends give every start of the workers the same store, and since torch 2.11 or
-so nothing tells the keys of one start from those of the next (``rendezvous.py`` says that the
+so nothing distinguishes the keys of two starts (``rendezvous.py`` documents that the
 store is new for every retry; with c10d it is not). A worker then connects to the address of a
 dead one: seen in one of three restarts with ``--standalone`` [measured, 2.13.0]. The restart count
 does not help, since agents that joined at different times count differently.

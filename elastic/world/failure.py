@@ -1,4 +1,4 @@
-"""How a worker tells its agent why it failed: torch's error file, written for any exception.
+"""How a worker reports its failure to the agent: torch's error file, written for any exception.
 
 torchrun reads ``TORCHELASTIC_ERROR_FILE`` of each worker, but only scripts decorated with
 ``@record`` write one; for all others it reports a bare exit code.
@@ -24,7 +24,7 @@ _NO_GROUP_YET = (
     "elastic: the process group is made by run.retry and by the first loop; do not call "
     "init_process_group before.\n"
     "  DataLoader(dataset, shuffle=True) in run.loader(…) takes the place of DistributedSampler;\n"
-    "  run.world.rank, run.world.size and run.is_main tell the rank inside the training function\n"
+    "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"
 )
 
 

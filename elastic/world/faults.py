@@ -1,14 +1,14 @@
-"""Which exceptions say that the world is over, and not that the script is wrong.
+"""Which exceptions mean that the world is over, rather than that the script has failed.
 
 A fault of the world can be recovered from in the next one; everything else must surface. What is
-a fault is told by type, and for gloo by where its text comes from:
+a fault is identified by type, and for gloo by the origin of its text:
 
 - ours: :class:`elastic.errors.WorldLost` and what is below it;
 - torch's DistError (``c10/util/Exception.h``: DistBackendError, DistNetworkError,
   DistStoreError): NCCL and the store;
 - gloo raises plain RuntimeErrors, but each begins with the source file that raised it
   (``GLOO_ERROR_MSG`` in gloo's ``common/logging.h``), as in ``[…/gloo/transport/tcp/pair.cc:538]
-  Connection closed by peer``. "Broken pipe" or "Timed out waiting" alone are nothing: a script's
+  Connection closed by peer``. "Broken pipe" or "Timed out waiting" are not sufficient: a script's
   own connections break, too.
 """
 
@@ -29,7 +29,7 @@ from elastic.errors import WorldLost as WorldLost
 _GLOO = (
     "gloo/transport/",  # connections: closed, reset, timed out (pair.cc, unbound_buffer.cc, …)
     "gloo/rendezvous/",  # while a group is built (store.h, context.cc)
-    "Gloo connectFullMesh failed",  # torch's words around the same
+    "Gloo connectFullMesh failed",  # torch's wrapper text
 )
 # gloo names the peer of a connection that the kernel has given up (gloo/transport/tcp/pair.cc:
 # "Read error [10.0.0.2]:1769: Connection timed out", "timed out connecting: SO_ERROR: Connection
@@ -40,7 +40,7 @@ _TIMED_OUT = (
 )
 # gloo's assertions name their file as well; those are disagreements about sizes and shapes.
 _GLOO_ASSERTION = "enforce fail at"
-# These surface wherever they stand in the chain: a signal that came while a fault was handled,
+# These surface anywhere in the chain: a signal that came while a fault was handled,
 # memory that ran out before a collective in a `finally` was aborted.
 _ALWAYS_SURFACE = (SignalException, torch.OutOfMemoryError)
 # A CUDA context in which a kernel has failed is of no use in the next world either.
@@ -50,7 +50,7 @@ _BROKEN_DEVICE = ("device-side assert", "CUDA error:")
 def is_world_fault(error: BaseException) -> bool:
     """Whether ``error``, or what it came from, means that peers or their connections are gone."""
     if isinstance(error, ElasticError) and not isinstance(error, WorldLost):
-        return False  # ours, raised while a fault was being handled: it says what to do
+        return False  # ours, raised while a fault was being handled: it has a hint
     chain = causes(error)
     return not any(_must_surface(e) for e in chain) and any(_is_fault(e) for e in chain)
 
@@ -69,10 +69,10 @@ def unreachable_peers(error: BaseException) -> tuple[str, ...]:
 
 def may_come_of_garbage(error: BaseException) -> bool:
     """Whether ``error`` may have been raised because a collective that was aborted has left
-    anything in its output: on a stream nothing else says so
+    anything in its output: on a stream nothing else indicates it
     (:mod:`elastic.process_group.semantics`).
 
-    Not ours, which say what to do, and not what would go on in the next world.
+    Not ours, which have a hint, and not those that would recur in the next world.
     """
     chain = causes(error)
     return not any(_must_surface(e) or isinstance(e, ElasticError) for e in chain)

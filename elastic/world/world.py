@@ -1,4 +1,4 @@
-"""The world as one worker sees it: who it is, among how many, in which generation."""
+"""The world as one worker sees it: its rank, the size, the generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldIdentity, RankAssignment):
-    """Who trains together, as agreed for one generation.
+    """The ranks that train together, as agreed for one generation.
 
     Attributes:
         generation: only grows over the life of a job.
@@ -48,7 +48,7 @@ def is_launched(env: Mapping[str, str] = os.environ) -> bool:
     if missing and "RANK" in present:
         raise ConfigError(
             f"the environment has RANK={env['RANK']} but lacks {', '.join(missing)}",
-            hint="start with torchrun, or unset RANK to train alone",
+            hint="start with torchrun, or unset RANK to train with one process",
         )
     return not missing
 
@@ -57,7 +57,7 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
     """Read the world from the environment; under a foreign backend its nonce is still ``""``.
 
     With the etcd-v3 backend the agent names the world. Under any other one torchrun's restart
-    count stands in for the generation, and the nonce has to be agreed by the group itself.
+    count replaces the generation, and the nonce has to be agreed by the group itself.
 
     >>> world_from_environment({}).size
     1
@@ -80,7 +80,7 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
 
 
 def largest_world(env: Mapping[str, str] = os.environ) -> int:
-    """The most workers this job can have; the present ones if the backend does not tell.
+    """The most workers this job can have; the present ones if the backend does not know.
 
     >>> largest_world({"ELASTIC_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "2"})
     6
@@ -92,12 +92,12 @@ def largest_world(env: Mapping[str, str] = os.environ) -> int:
 
 
 def fresh_nonce() -> str:
-    """Eight hex digits nobody has used before."""
+    """Eight random hex digits."""
     return secrets.token_hex(4)
 
 
 def node_name(env: Mapping[str, str] = os.environ) -> str:
-    """This node's name for people: what the agent said, else torchrun's group rank."""
+    """This node's name for people: from the agent, else torchrun's group rank."""
     if name := env.get("ELASTIC_NODE_NAME"):
         return name
     group = env.get("GROUP_RANK")
@@ -111,4 +111,4 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{name}={text!r} in the environment is not a whole number") from None
+        raise ConfigError(f"{name}={text!r} in the environment is not an integer") from None

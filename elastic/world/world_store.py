@@ -1,12 +1,12 @@
 """A store for the ranks of one world, in Python: what torch's TCPStore cannot do.
 
-TCPStore asks the name service for the name of every address that it connects to or accepts, four
+TCPStore queries the name service for the name of every address that it connects to or accepts, four
 times per store, and for nothing but its log lines (``formatSockAddr`` in torch's ``socket.cpp``).
 Where such a question is lost or slow, each takes 5 s: in one of 15 to 100 stores on the machine
 that this was written on [measured with strace, torch 2.13]. Its constructor also cannot be given
 up, and does not know whether it talks to the store of this world or to what is left of another.
 
-Here every wait is in Python and looks, ten times a second, whether it is to be given up. Server and
+Here every wait is in Python and checks ten times a second whether it is aborted. Server and
 clients prove to each other that they know the run's key and are of the same world
 (:mod:`elastic.secure_channel`); that costs the round trip that telling the nonce would
 cost. The values are a few hundred bytes per rank, while a group is built. Nothing that is received
@@ -47,7 +47,7 @@ _BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
 _PENDING = 64  # beyond one of each rank: they all come at once, perhaps from one machine
 
 Json = dict[str, Any]
-# What a request has, beside its number and its name.
+# The fields of a request, in addition to its number and name.
 _FIELDS: dict[str, dict[str, type]] = {
     "set": {"key": str, "value": str},
     "get": {"key": str},
@@ -206,7 +206,7 @@ class WorldStore(Store):
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._next = 0
-        self._seen: dict[str, bytes] = {}  # told with the last wait(): torch asks for it next
+        self._seen: dict[str, bytes] = {}  # sent with the last wait(): torch reads it next
         try:
             self._channel.authenticate(key, nonce, expected=nonce)
         except BaseException as error:
@@ -299,7 +299,7 @@ def connect(
     tls: Tls | None = None,
     silence_s: float = PEER_SILENCE_S,
 ) -> WorldStore:
-    """One try. Raises OSError if nobody listens, DistNetworkError if it is another world's, or
+    """One try. Raises OSError if no server listens, DistNetworkError if it is another world's, or
     does not know the run's key."""
     connection = socket.create_connection((host, port), timeout=WORLD_STORE_SLICE_S)
     try:

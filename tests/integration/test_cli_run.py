@@ -176,7 +176,7 @@ def test_a_spent_failure_budget_ends_with_70(folder: Path) -> None:
     assert done.returncode == 70, done.stderr
     assert "4 worlds broke within 600 s" in done.stdout + done.stderr
     timeline = done.stderr.partition("Failure timeline of ")[2]
-    assert timeline.count("lived") == 4 and "exit code 70" in timeline
+    assert timeline.count(": lived") == 4 and "exit code 70" in timeline
     assert timeline.index("ended the job with exit code 70") < timeline.index("What to do next")
 
 

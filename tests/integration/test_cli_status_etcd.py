@@ -11,8 +11,8 @@ import pytest
 from test_node_service import TestNode
 
 from elastic.cli.main import main
+from elastic.leadership.job_progress import decode_progress
 from elastic.leadership.progress_writer import ProgressWriter
-from elastic.membership.job_progress import decode_progress
 from elastic.membership.records import Keys
 from elastic.membership.step_rate import StepRate
 from elastic.store.embedded.etcd import EmbeddedEtcd

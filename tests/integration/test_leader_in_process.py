@@ -40,7 +40,7 @@ from elastic.membership.records import (
 )
 from elastic.membership.step_rate import StepRate
 from elastic.store.keyvalue import Put, WatchEvent
-from elastic.stragglers.facts import StepTimes
+from elastic.stragglers.facts import StepDurations
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
@@ -410,7 +410,7 @@ class KnownWorker:
 
 def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
     """The node's worker reports how long its steps take."""
-    times = StepTimes(
+    times = StepDurations(
         generation=1,
         window=number,
         steps=10,

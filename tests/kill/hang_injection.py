@@ -24,8 +24,8 @@ SCRIPT = SCRIPTS / "injected_hangs.py"
 WORKLOAD = Workload(samples=240, epochs=80, step_s=0.1, save_every=20)
 LONG_WORKLOAD = replace(WORKLOAD, epochs=150)
 NODES = 3
-# The shortest waits with which a busy machine has no false alarms: what is drawn, is drawn often.
-CONF = {"hang_timeout_s": 1.0, "hang_script_timeout_s": 5.0}
+# Short waits, with which a busy machine has no false alarms: what is drawn, is drawn often.
+CONF = {"hang_timeout_s": 2.0, "hang_script_timeout_s": 6.0}
 # The first three steps of a world are given minutes.
 WARM_UP_STEPS = 6
 

@@ -31,6 +31,7 @@ RUNS = int(os.environ.get("INJECTED_HANGS", "200"))
 RUNS_OF_A_JOB = 20  # a ledger of hours takes long to read
 
 
+@pytest.mark.timeout(1200)
 def test_ten_hangs_of_ten_kinds(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
     with start(etcd.endpoint, tmp_path, WORKLOAD) as job:

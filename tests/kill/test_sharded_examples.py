@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.forks.server import shared_fork_server
+from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -92,6 +99,36 @@ def test_fsdp2_goes_on_over_three_ranks_from_the_shards_of_four(
         assert_resumed(job, generation, saved)
         assert {s.size for s in job.ledger().starts if s.generation == generation} == {3}
         job.assert_finishes_whole(undisturbed)
+
+
+def test_bf16_training_resumes_exactly_where_it_was_saved(tmp_path: Path) -> None:
+    """As the example is by default; its optimizer and parameters are kept in full precision."""
+    (tmp_path / "text").write_bytes(bytes(i * i % 251 for i in range(CONTEXT * SAMPLES + 1)))
+
+    def train(folder: str, epochs: int) -> dict[str, Any]:
+        arguments = (f"--text={tmp_path / 'text'}", f"--context={CONTEXT}", "--width=16")
+        command = [
+            *(sys.executable, str(EXAMPLES / "fsdp2_char_lm.py"), *arguments, "--layers=1"),
+            *(f"--epochs={epochs}", f"--checkpoints={tmp_path / folder}", "--every-steps=1000"),
+        ]
+        environment = {**os.environ, **ALONE, "OMP_NUM_THREADS": "1"}
+        log = tmp_path / f"{folder}-{epochs}.log"
+        alone = LocalNode(folder, command, environment, "", log, fork_server=shared_fork_server())
+        assert alone.wait(2 * PATIENCE_S) == 0, alone.log_text()
+        found = checkpoints.latest(tmp_path / folder).checkpoint
+        assert found is not None and found.step == epochs * SAMPLES // 24
+        state: dict[str, Any] = checkpoints.load(tmp_path / folder, found.name).state
+        return state
+
+    at_once = train("at-once", 2)
+    half = train("in-two", 1)
+    resumed = train("in-two", 2)
+    for one, other in (
+        (resumed["model"], at_once["model"]),
+        (resumed["optimizer"]["state"], at_once["optimizer"]["state"]),
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not torch.equal(half["model"]["head.weight"], resumed["model"]["head.weight"])
 
 
 def test_tensor_parallelism_goes_on_with_the_nodes_that_are_left(

@@ -16,7 +16,7 @@ from elastic.stragglers.detector import (
     Streak,
     advance,
 )
-from elastic.stragglers.facts import StepPart, StepTimes
+from elastic.stragglers.facts import StepDurations, StepPart
 from elastic.stragglers.windows import summarize
 
 POLICY = StragglerPolicy()
@@ -112,7 +112,7 @@ def window_of_job(draw: st.DrawFn) -> list[RankWindow]:
             node_id=f"id-n{rank}",
             node=f"n{rank}",
             local_rank=0,
-            times=StepTimes(
+            times=StepDurations(
                 generation=1,
                 window=1,
                 steps=draw(st.integers(1, 1000)),

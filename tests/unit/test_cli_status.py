@@ -15,13 +15,13 @@ from membership_nodes import node, world
 
 from elastic.cli.main import main
 from elastic.cli.observe import connection
-from elastic.cli.observe.job_view import JobState, JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
 from elastic.cli.observe.status import last_known, lines
 from elastic.cli.observe.wait import WaitCondition, wait
 from elastic.clock import ManualClock
 from elastic.errors import StoreUnreachable
 from elastic.events import Waiting
-from elastic.membership.job_progress import JobProgress, decode_progress, encode_progress
+from elastic.leadership.job_progress import JobProgress, decode_progress, encode_progress
 from elastic.membership.records import (
     BreakageRecord,
     Done,
@@ -130,7 +130,7 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 def test_a_job_that_trains(training: Job) -> None:
     view = training.view()
-    assert view.state is JobState.TRAINING
+    assert view.state is JobCondition.TRAINING
     said = sentence(view)
     assert said.startswith("training in generation 7 with 3 of 4 nodes; n4 was lost 12.0 s ago")
 
@@ -153,38 +153,38 @@ def test_a_loss_of_long_ago_and_a_node_that_is_back_are_no_news(training: Job) -
 def test_a_world_that_is_not_entered_yet(training: Job) -> None:
     training.put_world(replace(world("n1", "n2", generation=8), reason="c is lost"))
     view = training.view()
-    assert view.state is JobState.STARTING
+    assert view.state is JobCondition.STARTING
     assert sentence(view).startswith(
         "starting generation 8: 0 of its 2 nodes are in it (c is lost)"
     )
 
 
 def test_every_other_state(job: Job) -> None:
-    assert job.view().state is JobState.ABSENT
+    assert job.view().state is JobCondition.ABSENT
     assert sentence(job.view()) == "no such job: there is nothing under /elastic/llama-7/"
     job.put_node("n1", None, NodeState.ARRIVED)
-    assert job.view().state is JobState.WAITING
+    assert job.view().state is JobCondition.WAITING
     assert sentence(job.view()).startswith("waiting for nodes: 1 of at least")
     paused = replace(world("n1", generation=3), state=WorldState.PAUSED, min_nodes=2)
     job.put_world(paused)
     job.put_node("n1", paused, NodeState.READY)
     assert sentence(job.view()).startswith("paused in generation 3: 1 of at least 2 nodes")
     job.store.delete(KEYS.node("id-n1"))
-    assert job.view().state is JobState.DOWN
+    assert job.view().state is JobCondition.DOWN
     assert sentence(job.view()).startswith("down: no node is alive; generation 3")
     job.finish(Outcome.SUCCESS, 0)
     assert sentence(job.view()) == (
         "succeeded at step 99 in generation 7, 3 min 0 s ago: a, b finished"
     )
     job.finish(Outcome.FAILURE, 1)
-    assert job.view().state is JobState.FAILED
+    assert job.view().state is JobCondition.FAILED
 
 
 def test_a_record_of_another_version_is_a_note(training: Job) -> None:
     training.store.put(KEYS.progress, b'{"version": 99}')
     training.store.put(KEYS.leader, b"\xff\x00")
     view = training.view()
-    assert view.state is JobState.TRAINING
+    assert view.state is JobCondition.TRAINING
     assert [note for note in view.notes if KEYS.progress in note]
     assert [note for note in view.notes if KEYS.leader in note]
 

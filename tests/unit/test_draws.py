@@ -208,8 +208,8 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
     [
         (SubsetRandomSampler([1, 60]), "names sample 60 of a dataset of 53", "from 0"),
         (SubsetRandomSampler([]), "SubsetRandomSampler is empty", "split"),
-        (["a.png", "b.png"], "list does not hold the indices of samples", "whole numbers"),
-        ([1.0, 2.5], "float64 values of shape", "whole numbers"),
+        (["a.png", "b.png"], "list does not hold the indices of samples", "list of integers"),
+        ([1.0, 2.5], "float64 values of shape", "list of integers"),
         ([[1, 2], [3, 4]], r"shape \(2, 2\)", "flat list"),
         ([-1], "list names sample -1", "from 0"),
         (SequentialSampler(range(60)), "draws from 60 samples, the dataset has 53", "same"),

@@ -242,6 +242,23 @@ def test_the_next_leader_goes_on_counting() -> None:
     assert stop is not None and "3 times in a row" in stop.reason
 
 
+@pytest.mark.parametrize("steps", [0, 50])
+def test_the_next_leader_knows_how_far_the_job_had_come(steps: int) -> None:
+    """Every failure is the leader's own: its successor judges it first of all."""
+    last, stop = world("n1", "n2", "n3", generation=1, mode="in-process"), None
+    for generation in range(1, 21):
+        leader = FailureAccounting(OPTIONS)
+        leader.remember(last, NOW + generation, wall_s=5000.0 + generation)
+        step_rate = StepRate(generation, generation * steps, 0.1, NOW)
+        leader.saw(step_rate)
+        group = replace(last, generation=generation)
+        v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
+        stop = stop or leader.charge(broken(v), step_rate, NOW + generation)
+        records = leader.records(NOW + generation, wall_s=5000.0 + generation)
+        last = replace(last, breakages=records)
+    assert (stop is None) is (steps > 0)
+
+
 def test_whom_all_waited_for_is_left_out_by_id() -> None:
     accounting = FailureAccounting(OPTIONS)
     for generation in (1, 2, 3):

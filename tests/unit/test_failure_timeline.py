@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.membership.failure_timeline import is_wanted, render
+from elastic.leadership.failure_timeline import is_wanted, render
 from elastic.membership.records import BreakageRecord, Done, FailureRecord, Outcome
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "failure_timeline.txt"

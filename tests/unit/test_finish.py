@@ -262,4 +262,6 @@ def test_the_exit_code_is_the_jobs(
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main([*command, *flags]) == code
     assert api.scales[NAMESPACE, "workers"] == replicas
-    assert done.reason in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert done.reason in said
+    assert (f"Failure timeline of {KEYS.root}" in said) is (code == 70)

@@ -31,7 +31,7 @@ from elastic.link.protocol import (
     encode,
 )
 from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
-from elastic.stragglers.facts import StepTimes
+from elastic.stragglers.facts import StepDurations
 
 WORLD = WorldMessage(
     world=WorldSpec(
@@ -57,7 +57,7 @@ SAID = [
     Heartbeat(generation=1, step=2, phase="step", step_time_s=0.1),
     Ready(),
     StepReport(
-        times=StepTimes(
+        times=StepDurations(
             generation=3,
             window=1,
             steps=18,

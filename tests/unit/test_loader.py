@@ -337,7 +337,7 @@ def test_a_wrapped_loader_may_be_given_again() -> None:
     [
         (lambda inner: list(DataLoader(numbers(), 10)), "does not read"),
         (lambda inner: _Changed(inner, lambda batches: batches[:2]), "ended before step 2"),
-        (lambda inner: _Changed(inner, lambda batches: batches * 2), "went on after the last"),
+        (lambda inner: _Changed(inner, lambda batches: batches * 2), "continued after the last"),
     ],
 )
 def test_a_wrapper_that_changes_the_batches_is_noticed(

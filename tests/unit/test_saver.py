@@ -467,7 +467,7 @@ def test_a_second_save_in_a_row_that_fails_is_a_warning(
             saver._report(outcome)
     said = {id(r): r.getMessage() for r in caplog.records if "were not saved" in r.getMessage()}
     assert list(said.values()) == [
-        "the last 2 checkpoints were not saved (step 4: disk is full); training goes on, but a "
+        "the last 2 checkpoints were not saved (step 4: disk is full); training continues, but a "
         "restart would go back to step 2"
     ]
     saver.close(0.0)

@@ -198,4 +198,4 @@ def test_a_flood_of_reports_is_a_line_now_and_then() -> None:
         report("bad")
     now_s[0] = 10.0
     report("bad")
-    assert lines == ["bad", "bad (99 more such lines were left out)"]
+    assert lines == ["bad", "bad (99 more such lines were suppressed)"]

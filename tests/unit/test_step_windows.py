@@ -13,7 +13,7 @@ import pytest
 from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
-from elastic.stragglers.facts import StepPart, StepTimes
+from elastic.stragglers.facts import StepDurations, StepPart
 from elastic.stragglers.windows import LEAST_STEPS, MOST_STEPS, StepWindows
 
 STEPS = 3000
@@ -44,7 +44,7 @@ def test_a_window_has_its_length_and_its_least_number_of_steps() -> None:
     assert windows.take() is None, "long enough, and too few steps"
     windows.add(parts(0.25, 0.5), 8, LEAST_STEPS * S)
     times = windows.take()
-    assert times == StepTimes(
+    assert times == StepDurations(
         generation=7,
         window=1,
         steps=LEAST_STEPS - 1,
@@ -147,13 +147,13 @@ def train(recorder: PhaseRecorder, steps: int, *, samples: int = 8, data_s: floa
         recorder.committed(number + 1)
 
 
-def taken(windows: StepWindows) -> StepTimes:
+def taken(windows: StepWindows) -> StepDurations:
     times = windows.take()
     assert times is not None
     return times
 
 
-def of_parts(times: StepTimes) -> dict[StepPart, float]:
+def of_parts(times: StepDurations) -> dict[StepPart, float]:
     """Whole seconds: what the lines of this test take is less."""
     return {
         StepPart.DATA: round(times.data_s),

@@ -17,7 +17,7 @@ from elastic.stragglers.detector import (
     advance,
     compare,
 )
-from elastic.stragglers.facts import StepPart, StepTimes
+from elastic.stragglers.facts import StepDurations, StepPart
 
 POLICY = StragglerPolicy()
 
@@ -36,7 +36,7 @@ def window(
         node_id=f"id-n{rank}",
         node=f"n{rank}",
         local_rank=0,
-        times=StepTimes(
+        times=StepDurations(
             generation=3,
             window=1,
             steps=10,

@@ -27,7 +27,7 @@ from elastic.node.status import NodeStatus
 from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
-from elastic.stragglers.facts import RankStepTimes, StepTimes
+from elastic.stragglers.facts import RankStepTimes, StepDurations
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 
@@ -59,8 +59,8 @@ def context(journal: Journal, action: str = "report", nproc: int = 1) -> NodeCon
     )
 
 
-def times(window: int, compute_s: float = 0.1, generation: int = 7) -> StepTimes:
-    return StepTimes(
+def times(window: int, compute_s: float = 0.1, generation: int = 7) -> StepDurations:
+    return StepDurations(
         generation=generation,
         window=window,
         steps=10,
@@ -79,7 +79,7 @@ class Leader:
         self.judge = StragglerJudge(context(self.journal, action))
         self.window = 0
 
-    def hears(self, name: str, *of_ranks: StepTimes, of: WorldRecord = WORLD) -> None:
+    def hears(self, name: str, *of_ranks: StepDurations, of: WorldRecord = WORLD) -> None:
         ranks = tuple(RankStepTimes(local_rank=i, times=t) for i, t in enumerate(of_ranks))
         record = NodeStepTimes(node_id=f"id-{name}", ranks=ranks)
         entry = Entry(KEYS.step_times_of(f"id-{name}"), encode(record), 1, 1)

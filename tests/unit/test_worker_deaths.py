@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 from membership_nodes import node
@@ -10,11 +11,13 @@ from membership_nodes import node
 from elastic.agent.workers import Workers
 from elastic.clock import ManualClock
 from elastic.events import Event
-from elastic.link.protocol import Hello, Ready
+from elastic.link.client import LinkClient
+from elastic.link.protocol import Bye, Heartbeat, Hello, Message, Ready
 from elastic.link.server import Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
 from elastic.node.context import NodeContext
 from elastic.node.status import NodeStatus
+from elastic.worker.worlds import Worlds
 
 
 class Silent:
@@ -48,6 +51,21 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
     workers.on_ended(old, WorkerDeath(old.pid, 143, None, None))
     assert context.status.node.state is NodeState.STARTING
     assert context.status.node.failure is None
+
+
+def test_the_last_words_of_a_worker_say_at_which_step() -> None:
+    """As it has committed them: a heartbeat may be older."""
+    steps = iter((41, 42))
+    worlds = Worlds(
+        abort=lambda: None,
+        position=lambda: Heartbeat(generation=7, step=next(steps), phase="step", step_time_s=0.1),
+        current_step=lambda: None,
+    )
+    assert worlds._position().step == 41
+    said: list[Message] = []
+    worlds._client = cast(LinkClient, SimpleNamespace(send=said.append, close=lambda: None))
+    worlds.close(clean=False, error="ValueError: boom")
+    assert said == [Bye(clean=False, error="ValueError: boom", step=42)]
 
 
 def test_a_death_in_the_present_start_is_the_nodes() -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from elastic.cli.observe.printable import duration, printable
 from elastic.errors import RecordError, StoreRefused
-from elastic.membership.job_progress import JobProgress, decode_progress
+from elastic.leadership.job_progress import JobProgress, decode_progress
 from elastic.membership.keys import Keys
 from elastic.membership.records import (
     BreakageRecord,
@@ -29,7 +29,7 @@ from elastic.store.keyvalue import Entry, KeyValue
 from elastic.tuning.agent_intervals import RECENT_LOSS_S
 
 
-class JobState(str, Enum):
+class JobCondition(str, Enum):
     """In one word."""
 
     ABSENT = "absent"  # nothing is there: not started, or forgotten
@@ -82,19 +82,19 @@ class JobView:
         return tuple(node for node in self.nodes if node.node_id not in inside)
 
     @property
-    def state(self) -> JobState:
+    def state(self) -> JobCondition:
         """In one word."""
         if self.done is not None:
             is_success = self.done.outcome is Outcome.SUCCESS
-            return JobState.SUCCEEDED if is_success else JobState.FAILED
+            return JobCondition.SUCCEEDED if is_success else JobCondition.FAILED
         if self.world is None:
-            return JobState.WAITING if self.nodes else JobState.ABSENT
+            return JobCondition.WAITING if self.nodes else JobCondition.ABSENT
         if not self.nodes:
-            return JobState.DOWN
+            return JobCondition.DOWN
         if self.world.state is WorldState.PAUSED:
-            return JobState.PAUSED
+            return JobCondition.PAUSED
         is_whole = len(self.training) == len(self.world.members)
-        return JobState.TRAINING if is_whole else JobState.STARTING
+        return JobCondition.TRAINING if is_whole else JobCondition.STARTING
 
     @property
     def step(self) -> int | None:
@@ -109,7 +109,7 @@ class JobView:
     def steps_per_s(self) -> float | None:
         """While it trains."""
         progress = self.progress
-        if self.state is not JobState.TRAINING or progress is None or progress.step_time_s <= 0:
+        if self.state is not JobCondition.TRAINING or progress is None or progress.step_time_s <= 0:
             return None
         return 1.0 / progress.step_time_s
 
@@ -194,17 +194,17 @@ def _state(view: JobView) -> str:
         least = max(node.min_nodes for node in view.nodes)
         return f"waiting for nodes: {len(view.nodes)} of at least {least} arrived"
     generation, members = world.generation, len(world.members)
-    if view.state is JobState.DOWN:
+    if view.state is JobCondition.DOWN:
         return (
             f"down: no node is alive; generation {generation} was formed with "
             f"{_count(members, 'node')}, {_ago(view, world.time_s)}"
         )
-    if view.state is JobState.PAUSED:
+    if view.state is JobCondition.PAUSED:
         return (
             f"paused in generation {generation}: {len(view.members)} of at least "
             f"{world.min_nodes} nodes, nothing is trained"
         )
-    if view.state is JobState.STARTING:
+    if view.state is JobCondition.STARTING:
         return (
             f"starting generation {generation}: {len(view.training)} of its "
             f"{_count(members, 'node')} are in it ({printable(world.reason)})"

@@ -12,7 +12,7 @@ from typing import Any
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
-from elastic.cli.observe.job_view import JobState, JobView, incident, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, incident, read_job, sentence
 from elastic.cli.observe.printable import duration, printable
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import StoreUnreachable
@@ -50,7 +50,7 @@ def _from_store(args: argparse.Namespace, keys: Keys) -> int:
                 print(f"elastic: {error.message}", file=sys.stderr)
                 continue
             _show(view, args)
-    return ABSENT if view.state is JobState.ABSENT else 0
+    return ABSENT if view.state is JobCondition.ABSENT else 0
 
 
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
-from elastic.cli.observe.job_view import JobState, JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
 from elastic.cli.observe.printable import printable, seconds_of
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError, StoreUnreachable
@@ -48,7 +48,7 @@ class WaitCondition:
             return view.step is not None and view.step >= self.number
         return (
             self.kind == "nodes"
-            and view.state is JobState.TRAINING
+            and view.state is JobCondition.TRAINING
             and len(view.training) >= self.number
         )
 

@@ -96,7 +96,7 @@ class EmbeddedEtcd:
 
     @property
     def log_path(self) -> Path:
-        """Where etcd writes what it has to say."""
+        """The path of etcd's log."""
         return self._folder / "etcd.log"
 
     # -- life ------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class EmbeddedEtcd:
 
     @property
     def healthy(self) -> bool:
-        """Whether etcd itself says that it can serve: it has a leader and reads work."""
+        """Whether etcd reports that it can serve: it has a leader and reads work."""
         try:
             connection = http.client.HTTPConnection(
                 LOOPBACK, self._metrics_port, timeout=EMBEDDED_PROBE_S
@@ -136,7 +136,7 @@ class EmbeddedEtcd:
             return False
 
     def stop(self) -> None:
-        """Ask it to end (SIGTERM), and wait; the data stays."""
+        """Stop it (SIGTERM), and wait; the data is kept."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -213,14 +213,14 @@ class EmbeddedEtcd:
             "--log-level=warn",
         ]
         if self._temporary and self._binary.version >= (3, 5):
-            command.append("--unsafe-no-fsync")  # nobody will want this data after a power cut
+            command.append("--unsafe-no-fsync")  # this data need not survive a power failure
         if self._certificates:
             command += [
                 f"--cert-file={self._certificates.cert}",
                 f"--key-file={self._certificates.key}",
             ]
             if self._certificates.require_client_certificate:
-                # From 3.5 on the CA alone demands client certificates, too.
+                # From 3.5 on a CA without further flags requires client certificates, too.
                 command += [f"--trusted-ca-file={self._certificates.cacert}", "--client-cert-auth"]
         return command
 
@@ -239,7 +239,7 @@ class EmbeddedEtcd:
         said = "\n    ".join(line[:400] for line in log) or "nothing"
         self._end(signal.SIGKILL)
         return StoreUnreachable(
-            f"the embedded etcd {self.name} ({self._binary.path}) {what}; it said:\n    {said}",
+            f"the embedded etcd {self.name} ({self._binary.path}) {what}; its log:\n    {said}",
             hint=f"its data is in {self._data}; it must be writable and of the same etcd version",
         )
 

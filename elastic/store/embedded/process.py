@@ -23,7 +23,7 @@ from elastic.tuning.agent_intervals import EMBEDDED_VERSION_S
 OLDEST = (3, 4)
 _REMEDY = "install etcd 3.4 or later, or: pip install 'torch-elastic-harness[embedded]'"
 
-# Runs between fork and etcd, in an interpreter of its own: preexec_fn is not safe in a process
+# Runs between fork and etcd, in a separate interpreter: preexec_fn is not safe in a process
 # with threads. Then it *becomes* etcd, so that the child's pid is etcd's.
 _TRAMPOLINE = """
 import ctypes, os, signal, sys
@@ -90,8 +90,8 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 def reserve_port(host: str) -> socket.socket:
     """A port of the kernel's choice that stays ours while the returned socket is open.
 
-    Bound but not listening, with SO_REUSEADDR: etcd (Go sets the same option) may listen on it
-    at any time, while the kernel gives it to nobody else, neither to a server asking for port 0
+    Bound but not listening, with SO_REUSEADDR: etcd (Go sets the same option) may listen on it at
+    any time, while the kernel gives it to no other process, neither to a server asking for port 0
     nor as the local port of an outgoing connection. Connecting to it is refused meanwhile.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -104,7 +104,7 @@ class BoundProcess:
     """A child that dies with this process, whatever ends it.
 
     PR_SET_PDEATHSIG speaks of the parent *thread*: a child started from a thread that ends is
-    killed, too. So it is started from a thread of its own, which then waits for it.
+    killed, too. So it is started from a separate thread, which then waits for it.
     """
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:

@@ -3,5 +3,5 @@
 Start with ``store``. ``connection`` keeps one connection to one member and moves to the next;
 ``calls`` retries unary calls; ``lease`` and ``watch`` survive their connections; ``failures`` says
 what an error of gRPC's means. ``endpoints`` and ``options`` are the addresses and credentials that
-a user gives; ``compat`` imports etcd3 beside any protobuf.
+a user gives; ``compat`` imports etcd3 with any protobuf.
 """

@@ -1,4 +1,4 @@
-"""Import etcd3 0.12.0 beside any protobuf from 3.20 on.
+"""Import etcd3 0.12.0 with any protobuf from 3.20 on.
 
 The library's generated ``*_pb2`` modules were written by a protoc so old that protobuf 4 and
 later refuse to run them ("Descriptors cannot be created directly"). Its API and its gRPC stubs
@@ -44,7 +44,7 @@ def load_rpc() -> ModuleType:
 def load_grpc() -> Any:
     """The ``grpc`` module; its C core is kept from writing its own log to stderr.
 
-    It would report every refused connection there, which the store does in its own words. Who
+    It would report every refused connection there, which the store reports itself. Who
     sets GRPC_VERBOSITY keeps it. The variable does not leak to this process's children.
     """
     if "grpc" in sys.modules or "GRPC_VERBOSITY" in os.environ:
@@ -79,7 +79,7 @@ def _package_folder() -> Path:
 
 
 def _serialized_file(path: Path) -> bytes | None:
-    """The constant behind ``serialized_pb=`` of the file's ``FileDescriptor(...)``."""
+    """The constant of ``serialized_pb=`` of the file's ``FileDescriptor(...)``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
             constants = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]

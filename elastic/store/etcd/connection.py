@@ -1,9 +1,9 @@
 """One connection to one etcd member at a time, and the way to the next one.
 
-All calls, leases and watches of a store share the *current* connection. When it proves useless
-its channel is closed, which cancels everything in flight on it at once; whoever needs etcd next
-connects to the next endpoint. A member counts as usable when ``Maintenance.Status`` answers and
-knows a leader: that needs no quorum and no disk, so it tells a dead member from a slow cluster.
+All calls, leases and watches of a store share the *current* connection. When it proves useless its
+channel is closed, which cancels everything in flight on it at once; the next caller connects to the
+next endpoint. A member counts as usable when ``Maintenance.Status`` answers and knows a leader:
+that needs no quorum and no disk, so it distinguishes a dead member from a slow cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", round(STORE_FIRST_BACKOFF_S * 1000)),
     ("grpc.min_reconnect_backoff_ms", round(STORE_BACKOFF_CAP_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", round(STORE_BACKOFF_CAP_S * 1000)),
-    ("grpc.enable_http_proxy", 0),  # the cluster's etcd is never behind the web proxy
+    ("grpc.enable_http_proxy", 0),  # etcd is never accessed through a web proxy
     ("grpc.use_local_subchannel_pool", 1),  # a closed channel really closes its sockets
     ("grpc.max_receive_message_length", 64 << 20),
 )
@@ -58,7 +58,7 @@ class EtcdConnection:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Every call asks to fail at once on a member that has lost its leader."""
+        """Every call fails at once on a member that has lost its leader."""
         token = (("token", self.token),) if self.token else ()
         return (("hasleader", "true"), *token)
 
@@ -99,7 +99,7 @@ class EtcdConnections:
                     raise CallFailure(Remedy.FATAL, "the store is closed")
                 if self._current is not None:
                     return self._current
-                if self._rounds != rounds:  # somebody else tried while this thread waited
+                if self._rounds != rounds:  # another thread tried while this one waited
                     raise self._worst()
             return self._try_all(ends_s)
 
@@ -121,7 +121,7 @@ class EtcdConnections:
         return reply
 
     def react(self, connection: EtcdConnection, failure: CallFailure) -> None:
-        """Do what a failure asks of the connection itself: check it, leave it, log in."""
+        """React to a failure of the connection: check it, close it, log in."""
         if failure.remedy is Remedy.MOVE:
             self.drop(connection, failure)
         elif failure.remedy is Remedy.DOUBT:
@@ -133,7 +133,7 @@ class EtcdConnections:
                 self.drop(connection, refused)
 
     def verify(self, connection: EtcdConnection) -> bool:
-        """Ask the member whether it is there and has a leader; drop it if not."""
+        """Check that the member is alive and has a leader; drop it if not."""
         alone = len(self.config.endpoints) == 1  # there is nowhere to go: be patient
         try:
             self._status(connection, 2 * STORE_PROBE_S if alone else STORE_PROBE_S)
@@ -237,10 +237,10 @@ class EtcdConnections:
         with self._state:
             known = self._reasons.get(endpoint)
             if known is None or known.remedy is not failure.remedy or known.remedy != Remedy.DOUBT:
-                self._reasons[endpoint] = failure  # of several silences tell the first one
+                self._reasons[endpoint] = failure  # of several timeouts report the first one
 
     def _worst(self) -> CallFailure:
-        """What to tell who asked for a connection and got none."""
+        """The error for a caller that gets no connection."""
         reasons = "; ".join(f"{e}: {f.reason}" for e, f in self._reasons.items())
         return CallFailure(Remedy.MOVE, reasons or "no endpoint answers")
 

@@ -1,4 +1,4 @@
-"""Where etcd is and how to prove who we are: endpoints and credentials, checked early."""
+"""Endpoints and credentials of etcd, validated early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATTERN = re.compile(
 
 
 class Endpoint(NamedTuple):
-    """One etcd member's client address; ``scheme`` is "http", "https" or "" (not said)."""
+    """One etcd member's client address; ``scheme`` is "http", "https" or "" (not given)."""
 
     host: str
     port: int = DEFAULT_PORT

@@ -1,4 +1,4 @@
-"""What etcd's and gRPC's errors mean: try again, try elsewhere, log in again, or give up.
+"""Classifies errors of etcd and gRPC: retry, use another member, log in again, or fail.
 
 gRPC's status codes are too coarse to decide on (UNAVAILABLE is a refused connection, a bad
 certificate, and a cluster without leader), so the text decides where it must. Texts are from
@@ -17,10 +17,10 @@ from elastic.tuning.agent_intervals import STORE_DIAGNOSIS_S
 
 
 class Remedy(Enum):
-    """What a failed call asks for."""
+    """The reaction to a failed call."""
 
     RETRY = "retry"  # the same member, a moment later
-    DOUBT = "doubt"  # no answer in time: check whether the member is there at all
+    DOUBT = "doubt"  # no answer in time: check whether the member is alive
     MOVE = "move"  # another member: this connection is of no use
     LOGIN = "login"  # a new token
     REFUSED = "refused"  # wrong certificate, user or password
@@ -78,7 +78,7 @@ _BY_CODE = {
 
 
 _UNRESOLVED = ("DNS", "name resolution", "lookup", "not known", "Domain name")
-_SILENT = ("imed out", "timeout", "SETTINGS")  # TCP may have connected; nobody spoke
+_SILENT = ("imed out", "timeout", "SETTINGS")  # TCP may have connected, but got no answer
 
 
 def classify(error: Any) -> CallFailure:
@@ -90,7 +90,7 @@ def classify(error: Any) -> CallFailure:
 
 
 def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> CallFailure:
-    """Read an error that comes as text alone, like the reason of a cancelled watch."""
+    """Parse an error that is only text, like the reason of a cancelled watch."""
     for part, remedy in _BY_TEXT:
         if part in text:
             return CallFailure(remedy, text)
@@ -100,7 +100,7 @@ def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> CallFailure
 def explain(
     failure: CallFailure, endpoint: Endpoint, *, tls: bool, timeout_s: float
 ) -> CallFailure:
-    """Say for people why the first contact failed; tells a TLS quarrel from a dead host."""
+    """Why the first contact failed, for people; distinguishes TLS errors from a dead host."""
     if failure.remedy is Remedy.DOUBT or any(part in failure.reason for part in _SILENT):
         return CallFailure(Remedy.DOUBT, f"no answer within {timeout_s:.2g} s")
     if "Hostname Verification" in failure.reason or "peer certificate" in failure.reason:
@@ -130,7 +130,7 @@ def _explain_handshake(failure: CallFailure, endpoint: Endpoint, *, tls: bool) -
             with context.wrap_socket(plain, server_hostname=endpoint.host):
                 speaks_tls = True
     except ssl.SSLError as error:
-        speaks_tls = "ALERT" in str(error.reason)  # it refused us, in TLS's own words
+        speaks_tls = "ALERT" in str(error.reason)  # it refused us with a TLS alert
     except OSError:
         return CallFailure(failure.remedy, _first_line(failure.reason))
     if tls and not speaks_tls:

@@ -1,4 +1,4 @@
-"""What a watch knows of one prefix, and how that is checked against the store."""
+"""A watch's state of one prefix, and its validation against the store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Followed:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def apply(self, change: Put | Deleted) -> None:
-        """Note a change that is being told."""
+        """Record a change that is being delivered."""
         self.revision = revision_of(change)
         if isinstance(change, Put):
             self.entries[change.entry.key] = change.entry
@@ -37,7 +37,7 @@ class Followed:
         return revisions == {entry.key: entry.mod_revision for entry in entries.values()}
 
     def contradicts(self, entries: dict[str, Entry]) -> bool:
-        """Whether a later state of the prefix tells another story of the time known here."""
+        """Whether a later state of the prefix contradicts the delivered changes."""
         return any(
             entry.mod_revision <= self.revision and self.entries.get(key) != entry
             for key, entry in entries.items()
@@ -46,7 +46,7 @@ class Followed:
 
 @dataclass(frozen=True)
 class Untold:
-    """A change that came from etcd and has not been told yet."""
+    """A change from etcd that has not been delivered yet."""
 
     followed: Followed
     change: Put | Deleted
@@ -58,7 +58,7 @@ def revision_of(change: Put | Deleted) -> int:
 
 
 def change_of(event: Any) -> Put | Deleted:
-    """An ``mvccpb.Event`` in this package's words."""
+    """An ``mvccpb.Event`` as this package's event."""
     if event.type == event.DELETE:
         return Deleted(key_of(event.kv.key), event.kv.mod_revision)
     return Put(entry_of(event.kv))

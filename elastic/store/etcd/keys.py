@@ -1,4 +1,4 @@
-"""Keys, ranges and entries between this package's words and etcd's bytes."""
+"""Converts keys, ranges and entries to and from etcd's messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def range_of(prefix: str) -> tuple[bytes, bytes]:
     """
     start = bytes_of(prefix)
     if not start:
-        return b"\0", b"\0"  # etcd's way to say: from the first key, to the end
+        return b"\0", b"\0"  # in etcd: from the first key, to the last
     end = start.rstrip(b"\xff")
     return start, end[:-1] + bytes((end[-1] + 1,)) if end else b"\0"
 

@@ -1,4 +1,4 @@
-"""A lease that is renewed until etcd itself says that it is gone.
+"""A lease that is renewed until etcd reports that it has expired.
 
 A renewal that fails is tried again, on every endpoint, for as long as the process lives: only
 the store knows whether the lease ended, since a restarted or newly elected etcd leader extends
@@ -82,7 +82,7 @@ class EtcdLease:
         return self._renewed_s
 
     def renew_now(self) -> None:
-        """Somebody has reason to doubt the lease: ask etcd at once."""
+        """The lease may have expired: check with etcd at once."""
         self._wake.set()
 
     def close(self, *, revoke: bool = True) -> None:
@@ -139,7 +139,7 @@ class EtcdLease:
             try:
                 alive = self._renew() or self._confirm()
             except CallFailure:
-                failures += 1  # not a loss; the store's last_contact_s tells how long
+                failures += 1  # not a loss; the store's last_contact_s has the time
                 continue
             failures = 0
             if not alive:
@@ -150,7 +150,7 @@ class EtcdLease:
             self._renewed_s = asked_s
 
     def _renew(self) -> bool:
-        """One renewal. False: etcd says that it does not know the lease. Raises Failure."""
+        """One renewal. False: etcd does not know the lease. Raises Failure."""
         connection = self._connections.current()
         request = self._rpc.LeaseKeepAliveRequest(ID=self._id)
         try:
@@ -172,7 +172,7 @@ class EtcdLease:
         return bool(reply.TTL > 0)
 
     def _confirm(self) -> bool:
-        """Ask in another way: a new leader that lags may not know a fresh lease yet."""
+        """Check by another request: a lagging new leader may not know a new lease yet."""
         connection = self._connections.current()
         reply = self._connections.invoke(
             connection,

@@ -2,7 +2,7 @@
 
 Why etcd3 (PyPI) and not a client of our own, or over HTTP: it carries etcd's whole API. Why not
 its client class: its watcher cannot resume after a reconnect, its lease refresh ends with the
-first error, and it knows one endpoint. The parts live beside this file: ``etcd_connection``
+first error, and it knows one endpoint. The parts are in this package: ``etcd_connection``
 (fail-over), ``etcd_calls`` (retries), ``etcd_lease``, ``etcd_watch``.
 """
 
@@ -34,7 +34,7 @@ class EtcdStore:
     (unreadable certificate file), StoreUnreachable (after ``connect_timeout_s``, naming every
     endpoint with its reason), StoreRefused, StoreTooOld.
 
-    ``on_crash(thread name, error)`` hears of a background thread that ended by an exception
+    ``on_crash(thread name, error)`` is called if a background thread ends by an exception
     (of a callback, or a bug); without it the exception goes to ``threading.excepthook``.
     """
 
@@ -104,7 +104,7 @@ class EtcdStore:
             return int(reply.message.header.revision)
         kvs = reply.message.responses[0].response_range.kvs
         if reply.in_doubt and kvs:
-            # An earlier attempt's reply was lost: if our bytes stand there, we wrote them.
+            # An earlier attempt's reply was lost: if the value is ours, we wrote it.
             now = entry_of(kvs[0])
             if now.value == value and now.lease_id == (lease.id if lease else 0):
                 return now.mod_revision
@@ -117,7 +117,7 @@ class EtcdStore:
         reply = self._if_unchanged(f"delete {key}", key, expected_revision, write, None)
         if reply.message.succeeded:
             return bool(reply.message.responses[0].response_delete_range.deleted)
-        # After a lost reply: the version that we were to delete is gone, so we say so.
+        # After a lost reply: the version to delete is gone: report success.
         return reply.in_doubt and not reply.message.responses[0].response_range.kvs
 
     def delete(self, key: str) -> bool:
@@ -173,7 +173,7 @@ class EtcdStore:
         self._connections.close()
 
     def _refuse_when_closing(self, what: str) -> None:
-        if self._closing:  # nobody would join its thread any more
+        if self._closing:  # its thread would never be joined
             raise CoordinationError(f"{what}: the store is closed")
 
     # -- parts -----------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class EtcdStore:
             reply = self._calls(what, method, request)
         except LeaseGone:
             if isinstance(lease, EtcdLease):
-                lease.renew_now()  # let its own thread find out and tell its owner
+                lease.renew_now()  # its thread notices and notifies its owner
             raise
         assert isinstance(reply, Reply)
         return reply
@@ -229,7 +229,7 @@ class EtcdStore:
         return self._call(what, lambda c: c.kv.Txn, request, lease=lease)
 
     def _watch_silence(self) -> None:
-        """A member that stops answering keeps its TCP connections: ask it, leave it."""
+        """A member that stops answering keeps its TCP connections: check it, and drop it."""
         while not self._clock.wait(self._closed, STORE_PULSE_S / 4):
             connection = self._connections.peek()
             silent_s = self._clock.monotonic() - self._connections.last_contact_s
@@ -237,7 +237,7 @@ class EtcdStore:
                 self._connections.verify(connection)
 
     def _guard(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Wrap a thread's function so that its owner hears of its death."""
+        """Wrap a thread's function so that its owner is notified of its death."""
 
         def guarded() -> None:
             try:

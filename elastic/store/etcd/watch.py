@@ -7,10 +7,10 @@ has another cluster id, or remembers another past is not the one we knew: everyt
 cluster id, and may have passed the old revision before we come back; a watch resumed there would
 deliver nothing, and no error (PROTOCOL section 3).
 
-Order: every prefix is a watcher of its own to etcd, and watchers catch up one after the other
+Order: every prefix is a separate watcher to etcd, and watchers catch up one after the other
 (``syncWatchers`` in etcd's ``mvcc/watchable_store.go``, every 100 ms), while those that have
-caught up hear of every transaction in order. So for the first second of a connection a change is
-told only if the prefixes, read at its revision, hold just what has been told and is about to be.
+caught up receive every transaction in order. So for the first second of a connection a change is
+delivered only if the prefixes, read at its revision, equal the delivered state with this change.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class EtcdWatch:
             self._read(connection, responses)
 
     def _responses(self, connection: EtcdConnection) -> Generator[Any, None, None]:
-        """What etcd says on a new stream, until it breaks. Raises Failure, nothing else.
+        """etcd's messages on a new stream, until it breaks. Raises only Failure.
 
         A generator, so that an exception of the callback is not taken for one of the stream.
         """
@@ -123,7 +123,7 @@ class EtcdWatch:
             for response in stream:
                 self._connections.touch()
                 if response.canceled:
-                    # A passed compaction is found again, and told, by _why_start_over.
+                    # A passed compaction is detected and reported by _why_start_over.
                     raise classify_text(response.cancel_reason or "etcd cancelled the watch")
                 yield response
             raise CallFailure(Remedy.MOVE, "etcd ended the watch")
@@ -184,7 +184,7 @@ class EtcdWatch:
     def _read_all(
         self, connection: EtcdConnection, *, revision: int = 0
     ) -> tuple[Any, list[dict[str, Entry]]]:
-        """All prefixes at one revision: now, or an earlier one that this member has told of."""
+        """All prefixes at one revision: now, or an earlier one that this member has delivered."""
         rpc, reads = self._rpc, []
         for followed in self._followed:
             key, end = range_of(followed.prefix)
@@ -212,7 +212,7 @@ class EtcdWatch:
         )
 
     def _read(self, connection: EtcdConnection, responses: Iterable[Any]) -> None:
-        """Tell what comes, in order. Raises Failure when nothing comes any more."""
+        """Deliver events in order. Raises Failure at the end of the stream."""
         watched: dict[int, Followed] = {}
         untold: list[Untold] = []
         for response in responses:

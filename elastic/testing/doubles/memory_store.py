@@ -1,7 +1,7 @@
 """The store inside one process: etcd's twin for unit tests, with faults at the push of a button.
 
 A :class:`MemoryServer` is the etcd, a :class:`MemoryStore` one client of it. Leases never end by
-time here: a test says when (:meth:`MemoryServer.expire`).
+time here: a test ends them (:meth:`MemoryServer.expire`).
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class MemoryLease:
 
 
 class MemoryWatch:
-    """Reads the server's history from where it stands; its thread calls back."""
+    """Reads the server's history from its position; its thread calls back."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class MemoryWatch:
                 return
 
     def _next_batch(self) -> list[WatchEvent]:
-        """What has happened since the last look, in the words of a watch."""
+        """What has happened since the last call, as events of a watch."""
         server = self._server
         was_cut, self._cuts = self._cuts != server.cuts, server.cuts
         if was_cut and self._connected and self._epoch is not None:

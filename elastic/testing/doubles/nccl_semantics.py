@@ -7,7 +7,7 @@ data underneath. Each behaviour names what it imitates; files are those of torch
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/ for Python), and for its
 ProcessGroupNCCL2 those of v2.15.
 
-The host stands for the device: an operation on a tensor is what a kernel on the current stream
+The host simulates the device: an operation on a tensor is what a kernel on the current stream
 would be, and runs behind the collectives that the stream was made to wait for (:class:`Kernels`).
 What reads memory without an operation (``tolist``, ``numpy``) is a host that reads without having
 synchronised: it sees the poison that outputs hold until their collective has run.
@@ -53,7 +53,7 @@ _in_torch = dist.Work.wait
 
 @dataclass
 class Control:
-    """What tests tell the backend. One per process: :data:`control`."""
+    """The tests' control of the backend. One per process: :data:`control`."""
 
     # From the end of the exchange until the result is in the output.
     latency_s: float = 0.001
@@ -81,7 +81,7 @@ class Stream:
         self._awaited.put(landed)
 
     def run_up(self) -> None:
-        """Run everything that is queued: before the next kernel, or for a host that asks."""
+        """Run everything that is queued: before the next kernel, or when the host synchronizes."""
         while not self._awaited.empty():
             self._awaited.get().wait()
 
@@ -108,7 +108,7 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]
     ProcessGroupNCCL.cpp, ``initWork`` and ``collective``: the future is marked completed when the
     collective is queued. What is chained to it by ``then`` runs on a stream that waits for the
     collective (ivalue_inl.h, ``Future::invokeCallback``), and so does who waits for the result; a
-    done callback makes nobody wait.
+    done callback blocks no thread.
     """
 
     def __init__(self, landed: threading.Event, outputs: list[torch.Tensor]) -> None:

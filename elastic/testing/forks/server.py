@@ -76,7 +76,7 @@ class ForkServer:
 
 
 class Client:
-    """Asks a fork server for processes."""
+    """A client of a fork server."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -145,7 +145,7 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def serve(connection: socket.socket) -> Callable[[], None] | None:
-    """Fork until nobody can ask any more; None. In a fork: what it is to run."""
+    """Fork until the last client is gone; None. In a fork: what it is to run."""
     while (received := _receive(connection)) is not None:
         order, fds = received
         started, start = os.pipe()
@@ -157,7 +157,7 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
                 os.write(write, str(pid).encode())
                 os._exit(0)
             os.close(start)
-            os.read(started, 1)  # until it is the child of who asked for it
+            os.read(started, 1)  # until it is the child of its client
             connection.detach()
             return _become(json.loads(order), fds)
         os.close(write)
@@ -213,7 +213,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
 
 
 def _fork_workers() -> None:
-    """Have this agent's workers forked from a server of its own, which ends with it."""
+    """Have this agent's workers forked from a separate server, which ends with it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ours, theirs = socket.socketpair()

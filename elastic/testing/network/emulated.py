@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.testing.network.switch import Impairment
+
 INTERFACE = "eth0"
 _NAMESPACES = Path("/run/netns")
 _TUN = Path("/dev/net/tun")
@@ -60,12 +62,6 @@ class EmulatedMachine:
         return ("ip", "netns", "exec", self.namespace)
 
 
-@dataclass(frozen=True)
-class _Impairment:
-    loss: float = 0.0
-    delay_s: float = 0.0
-
-
 class EmulatedNetwork:
     """``with EmulatedNetwork(3) as network``: so many machines, and this process's namespace.
 
@@ -82,7 +78,7 @@ class EmulatedNetwork:
         )
         self._device = f"els{tag}"
         self._switch: subprocess.Popen[str] | None = None
-        self._impaired: dict[tuple[str, str], _Impairment] = {}
+        self._impaired: dict[tuple[str, str], Impairment] = {}
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -93,15 +89,15 @@ class EmulatedNetwork:
 
     def drop(self, source: str, target: str) -> None:
         """Lose what goes from one address to the other, and only in this direction."""
-        self._impair([(source, target)], _Impairment(loss=1.0))
+        self._impair([(source, target)], Impairment(loss=1.0))
 
     def cut(self, one: str, *others: str) -> None:
         """Lose everything between an address and the others, both ways."""
-        self._impair(_both_ways(one, others), _Impairment(loss=1.0))
+        self._impair(_both_ways(one, others), Impairment(loss=1.0))
 
     def degrade(self, one: str, *others: str, loss: float = 0.0, delay_s: float = 0.0) -> None:
         """Lose a share of the packets, or deliver them late, in each direction."""
-        self._impair(_both_ways(one, others), _Impairment(loss, delay_s))
+        self._impair(_both_ways(one, others), Impairment(loss, delay_s))
 
     def drop_established(self, one: str, *others: str) -> int:
         """Lose the packets of every TCP connection that there is now, or ever was; new connections
@@ -117,7 +113,7 @@ class EmulatedNetwork:
         self._impaired = {}
         self._order({"rules": [], "forget_flows": True})
 
-    def _impair(self, pairs: Iterable[tuple[str, str]], impairment: _Impairment) -> None:
+    def _impair(self, pairs: Iterable[tuple[str, str]], impairment: Impairment) -> None:
         self._impaired |= dict.fromkeys(pairs, impairment)
         rules = [
             {"source": source, "target": target, "loss": how.loss, "delay_s": how.delay_s}

@@ -44,11 +44,11 @@ _NICENESS = -10
 
 
 @dataclass(frozen=True)
-class Rule:
+class Impairment:
     """What happens to packets from one address to another."""
 
-    loss: float  # the share that is lost
-    delay_s: float
+    loss: float = 0.0  # the share that is lost
+    delay_s: float = 0.0
 
 
 class Switch:
@@ -56,7 +56,7 @@ class Switch:
 
     def __init__(self, *, seed: int = 0) -> None:
         self._devices: dict[bytes, int] = {}  # descriptor by address
-        self._rules: dict[tuple[bytes, bytes], Rule] = {}
+        self._rules: dict[tuple[bytes, bytes], Impairment] = {}
         self._flows: set[Flow] = set()  # seen since the beginning
         self._dropped: set[Flow] = set()
         self._late: list[tuple[float, int, int, bytes]] = []  # a heap: due, number, device, packet
@@ -94,7 +94,7 @@ class Switch:
             self._selector.register(device, selectors.EVENT_READ)
         if "rules" in order:
             self._rules = {
-                (socket.inet_aton(r["source"]), socket.inet_aton(r["target"])): Rule(
+                (socket.inet_aton(r["source"]), socket.inet_aton(r["target"])): Impairment(
                     r["loss"], r["delay_s"]
                 )
                 for r in order["rules"]

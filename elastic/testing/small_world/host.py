@@ -101,7 +101,7 @@ class SmallJob:
         self._members: list[_Process] = []  # of the newest world, by rank
         self._generation = 0
         self._nonce = ""
-        self._step = 0  # the most that anybody has said to be committed
+        self._step = 0  # the highest step that was reported as committed
         self._failing_since_s: float | None = None
         self._problem = ""
 
@@ -222,7 +222,7 @@ class SmallJob:
         for process in self._processes:
             process.server.close()
 
-    # -- what they say, and are told ----------------------------------------------------------
+    # -- messages of the workers --------------------------------------------------------------
 
     def _on_message(self, process: _Process, message: Message) -> None:
         match message:
@@ -243,13 +243,13 @@ class SmallJob:
                 pass
 
     def _look_at_trouble(self) -> None:
-        """A failure with everybody alive: the world is formed again."""
+        """A failure while all ranks are alive: the world is formed again."""
         since_s = self._failing_since_s
         if since_s is not None and time.monotonic() - since_s > _HEARD_WITHIN_S:
             self._form_next(even_if_complete=True)
 
     def _form_next(self, *, even_if_complete: bool = False) -> None:
-        """The next world, of those who live, once a process that is to come has come."""
+        """The next world, of the live processes, once an expected one has joined."""
         living = [p for p in self._processes if not p.has_ended]
         stayed = [p for p in self._members if p in living]
         came = [p for p in living if p not in stayed]

@@ -40,7 +40,7 @@ def become_worker(
     counts: bool,
     on_stream: bool,
 ) -> NoReturn:
-    """Run the script as its own process would, write what it leaves behind, and end."""
+    """Run the script as its own process would, write its results, and end."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)

@@ -51,7 +51,7 @@ class WorkerResult:
     pid: int
     exit_code: int | None  # None: ended by a signal
     steps: int  # committed; -1 if it did not end well
-    lines: int  # of the script that were run within retry, if nobody was to die
+    lines: int  # of the script that were run within retry, if no rank was to die
     calls: int
     result: dict[str, torch.Tensor]
     error: str  # the exception that has ended it, with its type
@@ -64,16 +64,16 @@ class WorkerResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """What a run left behind."""
+    """The results of a run."""
 
     workers: tuple[WorkerResult, ...]  # by their first rank; a replacement comes last
     worlds: int  # formed
     problem: str  # why the host has ended the run; "" if it has not
-    died_at: str  # the line where the victim ended itself, for people; "": nobody did
+    died_at: str  # the line where the victim ended itself, for people; "": none did
 
     @property
     def survivors(self) -> tuple[WorkerResult, ...]:
-        """Those who have a result."""
+        """The ranks that have a result."""
         return tuple(worker for worker in self.workers if worker.ended_well)
 
     def assert_success(self, *, workers: int) -> None:

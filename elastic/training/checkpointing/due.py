@@ -1,9 +1,9 @@
 """When a job saves: its policy, evaluated between two steps so that all ranks get one answer.
 
-What depends on the step alone each rank knows by itself. What depends on time, or on what is in
-flight, rank 0 decides one step ahead; its decision travels with the gradients of that step
-(:mod:`elastic.training.gradients.control_flags`), so that all ranks know it at the same boundary
-and nobody waits.
+A policy that depends only on the step is evaluated on each rank. One that depends on time, or on
+what is in flight, rank 0 decides one step ahead; its decision travels with the gradients of that
+step (:mod:`elastic.training.gradients.control_flags`), so that all ranks know it at the same
+boundary and no rank waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SMOOTHING = 0.3  # of the cost of a save
 
 
 class Due:
-    """Asks a policy; knows what it wants to know. Times are of one monotonic clock."""
+    """Evaluates a policy and provides its context. Times are of one monotonic clock."""
 
     def __init__(self, when: SavePolicy, clock: Clock) -> None:
         self.when = when
@@ -27,7 +27,7 @@ class Due:
         self._began_s = self._saved_s = clock.monotonic()
         self._cost_s = 0.0
         self._knows_of_leaving = False
-        # In this world: the step at which it was asked last, and the one before.
+        # In this world: the step of the last evaluation, and the one before.
         self._steps: tuple[int | None, int | None] = (None, None)
 
     def enter(self, *, rank: int, size: int) -> None:
@@ -43,7 +43,7 @@ class Due:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether rank 0 must be asked."""
+        """Whether rank 0 has to decide."""
         return self._size > 1 and self.when.needs_agreement
 
     def saved(self) -> None:

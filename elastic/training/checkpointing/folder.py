@@ -1,7 +1,7 @@
 """The folder of a job's checkpoints, as rank 0 of a new world finds it.
 
-Rank 0 completes what a dead world has left, chooses the checkpoint to go on from, and the
-generation that saves go on with.
+Rank 0 commits or removes what a dead world has left, and chooses the checkpoint to resume from and
+the next generation of saves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ GENERATION_FILE = ".generation"
 
 @dataclass(frozen=True)
 class RestoreSource:
-    """Where a world's state comes from, as rank 0 found it. JSON, for the other ranks."""
+    """The checkpoint that rank 0 has chosen for a world's state. JSON, for the other ranks."""
 
     name: str | None = None  # None: no checkpoint, start with rank 0's initial state
-    generation: int = 0  # that checkpoints go on with
+    generation: int = 0  # of the next checkpoints
 
 
 class CheckpointFolder:
@@ -63,7 +63,7 @@ class CheckpointFolder:
             ) from error
 
     def resolve(self, world: World, *, required: bool) -> RestoreSource:
-        """Complete what a dead world left, and choose the checkpoint to go on from.
+        """Commit or remove what a dead world left, and choose the checkpoint to resume from.
 
         Raises CheckpointRequired if there is none and one was required, or there are some and
         none is complete: a silent start from zero would throw the work away.
@@ -84,7 +84,7 @@ class CheckpointFolder:
         if found.checkpoint is None and required:
             raise CheckpointRequired(
                 f"there is no checkpoint in {place}, and one is required",
-                hint="give the folder of the job to go on with, or required=False",
+                hint="give the folder of the job to resume, or required=False",
             )
         name = found.checkpoint.name if found.checkpoint else None
         return RestoreSource(name, self._next_generation(world, found, seen))

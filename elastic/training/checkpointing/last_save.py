@@ -1,4 +1,4 @@
-"""The last checkpoint of a process: on disk before it ends, or given up within its budget.
+"""The last checkpoint of a process: on disk before it ends, or abandoned after its budget.
 
 All ranks of a complete world save together, as always, and wait until one of them has committed.
 Where peers are gone their shares never come; but every rank has the complete state, so one of the
@@ -25,7 +25,7 @@ LAST_TURN = 8  # ranks after that look together: so many do not die at once
 
 
 class _Seen(Enum):
-    """What the folder says about a step."""
+    """The state of a step in the folder."""
 
     COMMITTED = "it is committed"
     BEGUN = "another rank is writing it"
@@ -56,17 +56,17 @@ class LastSave:
             if self._wait_for_commit(handle):
                 return True
             if self._saver.world_size == 1:
-                return False  # the disk has said no, or nothing
+                return False  # the disk has failed, or does not answer
         return self.alone()
 
     def alone(self) -> bool:
-        """One of the remaining ranks writes the whole state. Returns whether the step is
+        """One of the remaining ranks writes the complete state. Returns whether the step is
         committed."""
         if self._saver.has_committed(self._step):
             return True
         turn_s = self._clock.monotonic() + LAST_SAVE_TURN_S * min(self._saver.rank, LAST_TURN)
         while self._left_s() > 0:
-            # Also before one's turn: who sees the step committed need not wait any longer.
+            # Also before its turn: a rank that sees the step committed stops waiting.
             self._wait(
                 lambda: False, at_most_s=min(LAST_SAVE_TURN_S, turn_s - self._clock.monotonic())
             )
@@ -125,7 +125,7 @@ class LastSave:
         return max(0.0, self._until_s - self._clock.monotonic())
 
     def _wait(self, done: Callable[[], bool], *, at_most_s: float | None = None) -> bool:
-        """Until ``done`` or the end of the budget; says whether it is done."""
+        """Wait until ``done`` or the end of the budget; returns whether it is done."""
         left_s = self._left_s()
         until_s = self._clock.monotonic() + (
             left_s if at_most_s is None else min(left_s, at_most_s)

@@ -47,8 +47,8 @@ class Peers(Enum):
     """What the other ranks do while this process flushes its last state."""
 
     SAVE_AS_WELL = "every rank of the world flushes the same step"
-    ARE_GONE = "some shares never come: one of the remaining ranks writes the whole state"
-    CONTINUE = "they hold the state: this rank's share alone is written"
+    ARE_GONE = "some parts will be missing: one of the remaining ranks writes the complete state"
+    CONTINUE = "all ranks hold the state: this rank writes its part"
 
 
 class CheckpointManager:
@@ -140,7 +140,7 @@ class CheckpointManager:
         self._saver.inherit(lineage, generation, saved_step)
 
     def begin_world(self, world: World, job: JobState) -> None:
-        """State is restored and the same on all ranks: saves belong to ``world`` from now on."""
+        """State is restored and the same on all ranks: saves are for ``world`` from now on."""
         self._send(StepFlags())
         self._has_stepped = False
         self._saver.enter(world, job)

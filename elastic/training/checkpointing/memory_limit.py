@@ -1,4 +1,4 @@
-"""A worker's look at the memory limit of its node: once, when it knows what a checkpoint takes."""
+"""A worker checks its node's memory limit once, when the size of a checkpoint is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def resident_bytes() -> int:
 
 
 class MemoryLimit:
-    """``ELASTIC_MEMORY_LIMIT_BYTES``, which the agent has checked; without it nothing is said."""
+    """``ELASTIC_MEMORY_LIMIT_BYTES``, which the agent has checked; without it there is no
+    warning."""
 
     def __init__(
         self, environ: Mapping[str, str] = os.environ, used: Callable[[], int] = resident_bytes

@@ -1,8 +1,8 @@
 """Saves into the memory of the nodes between two saves to disk: cheap, frequent, asynchronous.
 
 The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
-agent's copy of another's parts survives a node. When nobody is left who holds the state, a new
-world goes on from the newest checkpoint in all of it, memory and disk together.
+agent's copy of another's parts survives a node. When no rank with the state is left, a new
+world resumes from the newest checkpoint in memory and on disk.
 """
 
 from __future__ import annotations

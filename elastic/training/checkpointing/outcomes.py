@@ -53,7 +53,7 @@ class OutcomeLog:
 
     def _warn_of_failures(self, outcome: SaveOutcome) -> None:
         get_logger().warning(
-            "the last %d checkpoints were not saved (%s: %s); training goes on, but a restart "
+            "the last %d checkpoints were not saved (%s: %s); training continues, but a restart "
             "would go back to step %d",
             self._failures_in_a_row,
             outcome.name,

@@ -1,4 +1,4 @@
-"""Who saves into a folder: one job at a time, and a second one is told so.
+"""The owner of a checkpoint folder: one job at a time; a second one is refused.
 
 Rank 0 keeps a record in the folder and counts it up every few seconds. A job with another run id
 that finds one watches it: if it moves, its owner lives. No two clocks are compared, neither of
@@ -7,7 +7,7 @@ two machines nor of one machine at two moments, so a clock that jumps changes no
 The same run id is welcome, a record that was given back is free, and so is that of a job on one
 node whose process is gone: the launcher's, or that of a plain ``python train.py``. If that is
 there, it is another job even with the same run id (torchrun's default is "none" for all).
-Anything else is taken over once it has stood still for :data:`OWNER_WATCH_S`.
+Any other record is replaced once it has not changed for :data:`OWNER_WATCH_S`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWNER_FILE = ".owner.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """What the record says."""
+    """The contents of the record."""
 
     run_id: str
     node: str  # of rank 0
@@ -48,7 +48,7 @@ class Owner:
 
 
 class Ownership:
-    """One process's claim to a folder. ``on_lost`` is told once if another job has taken it."""
+    """One process's claim to a folder. ``on_lost`` is called once if another job has taken it."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class Ownership:
             )
 
     def hold(self) -> None:
-        """Keep the record moving, on a thread of its own, until :meth:`close`."""
+        """Keep updating the record, on a separate thread, until :meth:`close`."""
         if self._thread is not None:
             return
         self._thread = threading.Thread(target=self._run, name="checkpoint-owner", daemon=True)
         self._thread.start()
 
     def beat(self, *, release: bool = False) -> None:
-        """Count the record up. A folder that cannot be written is told by its saves."""
+        """Increment the record's counter. Saves report a folder that cannot be written."""
         try:
             found = self._read()
             if found is not None and self._thread is not None and self._is_anothers(found):
@@ -130,7 +130,7 @@ class Ownership:
 
     def _run(self) -> None:
         if not self._has_claimed:  # an earlier rank 0 of this job has
-            with contextlib.suppress(CheckpointError):  # told by the saves
+            with contextlib.suppress(CheckpointError):  # reported by the saves
                 self._adopt(self._read())
         while not self.is_lost and not self._stop.wait(OWNER_HEARTBEAT_S):
             self.beat()
@@ -152,7 +152,7 @@ class Ownership:
             if now.beat != found.beat:
                 raise ConfigError(
                     f"another job saves into {self._storage.place}: {_words(now)}",
-                    hint="give every job a folder of its own; to go on with that one's work, end "
+                    hint="give every job its own folder; to continue that job, end "
                     "it first, or start with its run id",
                 )
 
@@ -175,7 +175,7 @@ def _words(owner: Owner) -> str:
 
 
 def _lasting_process() -> str:
-    """The process that this job cannot outlive; "" if others go on with it, or nobody knows."""
+    """The process that this job cannot outlive; "" if there are others, or it is unknown."""
     if not is_launched():
         return _process(os.getpid())
     nodes = os.environ.get("ELASTIC_MAX_NODES") or os.environ.get("GROUP_WORLD_SIZE")
@@ -222,7 +222,7 @@ def _read_bytes(path: str) -> bytes:
 
 
 def _lives(owner: Owner) -> bool | None:
-    """Whether the process that the job cannot outlive is there; None if nobody here can know."""
+    """Whether the process that the job cannot outlive is alive; None if that is unknown here."""
     *place, pid, _ = ["", "", *owner.process.split()]
     here = _process(os.getpid()).split()[:2]
     if place[2:] != here or not pid.isdigit():

@@ -27,7 +27,7 @@ from elastic.world.world import World
 def restore(
     world: World, job: JobState, saver: Saver, journal: EventSink, *, may_begin: bool = True
 ) -> int:
-    """Bring every rank to one state. Returns the generation that the job goes on with.
+    """Bring every rank to one state. Returns the generation that the job continues with.
 
     That is the world's, or a later one if the checkpoint folder has seen that before. Without a
     checkpoint rank 0's state is the initial one, if it ``may_begin``; else CheckpointRequired.
@@ -41,7 +41,7 @@ def restore(
         if not may_begin:
             raise CheckpointRequired(
                 "a fault has interrupted a change of the weights on all ranks that had them, and "
-                "there is no checkpoint to go on from",
+                "there is no checkpoint to resume from",
                 hint="give elastic.join(checkpoints=…) a folder that all nodes share",
             )
         _share_initial(world, job)

@@ -1,4 +1,4 @@
-"""The saves of one process: when one is due, to which world it belongs, how it ended.
+"""The saves of one process: when one is due, its world, its outcome.
 
 Used by the :mod:`~elastic.training.checkpointing.manager` and within this package only. One engine
 for the life of the process: the caller's thread copies this rank's share, a thread of the engine
@@ -91,7 +91,7 @@ class Saver:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is saved at all."""
+        """Whether checkpoints are enabled."""
         return self._policy is not None
 
     @property
@@ -137,7 +137,7 @@ class Saver:
 
     @property
     def origin(self) -> tuple[checkpoints.Lineage, int, int]:
-        """Lineage, generation and last committed step: what the next world's saves go on from."""
+        """Lineage, generation and last committed step: for the next world's saves."""
         self.poll()
         return self._lineage, self._generation, self._outcomes.committed_step
 
@@ -147,7 +147,7 @@ class Saver:
         self._saved_step = self._outcomes.committed_step = saved_step
 
     def enter(self, world: World, job: JobState) -> None:
-        """State is restored in ``world``: saves belong to it from now on."""
+        """State is restored in ``world``: saves are for it from now on."""
         if self._folder is None or self.due is None or self.engine is None:
             return
         before = self._writers
@@ -228,7 +228,7 @@ class Saver:
     def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
         """Begin to write this rank's share, unless this step is saved. Never stops training.
 
-        ``wait_s``: for a buffer; by default BUSY_WAIT_S, and not at all while the disk hangs.
+        ``wait_s``: for a buffer; by default BUSY_WAIT_S, and 0 while the disk hangs.
         Raises checkpoints.StateError if the state holds what cannot be saved.
         """
         step = job.progress.step
@@ -305,7 +305,7 @@ class Saver:
         return self._latest if self._latest is not None and self._latest.step == step else None
 
     def world_of_one(self, nonce: str) -> checkpoints.WriterGroup:
-        """The writers of a checkpoint that this rank writes alone."""
+        """The writer group of a checkpoint that only this rank writes."""
         return checkpoints.WriterGroup(
             nonce=nonce, generation=self._generation, lineage=self._lineage
         )
@@ -349,7 +349,7 @@ class Saver:
     def close(self, budget_s: float) -> None:
         """Wait so long for this rank's shares, then save no more.
 
-        What waits for those of peers is left to them, or to whoever starts next.
+        Saves that wait for parts of peers are left to them, or to the next start.
         """
         self.due = None
         if self._folder is not None and self.engine is not None:
@@ -362,7 +362,7 @@ class Saver:
     # -- outcomes -----------------------------------------------------------------------------
 
     def _report(self, outcome: SaveOutcome) -> None:
-        # All ranks know of a commit; one line in the logs is enough.
+        # All ranks see a commit; one line in the logs is enough.
         is_known_elsewhere = self.rank > 0 and self.nonce in outcome.name
         self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)
         if outcome.status is SaveStatus.COMMITTED:

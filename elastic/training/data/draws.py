@@ -1,9 +1,9 @@
-"""What the positions of an epoch read: the index lists that torch's samplers stand for.
+"""The samples at the positions of an epoch: the index lists of torch's samplers.
 
-torch's samplers draw an epoch from a generator whose state nobody saves. Here a draw is a function
+torch's samplers draw an epoch from a generator whose state is not saved. Here a draw is a function
 of (seed, epoch, position): the same on every rank and in every world, and the same again after a
 restart. Where an epoch reads each index once it is the keyed permutation of ``permutation.py``;
-where it draws with replacement, each position has a random number of its own.
+where it draws with replacement, each position has its own random number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Draw(Protocol):
 
     @property
     def name(self) -> str | None:
-        """What a position depends on, in words; None: all samples of the dataset, once each."""
+        """A description of what a position depends on; None: all samples of the dataset, once
+        each."""
 
     @property
     def repeats(self) -> bool:
@@ -117,7 +118,7 @@ class IndexList:
             raise ConfigError(
                 f"{self._kind} does not hold the indices of samples, but {indices.dtype} values "
                 f"of shape {indices.shape}",
-                hint="give a flat list of whole numbers, counted from 0 within the dataset",
+                hint="give a flat list of integers: indices into the dataset, from 0",
             )
         return indices.astype(np.int64)
 
@@ -275,7 +276,7 @@ def _check_unchanged(before: str, now: str) -> None:
         raise ConfigError(
             f"the loader's sampler has changed since run.loader was called: it was {before}, "
             f"it is {now}",
-            hint="a resumed job could not find its order again: keep the sampler as it is, and "
+            hint="a resumed job could not reproduce its order: keep the sampler unchanged, and "
             "weigh the losses instead if the weights of samples change in training",
         )
 

@@ -26,7 +26,7 @@ def shard(loader: DataLoader[Any], rank: int, size: int) -> DataLoader[Any]:
 
 
 def shard_by(loader: DataLoader[Any], world: Callable[[], tuple[int, int]]) -> DataLoader[Any]:
-    """:func:`shard` for a world that changes: ``world() -> (rank, size)``, asked per iteration."""
+    """:func:`shard` for a world that changes: ``world() -> (rank, size)``, called per iteration."""
     source = describe(loader)
     part = _Part(source.draw.each_once(), world)
     batches = BatchSampler(part, source.batch_size, drop_last=False)

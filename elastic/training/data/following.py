@@ -28,7 +28,7 @@ from elastic.training.step import Step
 class Pass:
     """One iterator over a loader, made by the script."""
 
-    resumes: bool  # goes on in the middle of an epoch
+    resumes: bool  # resumes in the middle of an epoch
     is_first: bool  # of its loader, in this process
     iterator: weakref.ref[Iterator[Any]] | None = None
 
@@ -96,19 +96,19 @@ class Following:
             raise self.not_within_a_step()
 
     def not_within_a_step(self) -> TrainingError:
-        """A batch was asked for while the first loader has no step."""
+        """A batch was requested while the first loader has no step."""
         return TrainingError(
-            "this loader gives its batches within the steps of another one; it was asked for one "
+            "this loader yields batches within the steps of another one; one was requested "
             "outside of them",
-            hint="ask for it inside the loop over the first loader; for another use, make "
+            hint="request it inside the loop over the first loader; for another use, create "
             "another one: run.loader(DataLoader(…)); to evaluate, use run.shard(loader)",
         )
 
     def start(self, passed: Pass, *, epochs_are_counted: bool) -> None:
-        """The first batch of a pass is asked for."""
+        """The first batch of a pass is requested."""
         if self._has_led:
             raise TrainingError(
-                "this loader has had steps of its own, and is read within a step of another one",
+                "this loader has defined steps, and is now read within a step of another one",
                 hint="make another one for each use: run.loader(DataLoader(…))",
             )
         self._resumes = False

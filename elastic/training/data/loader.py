@@ -63,7 +63,7 @@ class BatchInfo:
 
     @property
     def rank_indices(self) -> tuple[int, ...]:
-        """The dataset indices of this rank in the whole step."""
+        """The dataset indices of this rank in the complete step."""
         return self.part.indices
 
     @property
@@ -73,7 +73,7 @@ class BatchInfo:
 
     @property
     def rank_samples(self) -> int:
-        """Of this rank in the whole step."""
+        """Of this rank in the complete step."""
         return self.part.samples
 
     @property
@@ -97,11 +97,12 @@ class ElasticLoader:
 
     ``loader`` is a ``DataLoader``, or anything iterable that gives the batches of the
     ``DataLoader`` named by ``dataloader`` one for one and in order; that one is changed in place.
-    ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the whole share.
+    ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the rank's
+    share.
 
     With ``max_steps`` an epoch ends after so many steps at the latest, in every world and after
     every recovery: what ``itertools.islice(loader, 9)`` and ``if i == 9: break`` mean, which
-    count from where the pass goes on and so run more steps after a recovery::
+    count from where the loop resumes and so run more steps after a recovery::
 
         loader = run.loader(DataLoader(…), max_steps=9)   # len(loader) is at most 9
         for x, y in loader:
@@ -137,7 +138,7 @@ class ElasticLoader:
             if micro_batch not in (None, 1):
                 raise ConfigError(
                     f"micro_batch is {micro_batch} for a DataLoader with batch_size=None",
-                    hint="leave it out: each item of the dataset is a batch of its own",
+                    hint="omit it: each item of the dataset is a batch already",
                 )
             micro_batch = 1
         if global_batch is None:
@@ -210,7 +211,7 @@ class ElasticLoader:
         self.following.led()
 
     def seek(self, position: Position) -> None:
-        """Go on at ``position`` from the next iteration on."""
+        """Continue at ``position`` with the next iteration."""
         self.sampler.seek(position)
         self.following.put_back()
 
@@ -224,7 +225,7 @@ class ElasticLoader:
         return {**self.sampler.state_dict(), "follows": self.following.follows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken; ConfigError when it is of other data."""
+        """Resume where :meth:`state_dict` was taken; ConfigError if it is of other data."""
         self.sampler.load_state_dict(state)
         self.following.put_back()
         self.following.follows = state.get("follows", False)
@@ -245,7 +246,7 @@ class ElasticLoader:
         and with ``keeps_workers``, the data workers wait for the next pass over this epoch, or
         for :meth:`let_workers_go`. Raises ConfigError when the global batch is smaller than the
         world, TrainingError when a wrapper does not give the batches of its DataLoader one for
-        one, and when an older pass is asked for more.
+        one, and when an older pass is advanced.
         """
         self.sampler.set_world(rank, size)
         self._passes += 1
@@ -286,7 +287,7 @@ class ElasticLoader:
             for info in infos:
                 if number != self._passes:
                     raise TrainingError(
-                        "a loop over the loader goes on after a newer one has begun",
+                        "a loop over the loader continues after a newer one has begun",
                         hint="finish or leave one loop before the next",
                     )
                 with self._read_here():
@@ -298,7 +299,7 @@ class ElasticLoader:
                 yield info, batch
             with self._read_here():
                 if next(batches, _NOTHING) is not _NOTHING:
-                    raise self._mismatch("went on after the last step of the epoch")
+                    raise self._mismatch("continued after the last step of the epoch")
             keeps_workers = False
         finally:
             if number == self._passes and not keeps_workers:
@@ -336,13 +337,13 @@ class _DrivenSampler(ElasticSampler):
     """The sampler of a loader whose epochs a run drives."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Ignored, so that scripts may keep the call: the loop over ``run.epochs`` says it."""
+        """Ignored, so that scripts may keep the call: ``run.epochs`` sets the epoch."""
 
 
 class _MicroBatches(ReplacedBatches):
     """The batch sampler in the user's DataLoader: this rank's micro-batches.
 
-    With a ``seed`` each sample is read with generators of its own.
+    With a ``seed`` each sample is read with its own random state.
     """
 
     def __init__(
@@ -367,7 +368,7 @@ class _MicroBatches(ReplacedBatches):
         return SeededBatch(indices, self._seed, epoch, first)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch in the present world."""
+        """Batches of a complete epoch in the present world."""
         plan, world = self.sampler.plan, self.sampler.num_replicas
         return sum(
             plan.micro_batch_count(*plan.span(step), world, self._micro_batch) * times

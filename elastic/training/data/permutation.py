@@ -1,7 +1,7 @@
 """The order of an epoch: a keyed permutation of ``range(n)`` that is computed, never stored.
 
 ``randperm(n)`` holds n numbers on every rank and must be drawn again after each resume. Here
-position p of an epoch maps to its sample by arithmetic alone: a Feistel network over the next
+position p of an epoch maps to its sample by arithmetic: a Feistel network over the next
 power of two, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
 2002): a result outside ``range(n)`` is sent through again, which keeps the map one-to-one and
 needs at most two passes on average. In blocks of 65,536 a position costs 20 to 95 ns [measured].

@@ -1,4 +1,4 @@
-"""Who takes which positions of an epoch: the arithmetic, with no torch in it.
+"""Which rank takes which positions of an epoch: arithmetic without torch.
 
 Step t of an epoch takes the global positions ``[t*B, min((t+1)*B, N))``, whatever the world is.
 A world only decides how those positions are cut: rank r takes a contiguous run of them. So the
@@ -17,7 +17,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Where a job stands in its data: all steps before ``step`` of ``epoch`` are committed."""
+    """A job's position in its data: all steps before ``step`` of ``epoch`` are committed."""
 
     epoch: int = 0
     step: int = 0
@@ -92,7 +92,7 @@ class EpochPlan:
 
     @property
     def samples(self) -> int:
-        """Samples that one epoch reads: ``n``, less what its steps leave out."""
+        """Samples that one epoch reads: ``n``, less what its steps drop."""
         return min(self.n, self.steps * self.global_batch)
 
     def span(self, step: int) -> Span:
@@ -127,9 +127,9 @@ class EpochPlan:
     ) -> list[Span]:
         """The share of ``rank`` cut into micro-batches, as many on every rank of the world.
 
-        At most ``micro_batch`` samples each; None takes the share in one. An empty span stands
+        At most ``micro_batch`` samples each; None: the complete share. An empty span stands
         for a micro-batch that must run, for the collectives' sake, and must not count. With
-        ``shards`` each micro-batch is one shard and ``micro_batch`` has no say.
+        ``shards`` each micro-batch is one shard and ``micro_batch`` is ignored.
         """
         count = self.micro_batch_count(start, stop, world, micro_batch)
         if self.shards is None:

@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*parts: int) -> int:
-    """A well-mixed 64-bit seed from whole numbers: SplitMix64's finalizer over each of them.
+    """A well-mixed 64-bit seed from integers: SplitMix64's finalizer over each of them.
 
     In every step, with cold caches, a cryptographic hash of them took 24 µs [measured].
     Source: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014.
@@ -35,7 +35,7 @@ def derive_seed(*parts: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed torch (CPU and this process's GPU), Python and, if the script imported it, NumPy.
 
-    Not ``torch.manual_seed``: it asks every kind of device, and formats a stack trace for each
+    Not ``torch.manual_seed``: it seeds every kind of device, and formats a stack trace for each
     that is not initialised, 0.6 ms in all [measured].
     """
     torch.default_generator.manual_seed(seed)

@@ -78,14 +78,14 @@ class ElasticSampler(DistributedSampler[int]):
     whole job. Nothing is padded; nothing is dropped unless ``drop_last``, which leaves out the
     last step when it is not full, or ``max_steps``, after which an epoch ends. ``draw`` is what
     an epoch reads, if that is not all samples once each. Without ``num_replicas`` and ``rank``
-    the process group is asked, and without a process group the world is this process.
+    they come from the process group, and without a process group the world is this process.
 
     Alone, with ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
     is this rank's part of one step. The last step of an epoch is smaller, and where it has fewer
     samples than there are ranks some get no batch of it: ``drop_last`` avoids both.
 
     To resume, save :meth:`state_dict` after :meth:`advance` at the end of each step, and load it
-    before iterating. ``len()`` is this rank's samples in a whole epoch, wherever it stands, so
+    before iterating. ``len()`` is this rank's samples in a complete epoch, at any position, so
     that schedules computed from it do not depend on a resume.
 
     Raises ConfigError for an empty dataset, and for a global batch smaller than the world.
@@ -163,7 +163,7 @@ class ElasticSampler(DistributedSampler[int]):
     def steps(self, micro_batch: int | None = None) -> Iterator[RankStep]:
         """This rank's part of each step from the position to the end of the epoch.
 
-        Position and world are taken now, not when the first step is asked for: data workers
+        Position and world are taken now, not with the first step: data workers
         read ahead, and must not see a position that moves.
         """
         return self._steps(self.position, self.rank, self.num_replicas, micro_batch)
@@ -180,7 +180,7 @@ class ElasticSampler(DistributedSampler[int]):
         return {**self._identity(), "max_steps": self.plan.max_steps, **position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, at any world size.
+        """Resume where :meth:`state_dict` was taken, at any world size.
 
         Raises ConfigError when the state is of another order, dataset or global batch: the
         position would then mean other samples. ``max_steps`` may be another one: it says where

@@ -3,7 +3,7 @@ epoch may read a sample more than once, of (seed, epoch, position).
 
 A sample's augmentation must not depend on which rank or data worker reads it, or on what that
 process read before: else a step redone in another world would train on other data. The seed
-travels with the indices, because data workers that persist never hear of a new epoch otherwise;
+travels with the indices, because persistent data workers are not notified of a new epoch;
 the user's dataset, collate_fn and worker_init_fn stay as they are.
 
 Seeded are ``random``, ``numpy.random`` and torch's CPU generator: 8 µs a sample [measured].
@@ -36,7 +36,7 @@ _BY_POSITION = 1  # part of the key
 
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:
-    """Whether reading this loader's data surely asks no generator.
+    """Whether reading this loader's data certainly uses no random generator.
 
     Subclasses, and whatever else a user may have written, count as drawing.
     """
@@ -96,7 +96,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def _seed_generators(seed: int) -> None:
-    # Not torch.manual_seed: it would reseed the accelerators, which data loading leaves alone.
+    # Not torch.manual_seed: it would reseed the accelerators, which data loading does not use.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

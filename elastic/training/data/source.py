@@ -1,4 +1,4 @@
-"""What a user's ``DataLoader`` says about its data, and the same loader over other batches."""
+"""The data of a user's ``DataLoader``, and the same loader with other batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic.training.data.data_workers import make_ready_to_fork
 from elastic.training.data.draws import Draw, WholeDataset, draw_of
 from elastic.training.data.sampler import ElasticSampler, size_of
 
-# How to go on with data that cannot be dealt out: its owner deals it.
+# For data that cannot be distributed here: the script distributes it.
 _OWN_LOOP = (
     "or deal it out yourself, the same amount to every rank, in a loop of your own: "
     "`run.begin()` before each step and `run.commit()` after it"
@@ -56,7 +56,7 @@ class DataSource:
 
 
 class ReplacedBatches(Sampler[list[int]]):
-    """Batches of ours in a user's loader, which remember what it said before."""
+    """Our batches in a user's loader; remembers the original ones."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
@@ -71,7 +71,7 @@ def describe(loader: object) -> DataSource:
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"not a DataLoader: {type(loader).__name__}",
-            hint="pass the DataLoader; one that is wrapped is named beside its wrapper: "
+            hint="pass the DataLoader; name a wrapped one together with its wrapper: "
             "run.loader(wrapper, dataloader=inner)",
         )
     if isinstance(loader.dataset, IterableDataset):
@@ -148,7 +148,7 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
 
 
 class OnlyItem:
-    """The user's ``collate_fn`` for a loader of ours that reads one item as a list of one."""
+    """The user's ``collate_fn`` for our loader, which reads one item as a list of one."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate

@@ -1,4 +1,4 @@
-"""From local gradients to one step of the whole job.
+"""From local gradients to one step of the job.
 
 ``wrap`` is the DistributedDataParallel that survives its world, ``reduction`` weights uneven
 shares, ``control_flags`` are piggybacked on the first bucket, ``accumulation`` holds the steps

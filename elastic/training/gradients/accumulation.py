@@ -1,7 +1,7 @@
 """Steps whose gradients no optimizer has used yet: the everyday loop that accumulates gradients.
 
 ``if (i + 1) % 4 == 0: optimizer.step()``: after each of the other three iterations gradients are
-held that exist nowhere else. So they are no commits: the data goes on, but a recovery goes back to
+held that exist nowhere else. So they do not commit: the data advances, but a recovery returns to
 the last iteration after which no tracked optimizer held gradients, and nothing is saved, and no
 world changes in order, before the next one.
 """

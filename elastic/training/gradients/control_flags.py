@@ -1,7 +1,7 @@
-"""What each rank tells all others once per step, piggybacked on its first gradient bucket.
+"""Flags of each rank for all others, piggybacked on the first gradient bucket of a step.
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
-collective of its own. The first bucket of gradients is summed over all ranks in every step
+separate collective. The first bucket of gradients is summed over all ranks in every step
 anyway, so it is made three elements longer: each is 1 on a rank that sets the flag, so a sum above
 0 means that some rank did. The bucket's own memory grows by them, once, so that no
 gradient is copied (docs/decisions/0014).
@@ -20,10 +20,10 @@ _COUNT = 3
 
 @dataclass(frozen=True)
 class StepFlags:
-    """What one rank tells all others with a step's gradients; or, received, what any rank told."""
+    """The flags of one rank, sent with a step's gradients; or those of any rank, received."""
 
     save: bool = False  # rank 0's policy: save after this step
-    leaving: bool = False  # this rank's node was told to leave
+    leaving: bool = False  # this rank's node drains
     stuck: bool = False  # this rank has no buffer to save from: its disk hangs
 
 
@@ -58,7 +58,7 @@ class ControlFlags:
         self._ends.clear()
 
     def settle(self) -> None:
-        """The collectives have ended: copy from a GPU now, before more is queued behind them."""
+        """The collectives have ended: copy from a GPU now, before more is queued."""
         self._ends = [end.cpu() for end in self._ends]
 
     def received(self) -> StepFlags | None:
@@ -70,7 +70,7 @@ class ControlFlags:
 
 
 class Room:
-    """A bucket's gradients in their own memory, and room for the flags behind them."""
+    """A bucket's gradients in their own memory, followed by room for the flags."""
 
     def __init__(self, both: torch.Tensor, end: torch.Tensor) -> None:
         self.both = both
@@ -87,7 +87,7 @@ class Room:
         if storage.nbytes() != longer_bytes:
             if storage.nbytes() != size_bytes or not storage.resizable():
                 return None
-            storage.resize_(longer_bytes)  # all its views go on to see its memory
+            storage.resize_(longer_bytes)  # all its views keep referring to its memory
         both = gradients.as_strided((count + _COUNT,), (1,))
         return cls(both, both[count:])
 
@@ -97,7 +97,7 @@ class Room:
 
 
 def ask(flags: StepFlags) -> StepFlags:
-    """Send and receive at once, with a collective of its own. Every rank calls it."""
+    """Send and receive at once, with a separate collective. Every rank calls it."""
     return _flags_of(all_sum([float(flags.save), float(flags.leaving), float(flags.stuck)]))
 
 

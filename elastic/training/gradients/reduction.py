@@ -34,7 +34,9 @@ class Reduction:
         self.failure: BaseException | None = None  # also if the script swallowed it
         self.works: list[dist.Work] = []  # of this step, on devices that run ahead of the host
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
-        self.flags: ControlFlags | None = None  # what ranks tell each other with the first bucket
+        self.flags: ControlFlags | None = (
+            None  # the flags that ranks exchange with the first bucket
+        )
         self.group: dist.ProcessGroup | None = None  # of the present world
         self._divisor = 1  # by which the reducer has divided what comes here
         self._weight = 1.0
@@ -153,12 +155,12 @@ class Reduction:
         phases.enter(Phase.SCRIPT)  # the backward pass is over, but for what takes no time
 
     def speak_again(self) -> None:
-        """Say this rank's words with the next bucket, too: peers begin another step."""
+        """Send this rank's flags with the next bucket, too: peers begin another step."""
         self._has_spoken = False
         self.has_forward = True  # on a peer
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The gradients of a step's first bucket, and behind them what this rank says."""
+        """The gradients of a step's first bucket, followed by this rank's flags."""
         if self.flags is None or self._has_spoken:
             return gradients
         self._has_spoken = True
@@ -176,7 +178,7 @@ class Reduction:
         NCCL's collectives end long after the host has queued what follows. When a peer dies and
         the group is aborted, what was queued runs: an optimizer would step on half-reduced
         gradients. So the host waits before it lets one be queued, and looks whether the group was
-        aborted: a collective that ends of that says nothing (PROTOCOL section 6).
+        aborted: the end of such a collective implies nothing (PROTOCOL section 6).
         """
         for work in self.works:
             pending_works().finish_on_stream(work)

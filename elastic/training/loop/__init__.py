@@ -2,8 +2,8 @@
 
 Start with ``loops``, which a script iterates; ``step_loop`` begins and ends steps, ``commits``
 decides when a step has taken effect, ``follower`` reads a second loader within the steps of the
-first. ``callbacks`` are called after steps; ``consumers`` finds out who iterates; ``scope`` is the
-part of the API that the script is inside of.
+first. ``callbacks`` are called after steps; ``consumers`` finds the consumer of an iterator;
+``scope`` is the part of the API that the script is inside of.
 
 May import ``recovery`` and everything below it; neither ``attempts`` nor ``run``.
 """

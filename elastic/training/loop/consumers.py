@@ -1,8 +1,8 @@
-"""Who reads an iterator that we have made: ``enumerate``, ``itertools.islice`` or ``cycle``.
+"""The consumer of one of our iterators: ``enumerate``, ``itertools.islice`` or ``cycle``.
 
 ``enumerate`` and ``islice`` count from 0 wherever a pass begins, and ``cycle`` never asks for a
 second pass.
-Neither tells the iterator, but Python's garbage collector knows who refers to it.
+The iterator is not notified, but Python's garbage collector can list its referrers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Consumer:
     def refuse_cycle(self) -> None:
         """Raise TrainingError for ``itertools.cycle``: it keeps every batch and gives them again.
 
-        Nothing of ours would run after the first epoch, neither steps nor commits.
+        After the first epoch no step would begin or commit.
         """
         if self.is_cycle:
             raise TrainingError(
@@ -68,7 +68,7 @@ class Consumer:
 def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     """Who has asked ``iterator``, a generator of the calling frame, for its first item.
 
-    ``everywhere`` looks at all objects (22 ms at 290,000 of them; 110 ms behind a progress bar
+    ``everywhere`` scans all objects (22 ms at 290,000 of them; 110 ms behind a progress bar
     [measured]), else only at those of the last few thousand allocations, where what a ``for``
     statement has just made is.
     """

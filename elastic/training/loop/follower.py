@@ -33,7 +33,7 @@ def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]
             leader, step = leading
             if not following.is_newest(passed):
                 raise TrainingError(
-                    "a loop over the loader goes on after a newer one has begun",
+                    "a loop over the loader continues after a newer one has begun",
                     hint="finish or leave one loop before the next",
                 )
             put_backs, next_at = following.put_backs, following.position(step)

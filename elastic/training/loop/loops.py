@@ -23,8 +23,8 @@ from elastic.world.world import world_from_environment
 def epochs(loop: StepLoop, count: int) -> Iterator[int]:
     """The remaining epochs of ``count``; the first may be in its middle.
 
-    An epoch is over when the next one is asked for: what the script does after the loader
-    (evaluation, schedulers) belongs to it, and happens again if it was interrupted.
+    An epoch is over when the next one begins: what the script does after the loader
+    (evaluation, schedulers) is part of it, and repeated if it was interrupted.
     """
     loop.bootstrap.enter_loop()
     loop.scope.owns_epochs = True
@@ -78,7 +78,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         # No name here for the iterator: it would keep itself alive.
         consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
     if loop.is_peek:
-        # Nothing can be trained yet: a look at the data, to learn its shape or statistics.
+        # Nothing can be trained yet: the script inspects the data, for its shape or statistics.
         loader.following.looked(passed)
         world = loop.lifecycle.world if loop.lifecycle.has_world else world_from_environment()
         for _, data in loader.batches(world.rank, world.size):

@@ -11,4 +11,4 @@ class Scope:
 
     in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
     owns_epochs: bool = False  # run.epochs counts them, otherwise each pass of a loader is one
-    passes: int = 0  # of this attempt, over loaders whose epochs nobody counts
+    passes: int = 0  # of this attempt, over loaders without ``run.epochs``

@@ -1,8 +1,8 @@
-"""Which rank's state a new world goes on with (PROTOCOL section 6, "Agreement").
+"""The rank whose state a new world continues with (PROTOCOL section 6, "Agreement").
 
-Every rank says how far it is; the lowest rank that is furthest is the source. The generation of
-the last agreement comes first: a rank that completed a step alone in an old generation, and comes
-back after the others did that step again, has the same count and other bits.
+Every rank reports its position; the lowest of the most advanced ranks is the source. The generation
+of the last agreement comes first: a rank that completed a step alone in an old generation, and
+comes back after the others did that step again, has the same count and other bits.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RankState:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of the world go on with."""
+    """The state that all ranks of the world continue with."""
 
-    source: int | None  # the rank that has the state; None: nobody has any
+    source: int | None  # the rank that has the state; None: no rank has one
     tag: Tag | None
     receivers: tuple[int, ...]  # ranks that need the source's weights
     is_torn: bool = False  # some rank has weights that are not the initial ones, of no step
@@ -48,7 +48,7 @@ class Agreement:
 
     @property
     def is_fresh(self) -> bool:
-        """Nobody has a state: a checkpoint or the initial state must do."""
+        """No rank has a state: a checkpoint or the initial state is used."""
         return self.source is None
 
 
@@ -61,7 +61,7 @@ def agree(mine: RankState) -> Agreement:
 
 
 def choose(states: list[RankState]) -> Agreement:
-    """The lowest rank with the greatest tag, and who has another one."""
+    """The lowest rank with the greatest tag, and the ranks with another one."""
     if len({s.nonce for s in states}) > 1:
         raise TrainingError(
             f"ranks of different worlds are in one group: {[s.nonce for s in states]}",

@@ -79,7 +79,7 @@ class InProcess:
             self._current.drop()
             raise WorldChanged(
                 f"the world changes before step {step.number}",
-                hint="let it pass: run.retry goes on in the next world",
+                hint="let it pass: run.retry continues in the next world",
             )
 
     def committed(self) -> None:

@@ -47,7 +47,7 @@ class RankProgress:
     @property
     def is_catching_up(self) -> bool:
         """Whether other ranks have completed the call of run.retry that this one is in: it has
-        nothing to train in it, and nobody to save or wait with."""
+        nothing to train in it, and no rank to save or wait with."""
         return self.retries < self.retries_of_others
 
     # -- while training -----------------------------------------------------------------------

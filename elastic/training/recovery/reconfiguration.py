@@ -48,7 +48,7 @@ class Reconfiguration:
     def enter(self, world: World, committed_step: int | None) -> World:
         """Bring all ranks of the group to one state; the world as the job numbers it.
 
-        Raises CheckpointRequired if nobody has a state, no checkpoint can be loaded, and steps
+        Raises CheckpointRequired if no rank has a state, no checkpoint can be loaded, and steps
         were committed before.
         """
         began_s = SYSTEM_CLOCK.monotonic()
@@ -58,7 +58,7 @@ class Reconfiguration:
             world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
         else:
             world = self._go_on(world, agreement)
-        all_gather_json(True)  # nobody goes on before everybody has everything
+        all_gather_json(True)  # no rank continues before all have received everything
         job = self._job
         tag = agreement.tag if agreement.tag is not None else Tag(0, job.progress.step)
         self._progress.agreed(tag, generation=world.generation)
@@ -81,7 +81,7 @@ class Reconfiguration:
         if committed_step and step == 0:
             raise CheckpointRequired(
                 f"the job had committed {committed_step} steps, no rank that has them is left, "
-                "and there is no checkpoint to go on from",
+                "and there is no checkpoint to resume from",
                 hint="give elastic.join(checkpoints=…) a folder that all nodes share; to start "
                 "from step 0 again, use another --rdzv-id",
             )

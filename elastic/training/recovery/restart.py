@@ -47,7 +47,7 @@ class Restart:
         self._has_warned_of_foreign_group = False
 
     def warn_of_foreign_group(self) -> None:
-        """The script has made a process group of its own before run.retry: warn once."""
+        """The script has created a process group before run.retry: warn once."""
         if not self._has_warned_of_foreign_group:
             self._has_warned_of_foreign_group = True
             get_logger().warning(
@@ -93,9 +93,9 @@ class Restart:
         """Nothing."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
-        """Exit if this process was told to leave, and nobody will start it again.
+        """Exit if this process was asked to leave, and will not be restarted.
 
-        All ranks receive that at the same boundary: they save, and those that were told exit.
+        All ranks receive that at the same boundary: they save, and the leaving ones exit.
         """
         is_received = received is not None and received.leaving
         if is_received and not self._halt.is_preempted:
@@ -113,7 +113,7 @@ class Restart:
         return True
 
     def flush_after_error(self) -> None:
-        """One of the remaining ranks writes the whole state."""
+        """One of the remaining ranks writes the complete state."""
         self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
 
     def release_peers(self) -> None:
@@ -129,7 +129,7 @@ def _warn_without_retry(world: World) -> None:
     if world.rank == 0 and world.generation == 1:
         get_logger().warning(
             "training begins without run.retry(): when the world changes, all workers are started "
-            "again and go on from the last checkpoint, with the same global batch and order of "
+            "again and resume from the last checkpoint, with the same global batch and order of "
             "data (of loaders made with run.loader). With run.retry(train) they keep their "
             "processes and their state"
         )

@@ -1,4 +1,4 @@
-"""How long a step takes, and the heartbeat that tells the agent."""
+"""Measures the duration of steps, and reports it in the heartbeat."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class RecoveryStrategy(Protocol):
         """Enter the first world."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the world is over, and :meth:`recover` can help."""
+        """Whether ``error`` means that the world is over, and :meth:`recover` can help."""
 
     def recover(self, error: BaseException) -> None:
         """Enter the next world, after a fault or a planned change."""

@@ -1,4 +1,4 @@
-"""Notices changes of tensors that nobody announces: of weights outside of ``optimizer.step()``.
+"""Detects unannounced changes of tensors: of weights outside of ``optimizer.step()``.
 
 Torch counts in-place changes of each tensor (``Tensor._version``), which costs next to nothing to
 compare but misses changes through ``.data`` and through NumPy. Those are found by content, which
@@ -30,7 +30,7 @@ def compares_content(step: int) -> bool:
 
 
 class ChangeWatch:
-    """Whether tensors have changed since :meth:`expect`. Says no before the first call of it."""
+    """Whether tensors have changed since :meth:`expect`. False before the first call of it."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors

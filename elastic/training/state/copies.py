@@ -42,7 +42,7 @@ class TensorCopies:
         self._copies: dict[Any, torch.Tensor] = {}
 
     def clone(self, key: Any) -> torch.Tensor:
-        """A tensor of its own with the value that was copied."""
+        """A new tensor with the copied value."""
         return self._copies[key].clone()
 
     @property

@@ -34,7 +34,7 @@ def is_compared_after(step: int) -> bool:
 def compare(weights: Weights, rank: int, step: int) -> None:
     """Raise TrainingError on all ranks if one of them has other weights than rank 0.
 
-    ``weights``: by the name of what they belong to, the same names and shapes on every rank.
+    ``weights``: by the name of their owner, the same names and shapes on every rank.
     """
     mine = {name: list(contents(tensors)) for name, tensors in weights.items()}
     everyones = all_gather_json(mine)
@@ -61,11 +61,11 @@ def differing_names(state: Mapping[str, Any]) -> list[str]:
 
 
 def warn_of_differing(names: Sequence[str]) -> None:
-    """Say what is lost by it."""
+    """Warn about what is lost."""
     get_logger().warning(
-        "run.state differs between ranks in %s: after the death of a rank all go on with the "
+        "run.state differs between ranks in %s: after the death of a rank all continue with the "
         "values of the lowest rank that lives. Set it on all ranks to the same value; what only "
-        "one rank knows, the others hear by value = run.mean(run.is_main, x=value)['x'], which "
+        "one rank has, send it with value = run.mean(run.is_main, x=value)['x'], which "
         "every rank calls",
         ", ".join(map(repr, names)),
     )

@@ -1,13 +1,13 @@
 """What an interrupted step is rolled back to: the state of the last commit, exactly or not at all.
 
-Small state is copied at every commit (:mod:`elastic.training.state.snapshot`). Weights and large
-tracked objects are not, as long as the script changes them only where that is noticed and need not
-be undone: weights by ``optimizer.step()`` (a redone step masks it, see
+Non-parameter state is copied at every commit (:mod:`elastic.training.state.snapshot`). Weights and
+large tracked objects are not, as long as the script changes them only where that is noticed and
+need not be undone: weights by ``optimizer.step()`` (a redone step masks it, see
 :class:`elastic.training.step.Step`), large objects in ``run.after_step``. They are watched, and a
 step interrupted after any other change leaves this rank's state torn: it is taken from a peer or a
-checkpoint. Scripts that change them otherwise (SGD by hand, SAM, weight clipping, an EMA updated in
-the loop) do it in every step, so once they have done it, copies are kept from then on, and
-interrupted steps are redone exactly. That costs one copy of the state concerned per step.
+checkpoint. Scripts that change them otherwise (hand-written SGD, SAM, weight clipping, an EMA
+updated in the loop) do it in every step, so once they have done it, copies are kept from then on,
+and interrupted steps are redone exactly. That costs one copy of the state concerned per step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Rollback:
 
     @property
     def _is_learning(self) -> bool:
-        """Whether the first step of a job comes next: nobody knows yet what the script changes."""
+        """Whether the first step of a job comes next: what the script changes is not known yet."""
         return self._steps == 0 and not self._has_adopted
 
     @property
@@ -92,7 +92,7 @@ class Rollback:
         return bool(self._why_copies) or self._is_learning
 
     def committed(self) -> None:
-        """A step has taken effect; learn from what it has changed. :meth:`take` comes next."""
+        """A step has taken effect; record what it has changed. :meth:`take` comes next."""
         self._steps += 1
         if self.final_buffers is not None:
             self._small.put_back_buffers(self.final_buffers)
@@ -152,7 +152,8 @@ class Rollback:
         }
 
     def adopt(self, habits: Mapping[str, Any], snapshot: Snapshot) -> None:
-        """Take over non-parameter state and habits of the rank that the job continues with."""
+        """Load the non-parameter state and change record of the rank that the job continues
+        with."""
         self.copy_weights(str(habits["weights"]))
         self._copies_between_loops |= bool(habits["between_loops"])
         self._has_adopted = True

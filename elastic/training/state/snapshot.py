@@ -100,7 +100,7 @@ def size_bytes(value: Any) -> int:
 
 
 class WholeObject:
-    """An object by its whole state_dict: schedulers, counters, averages of metrics."""
+    """An object by its complete state_dict: schedulers, counters, averages of metrics."""
 
     def __init__(self, tracked: Stateful) -> None:
         self._tracked = tracked
@@ -182,7 +182,7 @@ class _Buffers:
         }
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """In memory of their own."""
+        """In their own memory."""
         return {name: buffer.detach().clone() for name, buffer in self._present().items()}
 
     def take(self) -> dict[str, torch.Tensor]:

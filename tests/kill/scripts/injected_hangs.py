@@ -196,7 +196,7 @@ def main() -> None:
     torch.manual_seed(0)
     run = elastic.join(
         checkpoints=elastic.Checkpoints(
-            folder=os.environ["ELASTIC_CHECKPOINTS"], every_steps=options.save_every
+            folder=os.environ["ELASTIC_CHECKPOINTS"], when=options.save_every
         )
     )
     hurry = options.folder / "hurry"
