@@ -459,7 +459,7 @@ def replaced(
     return nodes, slow, world
 
 
-EXCLUDE = replace(OPTIONS, last_call_s=60.0, straggler_action="exclude")
+EXCLUDE = replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0, straggler_action="exclude")
 
 
 def test_a_straggler_trains_until_the_switch_and_waits_for_another_place_then(
@@ -479,12 +479,14 @@ def test_a_straggler_trains_until_the_switch_and_waits_for_another_place_then(
 def test_a_straggler_that_does_not_come_to_the_boundary_is_ended(
     server: MemoryServer, start: Start
 ) -> None:
-    _, slow, _ = replaced(server, start, replace(EXCLUDE, leave_grace_s=0.2))
+    _, slow, _ = replaced(server, start, replace(EXCLUDE, leave_grace_s=1.1))
     eventually(slow.service.newer_world)
 
 
 def test_without_the_option_a_straggler_keeps_its_place(server: MemoryServer, start: Start) -> None:
-    nodes = trio(server, start, options=replace(OPTIONS, last_call_s=60.0), max_nodes=3)
+    nodes = trio(
+        server, start, options=replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0), max_nodes=3
+    )
     find_straggler(nodes, nodes[1])
     spare = start(options=OPTIONS, max_nodes=3).ready()
     eventually(lambda: any("the world is full" in said for n in nodes for said in waits(n)))
