@@ -17,7 +17,7 @@
     │   └── TornRead                its files changed during the load; live tensors are inconsistent
     └── ArgumentError (ValueError)  an invalid step, nonce, rank, lineage or policy
 
-The message says what happened and where; ``hint`` says what to do.
+The message states what happened and where; ``hint`` what to do.
 """
 
 from __future__ import annotations

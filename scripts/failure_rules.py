@@ -31,11 +31,16 @@ text is the exception that ended the script; a script that catches it and calls 
 killed by a signal, has none.
 
 - **restart**: the next world has the same nodes. The failure budget bounds how often; the same
-  error three times in a row without progress ends the job with it.
+  error three times at one step, or in a row without progress, ends the job with it.
 - **exclude-node**: the node is quarantined for `quarantine_s` (60 s), if the other nodes
   suffice.
 - **stop**: every attempt would fail again. With high confidence the job ends at once, with that
   error; with medium confidence it restarts, and ends when the error repeats.
+
+A worker that was ended by SIGKILL while the kernel's OOM killer was active in its cgroup is
+`host-out-of-memory` with high confidence, whatever its text. *Consequence* marks texts that say no
+more than that a peer is gone: the failure of another node is looked for (in restart mode for a
+second), and they are never counted as the script's own.
 
 The first rule that matches decides. *Local* causes depend on evidence: if workers of the job
 have trained on other nodes, only this node is excluded; if none has, the cause is the job's
@@ -75,14 +80,17 @@ def scores(examples: list[dict[str, Any]]) -> dict[Action, tuple[int, float, flo
 
 def _row(rule: Rule) -> str:
     local = "yes" if rule.is_local else ""
-    return (
-        f"| {rule.name} | {rule.action.value} | {rule.confidence.value} | {local} | {rule.reason} |"
-    )
+    consequence = "yes" if rule.is_consequence else ""
+    cells = (rule.name, rule.action.value, rule.confidence.value, local, consequence, rule.reason)
+    return f"| {' | '.join(cells)} |"
 
 
 def page() -> str:
     examples = corpus()
-    rules = ["| rule | verdict | confidence | local | meaning |", "|---|---|---|---|---|"]
+    rules = [
+        "| rule | verdict | confidence | local | consequence | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
     rules += [_row(rule) for rule in RULES]
     table = ["| verdict | examples | precision | recall |", "|---|---|---|---|"]
     table += [

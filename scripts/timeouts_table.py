@@ -182,9 +182,24 @@ def _refusals() -> Iterator[str]:
         {"lease_s": 100.0},
         {"checkpoint_budget_s": 25.0},
         {"leave_grace_s": 25.0, "shutdown_timeout_s": 25.0},
+        {"last_call_s": 600.0},
+        {"join_window_s": 600.0},
+        {"hang_timeout_s": 900.0},
     ):
         try:
             Timeouts(**settings)
+        except ConfigError as error:
+            yield f"- {error.message}. To do: {error.hint}.\n"
+    for options in (
+        {"collective_timeout_s": 600.0},
+        {"quarantine_s": 600.0},
+        {"healthy_s": 600.0},
+        {"termination_grace_s": 20.0},
+        {"leave_grace_s": 1.0},
+        {"hung_after_s": 1.0},
+    ):
+        try:
+            AgentOptions(**options)
         except ConfigError as error:
             yield f"- {error.message}. To do: {error.hint}.\n"
 

@@ -23,7 +23,7 @@ from checkpoints.tensors.regions import Region
 
 
 class IncompleteAttempt(Exception):
-    """An attempt cannot be committed yet; the message says why."""
+    """An attempt cannot be committed yet; the message has the reason."""
 
 
 def is_committed(storage: Storage, name: CheckpointName) -> bool:
@@ -175,7 +175,7 @@ def _publish(storage: Storage, name: CheckpointName) -> None:
 
 def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
     """Remove parts, which are not needed any more, and manifests of committers that lost."""
-    with contextlib.suppress(OSError):  # harmless: no reader looks at them
+    with contextlib.suppress(OSError):  # harmless: no reader opens them
         for file in storage.list(str(name)):
             if parse_part_file(file) is not None or file.startswith(".manifest-"):
                 storage.remove(f"{name}/{file}")

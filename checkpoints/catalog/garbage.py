@@ -57,7 +57,7 @@ def collect_garbage(
     """Commit complete attempts and remove those whose world has ended. One process calls it.
 
     ``generation`` and ``nonce`` are those of the caller's world; with a nonce of None the caller
-    belongs to no world, and attempts are removed by age alone. Raises :class:`SaveError` if the
+    belongs to no world, and attempts are removed only by age. Raises :class:`SaveError` if the
     storage fails.
     """
     storage = storage_for(root)

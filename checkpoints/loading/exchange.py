@@ -197,7 +197,7 @@ class Exchange:
 
 
 def _messages(share: Sequence[Item]) -> Iterator[list[Item]]:
-    """Large chunks alone, small ones packed."""
+    """Large chunks separately, small ones packed."""
     packed: list[Item] = []
     size = 0
     for item in share:

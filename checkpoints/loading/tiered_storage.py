@@ -9,7 +9,7 @@ the parts into the manifest that a committer would have written.
 :func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
 take one as their root. Each chunk is read from the first tier whose bytes match its hash. A place
 that fails is passed over for good, one whose bytes are damaged for these;
-:attr:`TieredStorage.failures` tells. Make a new view for a new look.
+:attr:`TieredStorage.failures` has the reasons. Create a new view to read again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Serves the parts in this node's memory to the other nodes of the job, and stores their replicas.
 
 Owned by a process that outlives the workers. Client and server first prove to each other that they
-hold the job's key (:mod:`elastic.secure_channel`); then it gets a thread of its own. Requests and
-answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, with raw bytes behind
-them where they say so. Paths are only ever names of
+hold the job's key (:mod:`elastic.secure_channel`); then it gets a separate thread. Requests and
+answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, followed by
+raw bytes if their fields announce them. Paths are only ever names of
 :mod:`checkpoints.format.names`; any other path is refused.
 """
 

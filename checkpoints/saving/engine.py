@@ -222,7 +222,7 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the saves in flight and join the thread; False if it did not end in time.
 
-        A hung writer thread is left behind: it is a daemon and never commits.
+        A hung writer thread is leaked: it is a daemon and never commits.
         """
         if self._closed:
             return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""Where checkpoints are stored: one protocol; local file systems and object stores behind it.
+"""Where checkpoints are stored: one protocol, implemented for file systems and object stores.
 
 May import: :mod:`checkpoints.format` (names only), :mod:`checkpoints.errors`. Start reading at
 :mod:`checkpoints.storage.protocol`.

@@ -1,4 +1,4 @@
-"""Small files beside the checkpoints, replaced atomically.
+"""Small files in the checkpoint folder, replaced atomically.
 
 Records hold a few hundred bytes, such as the owner of the folder. They need not survive a power
 failure, so :func:`write_record` does not fsync; :func:`write_durably` does.

@@ -45,7 +45,7 @@ _NAMES = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-# safetensors versions that do not know these names reject the whole file.
+# safetensors versions that do not know these names reject the file.
 _STORED_AS = {
     "C64": ("F32", (2,)),
     "C128": ("F64", (2,)),

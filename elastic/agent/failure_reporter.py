@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from elastic.membership.records import FailureReport, WorldRecord, encode
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
@@ -60,4 +62,18 @@ def nodes_of(world: WorldRecord | None, generation: int, ranks: tuple[int, ...])
         m.node_id
         for m in world.members
         if any(0 <= rank - world.first_rank_of(m.node_id) < m.nproc for rank in ranks)
+    )
+
+
+def nodes_at(
+    world: WorldRecord | None, generation: int, addresses: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The nodes of that generation at these addresses; none where several share one."""
+    if world is None or world.generation != generation:
+        return ()
+    at = Counter(m.liveness_host for m in world.members)
+    return tuple(
+        m.node_id
+        for m in world.members
+        if m.liveness_host in addresses and at[m.liveness_host] == 1
     )

@@ -19,7 +19,7 @@ from elastic.hangs.stacks import StackSource
 from elastic.hangs.stacks import take as take_stacks
 from elastic.hangs.verdict import HangAction, Judgment
 from elastic.hangs.watch import HangWatch, Supervised
-from elastic.link.protocol import ProgressPage
+from elastic.link.protocol import FlightTrace, ProgressPage
 from elastic.link.server import Worker
 from elastic.membership.records import (
     HangFacts,
@@ -120,12 +120,21 @@ class Hangs:
     def close(self) -> None:
         self._watch.close()
 
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Of the last checkpoint that a worker of this node knows to be committed."""
+        return self._watch.checkpoint_step
+
     # ── whom to watch ────────────────────────────────────────────────────────────────────
 
     def on_page(self, worker: Worker, page: ProgressPage) -> None:
         """A worker has said where its page is."""
         source = StackSource(page.stacks_fd, page.stacks_signal)
         self._watch.add(worker.pid, worker.local_rank, page.fd, source)
+
+    def on_flight(self, worker: Worker, trace: FlightTrace) -> None:
+        """A worker has said which collectives it began."""
+        self._watch.learn_flight(worker.pid, trace.generation, trace.entries)
 
     def on_ended(self, pid: int) -> None:
         """A worker is gone."""
@@ -210,6 +219,7 @@ class Hangs:
                 RankStacks(
                     rank=self._watch.facts(worker).rank,
                     text=take_stacks(worker.pid, worker.stacks)[-_MOST_TEXT:],
+                    flight=worker.flight_of(record.generation),
                 )
                 for worker in self._watch.workers
             )
@@ -227,4 +237,5 @@ class Hangs:
         if record.node_id == self._at.status.node.node_id:
             return
         taken = {stacks.rank: stacks.text for stacks in record.ranks}
-        self._watch.post(lambda: self._response.add_stacks(record.generation, taken))
+        flights = {stacks.rank: stacks.flight for stacks in record.ranks if stacks.flight}
+        self._watch.post(lambda: self._response.add_stacks(record.generation, taken, flights))

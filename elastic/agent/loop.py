@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from elastic.agent.hangs import Hangs, RanksAreQuiet, StacksTaken, WorkerHung, WorldHung
 from elastic.agent.isolation import IsolationDetector
@@ -25,7 +26,6 @@ from elastic.agent.messages import (
     PushedWorld,
     WorkersStart,
 )
-from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.permission import Permission
 from elastic.agent.workers import LinkSaid, WorkerEnded, Workers
 from elastic.clock import Clock
@@ -41,15 +41,18 @@ from elastic.hangs.report import ReportFolder
 from elastic.hangs.watch import Supervised
 from elastic.leadership.leader import NodesEvent
 from elastic.leadership.prober import Probed
+from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.link.protocol import ProgressPage
-from elastic.liveness.channel import LivenessServer
+from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
+from elastic.liveness.channel import LIMITS, LivenessServer
 from elastic.membership import failure_timeline
 from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, decode, encode
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
+from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.tls import Tls
 from elastic.store.keyvalue import (
     Deleted,
@@ -66,6 +69,7 @@ from elastic.store.keyvalue import (
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.agent_intervals import LEAVING_WORLD_S, NODE_IDLE_S, NODE_RETRY_S
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import peer_silence_s
 
 
 class NodeLoop:
@@ -108,15 +112,25 @@ class NodeLoop:
             on_world=lambda record: self.post(PushedWorld(record)),
             on_opened=lambda node_id, is_leader: self.post(ConnectionOpened(node_id, is_leader)),
             on_dropped=lambda node_id: self.post(ConnectionDropped(node_id)),
+            on_silent=lambda node_id, was_leader: self.post(
+                ConnectionClosed(node_id, was_leader, fell_silent=True)
+            ),
             key=lambda: secret.key(LIVENESS),
             tls=tls,
+            limits=replace(LIMITS, silence_s=peer_silence_s(options.lease_s)),
             clock=clock,
         )
         self._succession = Succession(self._at, self._liveness)
         self._workers = Workers(self._at, oom_kills) if options.mode == "in-process" else None
         self._hangs = Hangs(self._at) if options.hang_detection != "off" else None
+        self._step_times = StepTimesReport(self._at)
         self._isolation = IsolationDetector(self._at, self._workers, last_contact_s)
         self.permission = Permission(self._at, self._workers)
+        self._progress = ProgressWriter(
+            self._at,
+            lambda: self._lease if self._registered and self._succession.term else None,
+            lambda: self._hangs.checkpoint_step if self._hangs is not None else None,
+        )
         self._lease: Lease | None = None
         self._registered = False  # the record in the store is ours and up to date
         self._knows_world = False  # the world has been read since this lease was granted
@@ -154,6 +168,7 @@ class NodeLoop:
             self._workers.start()
         if self._hangs is not None:
             self._hangs.start()
+        self._progress.start()
         keys = self._at.keys
         self._watch = self._at.store.watch(
             [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks],
@@ -172,6 +187,7 @@ class NodeLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._liveness.close()
+        self._progress.close()
         if self._hangs is not None:
             self._hangs.close()
         if self._workers is not None:
@@ -262,8 +278,8 @@ class NodeLoop:
                     term.on_probed(message)
             case ConnectionOpened(node_id, is_leader):
                 self._succession.on_connection_opened(node_id, is_leader)
-            case ConnectionClosed(node_id, was_leader):
-                self._succession.on_connection_closed(node_id, was_leader)
+            case ConnectionClosed(node_id, was_leader, fell_silent):
+                self._succession.on_connection_closed(node_id, was_leader, fell_silent=fell_silent)
             case ConnectionDropped(node_id):
                 self._succession.on_connection_dropped(node_id)
             case LeaderProbed():
@@ -271,17 +287,25 @@ class NodeLoop:
             case LinkSaid(worker, ProgressPage() as page):
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
+            case LinkSaid(worker, FlightTrace() as trace):
+                if self._hangs is not None:
+                    self._hangs.on_flight(worker, trace)
+            case LinkSaid(worker, StepReport(times=times)):
+                self._step_times.on_report(worker.pid, worker.local_rank, times)
             case LinkSaid(worker, said):
                 if self._workers is not None:
                     self._workers.on_said(worker, said)
             case WorkerEnded(worker, death):
                 if self._hangs is not None:
                     self._hangs.on_ended(worker.pid)
+                self._step_times.on_ended(worker.pid)
                 if self._workers is not None:
                     self._workers.on_ended(worker, death)
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
+                if message.ranks and self._workers is not None:
+                    self._workers.ask_for_flights()
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)
@@ -316,6 +340,8 @@ class NodeLoop:
             self._workers.reporter.publish(self._lease)
         if self._hangs is not None and self._lease is not None and not self._lease.lost:
             self._hangs.publish(self._lease)
+        if self._lease is not None and not self._lease.lost:
+            self._step_times.publish(self._lease)
         self._succession.duties(self._lease if self._registered else None, now)
         term, wake_s = self._succession.term, self._succession.wake_s
         if wake_s is not None:

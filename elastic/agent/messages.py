@@ -35,6 +35,7 @@ class ConnectionClosed:
 
     node_id: str
     was_leader: bool
+    fell_silent: bool = False  # nobody closed it: nothing came from the peer's machine
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from elastic.agent.leaving import Leaving
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, WorkersStart
-from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.agent.parking import park
 from elastic.agent.workers import IN_PROCESS
 from elastic.agent.world_wait import WorldWait
@@ -32,6 +31,7 @@ from elastic.membership.records import (
     WorldRecord,
     decode,
 )
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
@@ -111,6 +111,14 @@ class NodeService:
     def running(self) -> WorldRecord | None:
         """The world that this node's workers run."""
         return self._status.node.running
+
+    def position(self) -> dict[str, int | None]:
+        """Which world this node's workers run, and the step that they have reported."""
+        running, step_rate = self._status.node.running, self._status.step_rate
+        return {
+            "generation": running.generation if running is not None else None,
+            "step": step_rate.step if step_rate is not None else None,
+        }
 
     def peer_addresses(self, world: WorldRecord | None) -> tuple[str, ...]:
         """Where the other nodes of a world are reached, that of rank 0 first.
@@ -249,21 +257,29 @@ class NodeService:
         if world is None:
             return False
         if node.in_process:
-            restarts = self._must_restart(world, node)
+            restarts = self._must_restart(world, node, entry.since_s)
             self._wait.raise_if_paused_for_long(world, entry.since_s)
         else:
             restarts = running is not None and world.generation > running.generation
         self._status.stopping = self._status.stopping or restarts
         return restarts
 
-    def _must_restart(self, world: WorldRecord, node: Node) -> bool:
+    def _must_restart(self, world: WorldRecord, node: Node, since_s: float) -> bool:
         """Whether workers that could change worlds by themselves cannot enter this one."""
         is_member = node.node_id in world.node_ids
         if node.running is None:  # ready, and in no world yet
             return is_member and world.mode != IN_PROCESS
         if world.generation <= node.running.generation or node.state is NodeState.LEAVING:
             return False
+        if not is_member and self._leaves_at_switch(world, since_s):
+            return False
         return not is_member or world.mode != IN_PROCESS
+
+    def _leaves_at_switch(self, world: WorldRecord, since_s: float) -> bool:
+        """Whether the workers go on until a planned world without this node takes over, as those of
+        a node that leaves do: ended before, they would break a step of the others."""
+        left_s = since_s + self._options.leave_grace_s - self._clock.monotonic()
+        return world.switch_at_step is not None and not self._status.workers_left and left_s > 0
 
     @property
     def link_path(self) -> str:

@@ -12,17 +12,18 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.agent.failure_reporter import FailureReporter, nodes_of
+from elastic.agent.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.messages import ChangeNode
-from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.events import WorkerDied, WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
     Bye,
     CollectiveFailure,
     Entered,
+    FlightAsk,
     Heartbeat,
     Hello,
     Left,
+    MeasureSteps,
     Message,
     Permit,
     Ready,
@@ -40,6 +41,7 @@ from elastic.membership.records import (
 from elastic.membership.step_rate import StepRate
 from elastic.messages.world import RankAssignment, WorldSpec, derive
 from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 from elastic.node.run_secret import STORE
 
 IN_PROCESS = "in-process"
@@ -103,6 +105,10 @@ class Workers:
         """The newest world that they were told."""
         return self._pushed or self._node.running
 
+    def ask_for_flights(self) -> None:
+        """Have them say which collectives they began, for the report of a hang."""
+        self._server.send(FlightAsk())
+
     # ── what workers say ─────────────────────────────────────────────────────────────────
 
     def on_said(self, worker: Worker, message: Message) -> None:
@@ -139,6 +145,8 @@ class Workers:
         """A first world stands already; a newer one may have come since the worker began."""
         if self._permit is not None:
             self._server.send(self._permit, worker)
+        if self._at.options.straggler_action != "off":
+            self._server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
         running = self._node.running
         if self._pushed is not None and (
             running is None or self._pushed.generation > running.generation
@@ -204,7 +212,10 @@ class Workers:
         self._at.journal.emit(
             WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error)
         )
-        accused = nodes_of(newest, generation, said.missing)
+        accused = (
+            *nodes_of(newest, generation, said.missing),
+            *nodes_at(newest, generation, said.unreachable),
+        )
         self.reporter.report(generation, error, accused=accused)
 
     def is_hung(self, pid: int, reason: str) -> None:
@@ -348,6 +359,7 @@ class Workers:
         self._left.clear()
         self._entered.clear()
         self._pushed = None
+        self._at.status.workers_left = False
         self._at.status.to_replace.clear()
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:

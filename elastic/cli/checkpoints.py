@@ -1,4 +1,4 @@
-"""``elastic checkpoints``: what is in a folder of checkpoints, is it whole, in other formats."""
+"""``elastic checkpoints``: list, verify, compare and convert the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoin
 
 
 class CheckpointTrouble(ElasticError):
-    """What the checkpoint library said, with its hint."""
+    """An error of the checkpoint library, with its hint."""
 
     exit_code = DAMAGED
 
@@ -46,7 +46,10 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic checkpoints``."""
-    parser = CommandParser(prog="elastic checkpoints", description="Look after saved checkpoints.")
+    parser = CommandParser(
+        prog="elastic checkpoints",
+        description="List, verify, compare, prune and convert saved checkpoints.",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
@@ -57,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     add("ls", _ls, "list the committed checkpoints, newest first")
-    add("show", _show, "what is in one").add_argument("name", nargs="?", help="default: newest")
+    add("show", _show, "the tensors and metadata of one").add_argument(
+        "name", nargs="?", help="default: newest"
+    )
     add("verify", _verify, "read every byte of one or all").add_argument("name", nargs="?")
     diff = add("diff", _diff, "compare two, tensor by tensor")
     diff.add_argument("old")
@@ -68,11 +73,11 @@ def parser() -> argparse.ArgumentParser:
     sure = prune.add_mutually_exclusive_group()
     sure.add_argument("--yes", action="store_true", help="remove them")
     sure.add_argument("--dry-run", action="store_true", help="only list what would be removed")
-    export = add("export", _export, "write one in another format")
+    export = add("export", _export, "convert one to another format")
     export.add_argument("name")
     export.add_argument("target")
     export.add_argument("--to", choices=FORMATS, required=True)
-    bring = add("import", _import, "make a checkpoint of another format's file")
+    bring = add("import", _import, "create a checkpoint from a file of another format")
     bring.add_argument("source")
     bring.add_argument("--from", dest="form", choices=FORMATS, required=True)
     bring.add_argument("--step", type=int, required=True)

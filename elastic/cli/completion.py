@@ -23,19 +23,19 @@ def main(argv: Sequence[str]) -> int:
             "completion scripts are made by the package shtab, which is not installed",
             hint="pip install 'torch-elastic-harness[completion]'",
         ) from error
-    print(shtab.complete(whole_parser(), shell=args.shell))
+    print(shtab.complete(complete_parser(), shell=args.shell))
     return 0
 
 
-def whole_parser() -> argparse.ArgumentParser:
-    """The whole command line as one parser. Imports every command, and with some of them torch."""
-    whole = argparse.ArgumentParser(prog="elastic")
-    whole.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = whole.add_subparsers(dest="command")
+def complete_parser() -> argparse.ArgumentParser:
+    """The complete command line as one parser. Imports every command; some of them import torch."""
+    complete = argparse.ArgumentParser(prog="elastic")
+    complete.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = complete.add_subparsers(dest="command")
     for name, command in COMMANDS.items():
         own = importlib.import_module(command.module).parser()
         commands.add_parser(name, parents=[own], add_help=False, help=command.summary)
-    return whole
+    return complete
 
 
 def parser() -> argparse.ArgumentParser:

@@ -49,7 +49,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _say(text: str) -> None:
-    """Progress, for a person who waits."""
+    """Progress messages for an interactive terminal."""
     if sys.stderr.isatty():
         print(f"elastic: {text}", file=sys.stderr, flush=True)
 

@@ -1,7 +1,7 @@
 """``elastic env``: the variables of NCCL, torch and gloo that workers on this machine would get.
 
 What an agent started here with the same options would set, where each value comes from, and why.
-Reads the machine and the environment; imports no torch, and asks nobody.
+Reads the machine and the environment; imports no torch, and connects to nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="of the leader, or of another node: the interface is the one on the route to it",
     )
-    own.add_argument("--sources", action="store_true", help="say where each was read, too")
+    own.add_argument("--sources", action="store_true", help="also show the source of each value")
     own.add_argument("-o", "--output", choices=("table", "json"), default="table")
     return own
 
@@ -118,7 +118,7 @@ def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
 
     print(f"profile {found.profile.name}: {found.profile.reason}")
     if found.route is None:
-        print("interface: not known before there is a leader; --leader=ADDRESS tells")
+        print("interface: not known before there is a leader; give --leader=ADDRESS")
     else:
         print(f"interface {found.route.interface}: {found.route.reason}")
     columns = ("variable", "value", "from", "why", *(("source",) if is_wide else ()))

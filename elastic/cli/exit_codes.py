@@ -8,7 +8,7 @@
 69    etcd cannot be reached, or refuses
 70    the failure budget is spent
 71    this node failed its preflight
-75    told to leave; saved and left
+75    asked to leave; saved and left
 130   interrupted (Ctrl-C)
 ====  =============================================
 """
@@ -32,7 +32,7 @@ FAILED = 1
 INTERRUPTED = 130
 SIGNALLED = 128
 
-# The code that explains most comes first; what is not listed comes after, largest first.
+# The most informative code first; codes that are not listed follow, largest first.
 _MOST_TELLING = (
     ConfigError.exit_code,
     CoordinationError.exit_code,
@@ -55,7 +55,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def elastic_cause(error: BaseException) -> ElasticError | None:
-    """The nearest error of ours in the chain: torch wants its own types on the outside."""
+    """The nearest error of this package in the chain: torch requires its own types outside."""
     return next((e for e in chain(error) if isinstance(e, ElasticError)), None)
 
 

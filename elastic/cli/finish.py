@@ -1,8 +1,8 @@
 """``elastic finish``: wait for the job's end, then scale its StatefulSet to 0.
 
-A StatefulSet starts again whatever exits, so finished agents park (ELASTIC_PARK), and this ends
-them. Its own exit code is the job's: ``kubectl wait --for=condition=complete job/...`` tells the
-user that training has succeeded, and only that.
+A StatefulSet restarts every pod that exits, so finished agents park (ELASTIC_PARK), and this
+command ends them. Its exit code is the job's: ``kubectl wait --for=condition=complete job/...``
+succeeds only if training has.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
     if done.outcome is Outcome.FAILURE and args.keep_failed:
-        say(f"statefulset/{args.statefulset} is kept as it is (--keep-failed)")
+        say(f"statefulset/{args.statefulset} is not changed (--keep-failed)")
         return _exit_code(done)
     scale_statefulset(server, namespace=namespace, name=args.statefulset, replicas=0, say=say)
     say(f"{target} is scaled to 0")

@@ -38,7 +38,7 @@ def add_job_arguments(
 def add_options_argument(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """``--rdzv-conf`` alone, for a command that connects to no etcd."""
+    """Only ``--rdzv-conf``, for a command that connects to no etcd."""
     parser.add_argument(
         "--rdzv-conf",
         "--conf",

@@ -1,7 +1,7 @@
 """The ``elastic`` command: finds the subcommand and hands over.
 
 Each subcommand is a module with ``main(argv) -> exit code`` and ``parser()``, imported only when
-it is asked for: ``elastic -h`` must not wait seconds for torch.
+it runs: ``elastic -h`` must not wait seconds for torch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,27 @@ class Command:
 
 
 COMMANDS = {
-    "checkpoints": Command("elastic.cli.checkpoints", "list, check, compare and convert them"),
+    "checkpoints": Command(
+        "elastic.cli.checkpoints", "list, verify, compare and convert checkpoints"
+    ),
     "run": Command(
         "elastic.cli.launch.run", "start a training job: torchrun's flags, and a local etcd"
     ),
+    "status": Command("elastic.cli.observe.status", "how a job is: its state, step and nodes"),
+    "describe": Command("elastic.cli.observe.describe", "a node, an incident, the checkpoint"),
+    "wait": Command("elastic.cli.observe.wait", "until a job is done, or reaches a step"),
+    "events": Command("elastic.cli.observe.events", "the events of a run, from its journals"),
+    "report": Command("elastic.cli.observe.report", "where a run's time went, from its journals"),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
     "kube": Command("elastic.cli.kube", "manifests for Kubernetes from a few flags"),
-    "env": Command("elastic.cli.env", "what NCCL, torch and gloo are told here, and why"),
-    "doctor": Command("elastic.cli.doctor", "check this machine, etcd, and the links of the nodes"),
+    "env": Command(
+        "elastic.cli.env", "the settings of NCCL, torch and gloo on this machine, and their reasons"
+    ),
+    "doctor": Command(
+        "elastic.cli.doctor", "check this machine, etcd, and the network between nodes"
+    ),
     "demo": Command("elastic.cli.demo.command", "train on three local nodes, kill one, add one"),
     "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }
@@ -69,7 +80,7 @@ def _subcommand(arguments: list[str]) -> tuple[str, list[str]]:
         "and join.",
         epilog="commands:\n"
         + "".join(f"  {name:<{width}}{c.summary}\n" for name, c in COMMANDS.items())
-        + "\n`elastic COMMAND -h` tells more.",
+        + "\n`elastic COMMAND -h` shows the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")

@@ -22,14 +22,14 @@ from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S, CLUSTER_CALL_S, CLUSTER_PATIENCE_S
 
 CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# The token was rotated; somebody else changed the object; too much at once; not there for now.
+# The token was rotated; a conflicting change; too many requests; temporarily unavailable.
 _AGAIN = {401, 409, 429, 500, 502, 503, 504}
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiServer:
-    """Where it is, and who we are."""
+    """Its address, and this pod's credentials."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class ApiServer:
 
     @staticmethod
     def of_pod(environ: Mapping[str, str], credentials: Path = CREDENTIALS) -> ApiServer:
-        """As every pod is told. Raises ConfigError outside of one, or without a token."""
+        """From a pod's environment. Raises ConfigError outside of a pod, or without a token."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port or not port.isdecimal():
             raise ConfigError(
@@ -54,7 +54,7 @@ class ApiServer:
         return ApiServer(host=host, port=int(port), credentials=credentials)
 
     def own_namespace(self) -> str:
-        """The pod's. Raises ConfigError if it is not told."""
+        """The pod's namespace. Raises ConfigError if it is not given."""
         file = self.credentials / "namespace"
         try:
             return file.read_text().strip()

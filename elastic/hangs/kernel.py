@@ -40,6 +40,12 @@ def process_times(pid: int) -> ProcessTimes | None:
     )
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether it is in state T: all of its threads are stopped, and no signal handler runs."""
+    times = process_times(pid)
+    return times is not None and times.state == "T"
+
+
 def starved_s(pid: int) -> float:
     """How long the main thread has been waiting for a core since it began (schedstat, field 2)."""
     try:

@@ -18,11 +18,24 @@ from typing import Any
 from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.page import Page
+from elastic.stragglers.facts import StepPart
+from elastic.stragglers.windows import StepWindows, step_windows
 
 # Of the longest that a phase took, the fraction kept after each step: half after 35.
 _KEPT_PER_STEP = 0.98
 _SMOOTHING = 0.1
 _OLDEST_GENERATION = 2  # a full collection: the younger ones take microseconds
+# What a phase counts as in the times of steps. By number: this is looked up in every phase.
+_PARTS = tuple(
+    {
+        Phase.DATA: StepPart.DATA,
+        Phase.COMPUTE: StepPart.COMPUTE,
+        Phase.OPTIMIZER: StepPart.COMPUTE,
+        Phase.COLLECTIVE: StepPart.COLLECTIVE,
+        Phase.CHECKPOINT: StepPart.CHECKPOINT,
+    }.get(phase, StepPart.SCRIPT)
+    for phase in Phase
+)
 
 # By number, so that the page holds no text. c10d's OpType (torch/csrc/distributed/c10d/Work.hpp).
 OPERATIONS = (
@@ -57,7 +70,11 @@ def operation_name(number: int) -> str:
 class PhaseRecorder:
     """Where the main thread of this process is. One per process: :data:`phases`."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: StepWindows = step_windows) -> None:
+        self._windows = windows
+        self._parts_s = [0.0] * len(StepPart)  # of the present step
+        self._samples = 0  # of this rank in it
+        self._is_own_loader = False  # in DATA: the script reads a data set beside the training one
         self._page: Page | None = None
         self._thread = 0  # the one that trains
         self._generation = 0
@@ -74,6 +91,7 @@ class PhaseRecorder:
         self._flags = Flag.NONE
         self._longest_s = [0.0] * len(Phase)
         self._typical_s = [0.0] * len(Phase)
+        self._total_s = [0.0] * len(Phase)
         self._sees_compilation = False
 
     # -- the beginning ------------------------------------------------------------------------
@@ -85,16 +103,31 @@ class PhaseRecorder:
         """
         if self._page is None:
             self._page = Page()
-            self._thread = threading.get_ident()
-            os.register_at_fork(after_in_child=self._stop)
+            self._watch_thread()
             gc.callbacks.append(self._on_garbage)
             _watch_debugger(self.set_flag)
             self._write()
         return self._page.fd
 
+    def account(self) -> None:
+        """Add up the time of this thread in each phase, with or without a page."""
+        if self._page is None:
+            self._watch_thread()
+
+    def _watch_thread(self) -> None:
+        if not self._thread:
+            os.register_at_fork(after_in_child=self._stop)
+        self._thread = threading.get_ident()
+
     def _stop(self) -> None:
         """In a forked child: the page is its parent's."""
-        self._page = None
+        self._page, self._thread = None, 0
+
+    def seconds(self) -> list[float]:
+        """By phase, what :meth:`account` has added up until now. For its thread."""
+        total_s = self._total_s.copy()
+        total_s[self._phase] += (time.monotonic_ns() - self._since_ns) * 1e-9
+        return total_s
 
     @property
     def is_on(self) -> bool:
@@ -106,32 +139,58 @@ class PhaseRecorder:
     def enter(self, phase: Phase) -> Phase:
         """The main thread is in ``phase`` from now on; returns the one that it was in."""
         before = self._phase
-        if self._page is None or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return before
         now_ns = time.monotonic_ns()
         took_s = (now_ns - self._since_ns) * 1e-9
+        self._total_s[before] += took_s
         if took_s > self._longest_s[before]:
             self._longest_s[before] = took_s
         self._typical_s[before] += _SMOOTHING * (took_s - self._typical_s[before])
+        part = _PARTS[before]
+        if self._is_own_loader and before is Phase.DATA:
+            part, self._is_own_loader = StepPart.SCRIPT, False
+        self._parts_s[part] += took_s
         self._phase, self._since_ns = phase, now_ns
-        self._write()
+        if self._page is not None:
+            self._write()
         return before
 
-    def begin_step(self, number: int) -> None:
+    def enter_batch(self) -> Phase:
+        """A ``DataLoader`` of the process is asked for a batch; returns the phase before.
+
+        Where this library hands out the training data, a loader that is read at another place is
+        the script's own: an evaluation's. Nobody is slow because of it.
+        """
+        before = self.enter(Phase.DATA)
+        is_of_training = before is Phase.DATA or not self._samples
+        if not is_of_training and threading.get_ident() == self._thread:
+            self._is_own_loader = True
+        return before
+
+    def begin_step(self, number: int, samples: int = 0) -> None:
         """The script is handed a step. What it does before the forward pass is its own code: an
-        evaluation on rank 0, a picture that is written, may take as long as they need."""
-        self._step = number
-        if self._page is not None:
-            self.enter(Phase.SCRIPT)
-            if not self._sees_compilation:
-                self._watch_compilation()
+        evaluation on rank 0, a picture that is written, may take as long as they need.
+
+        ``samples``: of this rank; 0: the script distributes the data itself.
+        """
+        self._step, self._samples = number, samples
+        self.enter(Phase.SCRIPT)
+        if self._page is not None and not self._sees_compilation:
+            self._watch_compilation()
 
     def committed(self, step: int) -> None:
         """A step has taken effect; ``step`` of them have."""
         self._step = step
         self._steps_in_world += 1
+        self.enter(Phase.SCRIPT)
         if self._page is not None:
-            self.enter(Phase.SCRIPT)
+            if self._steps_in_world > FIRST_STEPS:
+                self._windows.add(self._parts_s, self._samples, self._since_ns)
+            else:
+                self._windows.restart(self._generation, self._since_ns)
+            for part in StepPart:
+                self._parts_s[part] = 0.0
             if self._steps_in_world == FIRST_STEPS:  # they say nothing of later ones
                 self._forget_durations()
             self._page.write_durations(self._longest_s, self._typical_s)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.errors import ConfigError
-from elastic.hangs import stacks
+from elastic.hangs import flight, stacks
 from elastic.hangs.facts import Phase, RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.verdict import Judgment
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
@@ -34,6 +35,7 @@ class HangReport:
     time: str  # UTC
     ranks: tuple[RankFacts, ...]  # those that show no progress
     stacks: Mapping[int, str]  # by rank
+    flights: Mapping[int, tuple[FlightEntry, ...]]  # collectives begun, by rank
     data_workers: Mapping[int, Mapping[int, str]]  # stacks by pid, by the rank they belong to
     native_stacks: Mapping[int, str]
     processes: Mapping[int, Mapping[str, str]]
@@ -114,6 +116,7 @@ def render(report: HangReport) -> str:
         *_culprits(report),
         "",
         *_table(report),
+        *_flights(report),
         *_stacks(report),
     ]
     for rank, said in report.processes.items():
@@ -165,6 +168,11 @@ def _row(r: RankFacts) -> tuple[str, ...]:
         f"{r.operation} {r.collective}",
         " ".join(part for part in (*facts, workers) if part),
     )
+
+
+def _flights(report: HangReport) -> list[str]:
+    said = flight.describe(report.flights)
+    return ["Collectives by torch's flight recorder", *said, ""] if said else []
 
 
 def _stacks(report: HangReport) -> list[str]:

@@ -18,6 +18,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import HangFound, HangOver
 from elastic.hangs import kernel, stacks
 from elastic.hangs.facts import RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.report import HangReport, ReportFolder
 from elastic.hangs.verdict import HangAction, Judgment, judge_stopped
 from elastic.hangs.watch import HangWatch, WatchedWorker
@@ -109,7 +110,7 @@ class HangResponse:
         report = self._observe(watch, judged)
         if not worker.is_as_judged(culprit):  # also while its stacks were taken
             reason = "it showed a sign of progress before it was ended"
-            self._journal.emit(HangOver(rank=culprit.rank, reason=reason))
+            self._journal.emit(HangOver(hung_rank=culprit.rank, reason=reason))
             return
         if self._acts:
             reason = f"{judged.verdict.reason}; report: {path}"
@@ -130,6 +131,7 @@ class HangResponse:
             time=_utc(self._clock.wall()),
             ranks=judged.ranks,
             stacks={rank: stacks.take(w.pid, w.stacks) for rank, w in workers.items()},
+            flights={r: f for r, w in workers.items() if (f := w.flight_of(judged.generation))},
             data_workers=_data_workers(watch, judged),
             native_stacks={rank: stacks.take_native(w.pid) for rank, w in workers.items()},
             processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
@@ -146,12 +148,21 @@ class HangResponse:
             get_logger().warning("no hang report: %s", failure)
         self._emit(judged, "" if failure else str(path))
 
-    def add_stacks(self, generation: int, taken: Mapping[int, str]) -> None:
+    def add_stacks(
+        self,
+        generation: int,
+        taken: Mapping[int, str],
+        flights: Mapping[int, tuple[FlightEntry, ...]],
+    ) -> None:
         """Those of another node's ranks have come: the last report is written again with them."""
         if self._last is None or self._last[1].generation != generation:
             return
         path, report = self._last
-        report = replace(report, stacks={**taken, **report.stacks})
+        report = replace(
+            report,
+            stacks={**taken, **report.stacks},
+            flights={**flights, **report.flights},
+        )
         self._last = path, report
         self._folder.write(path, report)
 

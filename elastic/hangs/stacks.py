@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.kernel import is_stopped
 from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
 
 NAME = "elastic-stacks"
@@ -59,6 +60,8 @@ def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
     """The stacks of all threads of process ``pid``, the main thread's last; "" if it gives none."""
     if source.signum == NO_SIGNAL or not _catches(pid, source.signum):
         return ""  # the signal would end it: another program runs in this process by now
+    if is_stopped(pid):
+        return ""  # its handler would not run, and whoever takes stacks is waited for
     path = f"/proc/{pid}/fd/{source.fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):

@@ -97,12 +97,18 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
 
 def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
     """Whether it is held up by others. A collective of an earlier generation than the newest is
-    over: a rank that is still in it has not been released, and holds up the others."""
+    over: a rank that is still in it has not been released, and holds up the others. While a world
+    forms, ranks wait for each other outside of collectives, too: until the first of them is in one.
+    Then whoever is not reads or writes its state."""
     if facts.phase is Phase.FORMING:
-        return True
+        return not any(_is_in_world_with(facts, r) for r in ranks)
     if facts.generation != max(r.generation for r in ranks):
         return False
     return facts.phase is Phase.COLLECTIVE or _may_wait_for_device(facts, ranks)
+
+
+def _is_in_world_with(facts: RankFacts, other: RankFacts) -> bool:
+    return other.phase is Phase.COLLECTIVE and other.generation == facts.generation
 
 
 def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:

@@ -20,6 +20,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.hangs import kernel
 from elastic.hangs.budgets import BudgetPolicy, thresholds_s
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.page import PageReader, Reading
 from elastic.hangs.phases import operation_name
 from elastic.hangs.stacks import StackSource
@@ -61,6 +62,12 @@ class WatchedWorker:
     major_faults: int = 0
     starved_s: float = 0.0
     tracer_pid: int = 0
+    flight: tuple[FlightEntry, ...] = ()  # of the newest generation
+    flight_generation: int = 0
+
+    def flight_of(self, generation: int) -> tuple[FlightEntry, ...]:
+        """The collectives that it began lately in that generation, as far as it has said."""
+        return self.flight if self.flight_generation == generation else ()
 
     def kill(self) -> None:
         """SIGKILL this very process, even if its pid has been reused."""
@@ -116,6 +123,7 @@ class HangWatch:
         self._generation = 0  # of the newest world
         self._first_rank: int | None = None
         self._supervised: tuple[Supervised, ...] = ()
+        self.checkpoint_step: int | None = None  # the last that a worker knows to be committed
         self._last_tick_s = clock.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-hangs", daemon=True)
@@ -145,6 +153,10 @@ class HangWatch:
         if workers != self._supervised:  # torchrun polls ten times a second
             self._supervised = workers
             self.post(lambda: self._supervise(workers))
+
+    def learn_flight(self, pid: int, generation: int, flight: tuple[FlightEntry, ...]) -> None:
+        """A worker has said which collectives it began."""
+        self.post(lambda: self._learn_flight(pid, generation, flight))
 
     def remove(self, pid: int) -> None:
         """A worker has ended."""
@@ -197,6 +209,10 @@ class HangWatch:
                 return None  # it has ended
             self._workers[pid] = WatchedWorker(pid, local_rank, pidfd)
         return self._workers[pid]
+
+    def _learn_flight(self, pid: int, generation: int, flight: tuple[FlightEntry, ...]) -> None:
+        if (worker := self._workers.get(pid)) is not None:
+            worker.flight, worker.flight_generation = flight, generation
 
     def _remove(self, pid: int) -> None:
         worker = self._workers.pop(pid, None)
@@ -266,6 +282,8 @@ class HangWatch:
             if starved_s > _STARVED * passed_s:
                 worker.quiet_s -= min(starved_s, passed_s)
         worker.reading = reading
+        if reading.checkpoint_step >= 0:
+            self.checkpoint_step = reading.checkpoint_step
         facts = self._facts(worker, reading, KernelFacts())
         limits_s = thresholds_s(facts, self._policy)
         worker.level = sum(worker.quiet_s >= limit_s for limit_s in limits_s)

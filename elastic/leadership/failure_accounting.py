@@ -10,6 +10,7 @@ attempt repeats ends the job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -199,6 +200,9 @@ class FailureAccounting:
         if is_own:
             return breakage
         since_s = now - self._policy.failure_window_s
+        # Several agents of one machine may have one name: then it says nothing about either.
+        names = Counter(m.name for m in world.members)
+        departed = tuple(name for name in departed if names[name] == 1)
         again = budget.departed_again(departed, self._breakages, world.generation, since_s)
         breakage = replace(breakage, churned=again)
         breakage = replace(breakage, counts=budget.is_churn(breakage, self._policy))

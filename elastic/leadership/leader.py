@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.errors import RecordError
 from elastic.events import (
@@ -26,6 +26,7 @@ from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.hang_judge import HangJudge
 from elastic.leadership.prober import Probed, Prober
 from elastic.leadership.roster import Roster
+from elastic.leadership.straggler_judge import StragglerJudge
 from elastic.liveness.connections import Connections
 from elastic.membership.decision import (
     Decision,
@@ -67,7 +68,7 @@ STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE
 
 @dataclass(frozen=True)
 class NodesEvent:
-    """Something changed under ``nodes/``, ``failure_reports/`` or ``hangs/``."""
+    """Something changed under ``nodes/``, ``failure_reports/``, ``hangs/`` or ``step_times/``."""
 
     event: WatchEvent
 
@@ -90,8 +91,10 @@ class Leadership:
         self._waiting_reason = ""
         self._prober = Prober(context, self.roster)
         self._hangs = HangJudge(context)
+        self._stragglers = StragglerJudge(context)
+        keys = context.keys
         self._watch: Watch = context.store.watch(
-            [context.keys.nodes, context.keys.failure_reports, context.keys.hangs],
+            [keys.nodes, keys.failure_reports, keys.hangs, keys.step_times],
             lambda event: context.post(NodesEvent(event)),
             name="elastic-watch-nodes",
         )
@@ -104,7 +107,7 @@ class Leadership:
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
     def on_nodes(self, event: WatchEvent, world: WorldRecord | None) -> None:
-        """An event of the watch on ``nodes/``, ``failure_reports/`` and ``hangs/``."""
+        """An event of the watch on ``nodes/`` and what nodes say about themselves."""
         now = self._at.clock.monotonic()
         match event:
             case Reset(snapshot, reason):
@@ -112,8 +115,10 @@ class Leadership:
                     self._since_s = now
                 self._listed = True
                 hangs = [e for e in snapshot.entries if e.key.startswith(self._at.keys.hangs)]
-                nodes = [e for e in snapshot.entries if e not in hangs]
-                for error in self.roster.reset(nodes, now) + self._hangs.reset(hangs):
+                times = [e for e in snapshot.entries if e.key.startswith(self._at.keys.step_times)]
+                nodes = [e for e in snapshot.entries if e not in hangs and e not in times]
+                errors = self.roster.reset(nodes, now) + self._hangs.reset(hangs)
+                for error in errors + self._stragglers.reset(times):
                     self._report_record(error)
                 self._doubt_all(world, now)
             case Put(entry) if entry.key.startswith(self._at.keys.hangs):
@@ -121,6 +126,11 @@ class Leadership:
                     self._report_record(error_or_none)
             case Deleted(key) if key.startswith(self._at.keys.hangs):
                 self._hangs.delete(key)
+            case Put(entry) if entry.key.startswith(self._at.keys.step_times):
+                if (error_or_none := self._stragglers.put(entry)) is not None:
+                    self._report_record(error_or_none)
+            case Deleted(key) if key.startswith(self._at.keys.step_times):
+                self._stragglers.delete(key)
             case Put(entry):
                 error_or_none = self.roster.put(entry, now)
                 if error_or_none is not None:
@@ -217,6 +227,7 @@ class Leadership:
             return entry_or_wait, now
         world = entry.world
         self._hangs.judge(world)
+        self._stragglers.judge(world, self.roster.with_keys())
         self.roster.doubt_members_without_key(world, now)
         self.roster.forget_strangers(world)
         self._prober.ask(world, now)
@@ -235,7 +246,9 @@ class Leadership:
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.quarantined(now)
-        return self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
+        view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
+        stragglers = self._stragglers.stragglers()
+        return replace(view, stragglers=stragglers) if stragglers else view
 
     def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
         """After a wipe: the highest world that any node runs goes back into the store."""
@@ -371,7 +384,7 @@ class Leadership:
             self._at.journal.emit(
                 FailureJudged(
                     generation=entry.world.generation,
-                    node=failed.node,
+                    failed=failed.node,
                     action=verdict.action.value,
                     rule=verdict.rule,
                     confidence=verdict.confidence.value,

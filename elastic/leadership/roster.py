@@ -6,6 +6,7 @@ Fed with entries of the store and verdicts of probes; asked for the :class:`View
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -202,6 +203,21 @@ class Roster:
             if liveness is Liveness.SUSPECT
             or (liveness is Liveness.ALIVE and node_id in self._missing_since)
             or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+        )
+
+    @property
+    def has_failure_reports(self) -> bool:
+        """Whether workers of some node have reported a failure that no world has answered yet."""
+        return bool(self._failure_reports)
+
+    def unheard(self, world: WorldRecord, *, since_s: float) -> tuple[str, ...]:
+        """Members whose keys exist, and that have not answered a probe since then."""
+        return tuple(
+            node_id
+            for node_id in world.node_ids
+            if (known := self._known.get(node_id)) is not None
+            and known.present
+            and self._suspect_since.get(node_id, math.inf) <= since_s
         )
 
     def doubt_members_without_key(self, world: WorldRecord | None, now: float) -> None:

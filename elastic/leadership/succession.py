@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.events import LeaderChanged
@@ -70,6 +71,8 @@ class Succession:
             self._stand(lease, now)
         if self.term is not None:
             self._hand_over_if_outside(self.term)
+        if self.term is not None:
+            self._hand_over_if_cut_off(self.term, now)
         if self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
             if self._entry is not None:
@@ -136,11 +139,25 @@ class Succession:
         world, entry = self._at.status.world.world, self._entry
         if world is None or entry is None or self._my_id in world.node_ids:
             return
-        for node_id in world.node_ids:
+        self._hand_over(term, entry, filter(term.roster.is_alive, world.node_ids))
+
+    def _hand_over_if_cut_off(self, term: Leadership, now: float) -> None:
+        """A leader that most members of a broken world do not answer, though they renew their
+        leases, is the one that is cut off: it can form no world, and one of them may."""
+        world, entry = self._at.status.world.world, self._entry
+        if world is None or entry is None or self._my_id not in world.node_ids:
+            return
+        if not term.roster.has_failure_reports:
+            return
+        unheard = term.roster.unheard(world, since_s=now - self._at.options.lease_s)
+        if 2 * len(unheard) > len(world.node_ids):
+            self._hand_over(term, entry, unheard)
+
+    def _hand_over(self, term: Leadership, entry: LeaderEntry, candidates: Iterable[str]) -> None:
+        """To the first of them that stays."""
+        for node_id in candidates:
             known = term.roster.knows(node_id)
-            if known is None or not term.roster.is_alive(node_id):
-                continue
-            if known.node.state in _ON_THE_WAY_OUT:
+            if known is None or known.node.state in _ON_THE_WAY_OUT:
                 continue
             handed = leader_key.hand_over(
                 self._at.store, self._at.keys, entry, known.node, known.lease_id
@@ -159,9 +176,11 @@ class Succession:
         """This node gave up its connection to a former leader."""
         self._connections.dropped(node_id)
 
-    def on_connection_closed(self, node_id: str, was_leader: bool) -> None:
+    def on_connection_closed(
+        self, node_id: str, was_leader: bool, *, fell_silent: bool = False
+    ) -> None:
         """A liveness connection closed: a suspicion, to be probed."""
-        self._connections.closed(node_id, was_leader)
+        self._connections.closed(node_id, was_leader, fell_silent=fell_silent)
         if self.term is not None:
             self.term.on_closed(node_id)
         entry = self._entry

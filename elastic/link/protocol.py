@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
+from elastic.hangs.flight import FlightEntry
 from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
+from elastic.stragglers.facts import StepTimes
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
@@ -61,6 +63,7 @@ class CollectiveFailure:
     generation: int
     error: str
     missing: tuple[int, ...] = ()  # ranks that did not come to the building of the group
+    unreachable: tuple[str, ...] = ()  # addresses of peers whose connections timed out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,21 @@ class ProgressPage:
     fd: int
     stacks_fd: int
     stacks_signal: int  # 0: it writes no stacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlightTrace:
+    """Worker: the collectives that it began lately in this generation (elastic/hangs/flight.py)."""
+
+    generation: int
+    entries: tuple[FlightEntry, ...]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Worker, once a window: how long its steps take, for the detection of stragglers."""
+
+    times: StepTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +147,18 @@ class Permit:
     until_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlightAsk:
+    """Agent: ranks show no progress; which collectives has this one begun?"""
+
+
+@dataclass(frozen=True)
+class MeasureSteps:
+    """Agent: report the times of steps in windows of this length."""
+
+    window_s: float
+
+
 Message = (
     Hello
     | Heartbeat
@@ -139,10 +169,14 @@ Message = (
     | Bye
     | SigtermAsk
     | ProgressPage
+    | FlightTrace
+    | StepReport
     | Welcome
     | WorldMessage
     | SigtermAnswer
     | Permit
+    | FlightAsk
+    | MeasureSteps
 )
 FROM_WORKER = (
     Hello,
@@ -154,12 +188,15 @@ FROM_WORKER = (
     Bye,
     SigtermAsk,
     ProgressPage,
+    FlightTrace,
+    StepReport,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit)
+FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk, MeasureSteps)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Bye: 64 << 10,
+    FlightTrace: 64 << 10,
     WorldMessage: MAX_MESSAGE,
 }
 _MOST_BYTES_OF_OTHERS = 4 << 10

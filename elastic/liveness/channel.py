@@ -49,7 +49,8 @@ class LivenessServer(Handler):
     itself or the leader has, ``on_closed(node_id, is_leader)`` when such a connection closes, or
     ours to the leader could not be made, ``on_dropped(node_id)`` when this node closes one to a
     former leader, ``on_world(record)`` when the leader sent a world, ``on_error`` if the thread
-    dies.
+    dies. ``on_silent`` is called instead of ``on_closed`` where nobody closed the connection, but
+    nothing came from the peer's machine: it may live.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class LivenessServer(Handler):
         on_opened: Callable[[str, bool], None] = lambda node_id, is_leader: None,
         on_dropped: Callable[[str], None] = lambda node_id: None,
         *,
+        on_silent: Callable[[str, bool], None] | None = None,
         key: Callable[[], SecretKey],
         tls: Tls | None = None,
         limits: Limits = LIMITS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._on_closed = on_closed
+        self._on_silent = on_silent or on_closed
         self._on_error = on_error
         self._on_world = on_world
         self._on_opened = on_opened
@@ -146,14 +149,15 @@ class LivenessServer(Handler):
 
     def closed(self, connection: Connection) -> None:
         """Handler's."""
+        tell = self._on_silent if connection.fell_silent else self._on_closed
         if connection.is_outgoing:
             if connection is self._former:
                 self._former = None
             else:
                 self._leader = None
-            self._on_closed(str(connection.data), True)
+            tell(str(connection.data), True)
         elif connection.was_open and connection.identity:
-            self._on_closed(connection.identity, False)
+            tell(connection.identity, False)
 
     def _leave_leader(self) -> None:
         leader, self._leader = self._leader, None

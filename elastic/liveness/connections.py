@@ -26,8 +26,9 @@ class Connections:
             self._followers[node_id] = self._followers.get(node_id, 0) + 1
         self._lost.discard(node_id)
 
-    def closed(self, node_id: str, is_leader: bool) -> None:
-        """A connection ended; one that never opened is no loss, nor one of several."""
+    def closed(self, node_id: str, is_leader: bool, *, fell_silent: bool = False) -> None:
+        """A connection ended; one that never opened is no loss, nor one of several. Nor one that
+        fell silent: the peer's kernel did not close it, so its process may live."""
         if is_leader:
             was_open = node_id in self._leaders
             self._leaders.discard(node_id)
@@ -36,6 +37,8 @@ class Connections:
             was_open = count > 0
             if count > 1:
                 self._followers[node_id] = count - 1
+        if fell_silent:
+            return
         if was_open and node_id not in self._followers and node_id not in self._leaders:
             self._lost.add(node_id)
 

@@ -36,6 +36,11 @@ class Keys:
         return Keys(f"{prefix.rstrip('/')}/{run_id}/")
 
     @property
+    def run_id(self) -> str:
+        """The job's name, without the prefix."""
+        return self.root.rstrip("/").rpartition("/")[2]
+
+    @property
     def nodes(self) -> str:
         return f"{self.root}nodes/"
 
@@ -45,6 +50,10 @@ class Keys:
     @property
     def leader(self) -> str:
         return f"{self.root}leader"
+
+    @property
+    def progress(self) -> str:
+        return f"{self.root}progress"
 
     @property
     def world(self) -> str:
@@ -74,6 +83,13 @@ class Keys:
 
     def hang_stack(self, node_id: str) -> str:
         return f"{self.root}hang_stacks/{node_id}"
+
+    @property
+    def step_times(self) -> str:
+        return f"{self.root}step_times/"
+
+    def step_times_of(self, node_id: str) -> str:
+        return f"{self.root}step_times/{node_id}"
 
     @property
     def done(self) -> str:

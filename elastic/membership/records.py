@@ -16,12 +16,14 @@ from msgspec import Meta
 
 from elastic.errors import RecordError
 from elastic.hangs.facts import RankFacts
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
 from elastic.messages.world import Cause as Cause
 from elastic.messages.world import WorldSpec, derive
 from elastic.messages.world import WorldState as WorldState
+from elastic.stragglers.facts import RankStepTimes
 
 RECORD_VERSION = 1
 
@@ -192,7 +194,8 @@ class FailureReport:
     node_id: str
     generation: int
     error: str
-    accused: tuple[str, ...] = ()  # node ids that did not come to a build
+    # Ids of nodes that did not come to a build, or from which nothing came any more.
+    accused: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 
@@ -230,6 +233,7 @@ class RankStacks:
 
     rank: int
     text: str
+    flight: tuple[FlightEntry, ...]  # the collectives that it began lately
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +244,16 @@ class HangStacks:
     node_id: str
     generation: int
     ranks: tuple[RankStacks, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeStepTimes:
+    """Key ``step_times/{node_id}``, on the node's lease: how long the last steps of its ranks took,
+    written about once a window."""
+
+    node_id: str
+    ranks: tuple[RankStepTimes, ...]
     version: int = RECORD_VERSION
 
 
@@ -273,11 +287,22 @@ Record = (
     | HangFacts
     | HangVerdict
     | HangStacks
+    | NodeStepTimes
     | Done
     | Secret
 )
 R = TypeVar(
-    "R", WorldRecord, Node, Leader, FailureReport, HangFacts, HangVerdict, HangStacks, Done, Secret
+    "R",
+    WorldRecord,
+    Node,
+    Leader,
+    FailureReport,
+    HangFacts,
+    HangVerdict,
+    HangStacks,
+    NodeStepTimes,
+    Done,
+    Secret,
 )
 
 

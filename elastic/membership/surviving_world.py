@@ -64,7 +64,11 @@ class SurvivingWorld:
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
 
     def _joining(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
-        return candidates.eligible[: max(0, self.world.max_nodes - len(survivors))]
+        """The oldest ones that there is room for; one that was left out as a straggler comes
+        last."""
+        slow = self.view.stragglers
+        candidates_by_rate = sorted(candidates.eligible, key=lambda n: n.node.node_id in slow)
+        return tuple(candidates_by_rate[: max(0, self.world.max_nodes - len(survivors))])
 
     def _enough(self, *groups: Nodes) -> bool:
         # Finished nodes count: the job is ending, nobody would come in their place.
@@ -89,7 +93,9 @@ class SurvivingWorld:
         evictable = self.status.changed and bool(others) and self._enough(others)
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
-        until = max(since) + self.policy.suspect_s
+        is_cut_off = {n.node.node_id for n in suspects} <= self._accused
+        # Neither its agent nor its workers are heard: two independent signs of a cut.
+        until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 
     def _may_step_alone(self) -> Wait | None:
@@ -123,8 +129,20 @@ class SurvivingWorld:
         status, since_s = self.status, self.view.failing_since_s
         if since_s is None or status.gone or status.out or not status.failure_reports:
             return None
-        until_s = since_s + self.policy.trouble_settle_s
+        settle_s = self.policy.trouble_settle_s
+        if self._accused - {report.node_id for report in status.failure_reports}:
+            # Two ends of a broken connection find it within moments of each other. Without the
+            # accused one's word it is not known which of the two to leave out.
+            settle_s = max(settle_s, self.policy.origin_settle_s)
+        until_s = since_s + settle_s
         return until_s if self.now < until_s else None
+
+    @property
+    def _accused(self) -> frozenset[str]:
+        """Members that others report to be out of reach."""
+        reports = self.status.failure_reports
+        ids = {n.node.node_id for n in self.status.running}
+        return frozenset(ids & {i for r in reports for i in r.accused if i != r.node_id})
 
     def _origin_known_until_s(self) -> float | None:
         """Restart mode: all that is known are consequences of another member's failure."""
@@ -174,16 +192,37 @@ class SurvivingWorld:
         """Only joining nodes, nothing is wrong: there is time to gather several."""
         joining = self._joining(survivors, candidates)
         if not joining:
-            return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
-        if late := [n for n in survivors if not self._took_up(n.node)]:
-            plan = f"{names(late)} {verb(late, 'run')} generation {self.world.generation}"
-            reason = f"{self._waiting(joining)} until {plan}"
-            return Wait(reason=reason)
+            return self._replace_stragglers(survivors, candidates)
+        if (late := self._until_all_run(survivors, joining)) is not None:
+            return late
         until = min(n.state_since_s for n in joining) + self.policy.join_window_s
         if len(survivors) + len(joining) < self.world.max_nodes and self.now < until:
             reason = f"{self._why(joining)}; gathering others for {self.policy.join_window_s:g} s"
             return Wait(reason=reason, until_s=until)
         return self._next(survivors + joining, Cause.JOINED, self._why(joining), planned=True)
+
+    def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
+        """Nodes wait for a place in a full world, and may have that of a straggler. The world
+        keeps its size; a node that was left out for this is nobody's replacement."""
+        stragglers = self.view.stragglers
+        spares = tuple(n for n in candidates.eligible if n.node.node_id not in stragglers)
+        slow = tuple(n for n in survivors if n.node.node_id in stragglers)[: len(spares)]
+        rest = tuple(n for n in survivors if n not in slow)
+        if not slow or not rest:
+            return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
+        joining = spares[: len(slow)]
+        if (late := self._until_all_run(survivors, joining)) is not None:
+            return late
+        why = "; ".join(stragglers[n.node.node_id] for n in slow)
+        reason = f"{names(joining)} {verb(joining, 'replace')} {names(slow)}: {why}"
+        return self._next(rest + joining, Cause.LEFT, reason, planned=True)
+
+    def _until_all_run(self, survivors: Nodes, joining: Nodes) -> Wait | None:
+        late = [n for n in survivors if not self._took_up(n.node)]
+        if not late:
+            return None
+        plan = f"{names(late)} {verb(late, 'run')} generation {self.world.generation}"
+        return Wait(reason=f"{self._waiting(joining)} until {plan}")
 
     def _took_up(self, node: Node) -> bool:
         """One plan at a time: joining nodes wait until the last one has been carried out."""

@@ -19,7 +19,12 @@ from elastic.membership.records import (
     WorldRecord,
     WorldState,
 )
-from elastic.tuning.agent_intervals import FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
+from elastic.tuning.agent_intervals import (
+    CUT_OFF_S,
+    FAILURE_SETTLE_S,
+    ORIGIN_SETTLE_S,
+    SUSPECT_S,
+)
 from elastic.tuning.timeouts import Timeouts
 
 
@@ -63,6 +68,8 @@ class View:
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
+    # Node ids whose ranks are slower than the others, and why; only where they may be left out.
+    stragglers: Mapping[str, str] = field(default_factory=dict)
     failing_since_s: float | None = None  # when the leader saw the first report of this world
 
 
@@ -83,6 +90,7 @@ class Policy:
     trouble_settle_s: float = FAILURE_SETTLE_S
     origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
+    cut_off_s: float = CUT_OFF_S
 
 
 @dataclass(frozen=True, kw_only=True)

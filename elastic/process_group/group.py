@@ -36,6 +36,7 @@ from elastic.process_group.nccl_environment import leave_errors_to_us
 from elastic.process_group.pending import keep_for_ever, open_works, pending_works
 from elastic.process_group.semantics import has_streams
 from elastic.process_group.sockets import BuildWatch, Footprint, still_open
+from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
@@ -82,6 +83,7 @@ class ProcessGroup:
         self._journal = journal
         self._owned = False
         self._where = ""  # which group, for people
+        self._silence_s = PEER_SILENCE_S
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
         self._excepthook: patches.TorchExceptHook | None = None
@@ -163,8 +165,11 @@ class ProcessGroup:
             self._is_aborted = False
             self._works = open_works(is_on_stream=self._is_on_stream)
             self._where = where
+            self._silence_s = spec.silence_s
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
-            self._watch = BuildWatch(self._footprint, timeout_s, self._building_is_stuck)
+            self._watch = BuildWatch(
+                self._footprint, timeout_s, self._building_is_stuck, silence_s=spec.silence_s
+            )
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
         self._store = open_store(
@@ -189,6 +194,7 @@ class ProcessGroup:
         watch.end()
         footprint.seal()
         footprint.close_on_exec()
+        footprint.give_up_on_silence(self._silence_s)
         self._covered = self.sockets()
         forks.cover(self._covered)
 

@@ -1,7 +1,7 @@
 """torchrun's side: the rendezvous handler ``etcd`` and what surrounds one launch of workers.
 
 Start with ``entrypoint``, which torch loads, then ``handler`` and ``launch``. Every private name of
-torch's agent is in ``torch_private``. ``replacement`` restarts one dead worker alone; ``signals``
+torch's agent is in ``torch_private``. ``replacement`` restarts only a dead worker; ``signals``
 and ``endings`` are for programs that launch; ``restart_notice`` and ``starting_over`` warn of
 scripts that lose more than they need.
 

@@ -1,4 +1,4 @@
-"""What a launch is told when it ends without a result.
+"""The exceptions of a launch that ends without a result.
 
 torchrun ends with an exit code that a launcher of pods can act upon (docs/exit-codes.md). A
 program that calls ``elastic_launch`` gets one of torch's rendezvous errors, with ours as the cause:
@@ -35,7 +35,7 @@ from elastic.node.status import JobSucceeded
 from elastic.rendezvous.torch_private import Launcher
 from elastic.telemetry.log import get_logger
 
-# The first that fits: the classes below stand before those that they are made from.
+# The first match counts: subclasses come before their bases.
 _KINDS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
     (JobSucceeded, RendezvousClosedError),
     (JobFailed, RendezvousClosedError),
@@ -48,7 +48,7 @@ _KINDS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
 
 
 def ending(error: ElasticError | JobSucceeded, launcher: Launcher) -> RendezvousError:
-    """What to raise ``from error``. Commands are told the reason here, as one sentence."""
+    """What to raise ``from error``. For commands, the reason is logged here in one sentence."""
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), RendezvousError)
     if launcher is Launcher.PROGRAM:
         return kind(str(error))

@@ -1,7 +1,7 @@
 """What torch loads whenever its rendezvous package is imported, in workers too: next to nothing.
 
 The entry point group ``torchrun.handlers`` names :func:`handlers` as ``etcd-v3``. It is called
-without arguments and returns the creator. On the way it takes over the literal ``etcd``, whose
+without arguments and returns the creator. It also replaces torch's backend ``etcd``, whose
 stock handler speaks etcd's v2 API that etcd 3.6 removed; ``ELASTIC_STOCK_ETCD=1`` keeps it.
 """
 
@@ -20,9 +20,9 @@ def handlers() -> Callable[[Any], Any]:
 
 
 def create_handler(parameters: Any) -> Any:
-    """Make the handler; everything heavy is imported here, in the agent alone.
+    """Make the handler; everything heavy is imported here, only in the agent.
 
-    torchrun ends with 1 and a traceback for any exception: what stops a node here is said in a
+    torchrun exits with 1 and a traceback for any exception: errors of a node are logged as a
     sentence instead, and its exit code tells a launcher whether to try again. A program that
     calls ``elastic_launch`` gets one of torch's rendezvous errors.
     """

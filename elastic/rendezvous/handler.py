@@ -29,7 +29,7 @@ from elastic.agent import worker_tuning
 from elastic.agent.leaving import LauncherPhase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError, NodeUnfit
 from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
 from elastic.messages.environment import CALL_JOIN
@@ -60,7 +60,7 @@ def create(
         ConfigError: an option, endpoint, certificate or run id is wrong, or torch lacks what is
             used of it.
         CoordinationError: etcd cannot be used.
-        NodeUnfit: the preflight was asked for, and this node failed it.
+        NodeUnfit: the preflight is enabled, and this node failed it.
     """
     torch_private.check()
     is_program = launcher is Launcher.PROGRAM
@@ -88,7 +88,7 @@ def create(
     handler = EtcdRendezvousHandler(
         parameters, run_id, options, keys, store, launcher, signals, launches, tls
     )
-    # torch may fail before it uses the handler, and nobody is told to close it then.
+    # torch may fail before it uses the handler, and does not close it then.
     weakref.finalize(handler, store.close).atexit = False
     return handler
 
@@ -96,8 +96,8 @@ def create(
 def _require_fit(
     parameters: RendezvousParameters, options: AgentOptions, keys: Keys, store: EtcdStore
 ) -> None:
-    """Check this node before any other hears of it. Raises NodeUnfit."""
-    from elastic.doctor.preflight import preflight, require_fit  # for those who ask for it
+    """Check this node before it registers. Raises NodeUnfit."""
+    from elastic.doctor.preflight import preflight, require_fit  # imported only if it is enabled
 
     log, began = get_logger(), SYSTEM_CLOCK.monotonic()
     found = preflight(
@@ -110,15 +110,25 @@ def _require_fit(
     log.info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began)
 
 
+def _require_that_it_was_fit(failure: torch_private.WorkerFailure | None) -> None:
+    """A worker that has failed its preflight (``join(preflight=True)``) never joined: its node ends
+    as if the agent had checked it, and no other node counts a failure. Raises NodeUnfit."""
+    if failure is None or failure.exit_code != NodeUnfit.exit_code:
+        return
+    kind, _, said = (failure.text or "").partition(": ")
+    if kind == NodeUnfit.__name__:
+        raise NodeUnfit(said)
+
+
 def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
-    """What makes the end of a launch whose node was told to leave."""
+    """Whether the launch ended because its node was asked to leave."""
     if launcher is Launcher.PROGRAM:
         return lambda: torch_private.told_to_end(signal.SIGTERM)
     return told_to_leave
 
 
 def _run_id(parameters: RendezvousParameters) -> str:
-    """The id of the job; one of its own for a job that was given none and has one node."""
+    """The id of the job; a new one for a job of one node without an id."""
     if parameters.run_id != NO_RUN_ID:
         return parameters.run_id
     if parameters.max_nodes > 1:
@@ -163,7 +173,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # ── torch's interface ────────────────────────────────────────────────────────────────
 
     def get_backend(self) -> str:
-        """The name asked for: ``etcd-v3``, or ``etcd`` where that is taken over."""
+        """The configured name: ``etcd-v3``, or ``etcd`` where that is replaced."""
         return self._parameters.backend
 
     @property
@@ -191,6 +201,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.end_strays()
         began = SYSTEM_CLOCK.monotonic()
         failure = agent.failure
+        _require_that_it_was_fit(failure)
         launch.service.arrive(
             nproc=agent.nproc,
             role=agent.role,
@@ -237,7 +248,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return launch
 
     def _warm_up(self, launch: Launch) -> RendezvousInfo:
-        """A world of this node alone, in which workers get ready to join the one that runs.
+        """A world of only this node, in which workers get ready to join the one that runs.
 
         Their real ranks come over the link. A script that builds a group from the environment
         nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
@@ -279,12 +290,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Nothing: a node that fails leaves, it does not close the job for the others."""
 
     def get_run_id(self) -> str:
-        """The id asked for; its own, where none was."""
+        """The given id; a generated one if none was given."""
         return self._run_id
 
     def shutdown(self) -> bool:
         """Leave in order. torch calls this after success and after failure alike, inside a
-        ``finally``: the exception in flight tells which (torch 2.13, launcher/api.py)."""
+        ``finally``: the exception in flight distinguishes them (torch 2.13, launcher/api.py)."""
         if self._closed:
             return True
         self._closed = True

@@ -1,4 +1,4 @@
-"""One launch: a node of the job with all that belongs to it, made and given back as one.
+"""One launch: a node of the job with all its resources, created and released together.
 
 A program may launch several times, one after the other or at once from several threads. So nothing
 of a launch is left in the process: the environment of the workers is set while they are started,
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import math
 import os
 import secrets
@@ -29,7 +30,7 @@ from elastic.agent.leaving import LauncherPhase, Leaving
 from elastic.agent.service import NodeService
 from elastic.agent.worker_tuning import WorkerTuning
 from elastic.clock import SYSTEM_CLOCK
-from elastic.events import HealthServed
+from elastic.events import HealthServed, WorkersStarting
 from elastic.hangs.watch import Supervised
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
@@ -59,6 +60,7 @@ from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
 from elastic.tuning.agent_intervals import FINISH_WITHOUT_STORE_S
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.timeouts import PEER_SILENCE, peer_silence_s
 
 _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time
@@ -102,6 +104,8 @@ class Launch:
                 folder=os.environ.get("ELASTIC_JOURNAL"),
                 identity={"node": node.name, "node_id": node.node_id},
                 origin=self._origin,
+                role="agent",
+                run_id=keys.run_id,
             )
             made.callback(self._journal.close)
             secret = RunSecret.obtain(store, keys)
@@ -127,6 +131,7 @@ class Launch:
                 tls=tls,
             )
             services.append(self.service)
+            self._journal.locate(self.service.position)
             made.callback(self.service.close)
             self._reaper = OrphanReaper(
                 node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
@@ -152,7 +157,9 @@ class Launch:
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
+            "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
+            PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
         }
         with _environment:  # another launch may be starting workers: its variables are not ours
             environ = dict(os.environ)
@@ -180,7 +187,7 @@ class Launch:
     # ── workers ──────────────────────────────────────────────────────────────────────────
 
     def set_world(self, world: WorldIdentity, peers: Sequence[str]) -> None:
-        """What the workers that are started next are told.
+        """Variables for the workers that are started next.
 
         ``peers``: the addresses of the other nodes, the leader's first.
         """
@@ -189,13 +196,14 @@ class Launch:
 
     @contextlib.contextmanager
     def starting_workers(self) -> Iterator[Mapping[str, str | None]]:
-        """While torch starts them: with their environment, which is nobody else's."""
+        """While torch starts workers: set their environment, which no other process gets."""
         if self._runs_function:
-            # multiprocessing starts these once for the whole program: not with our mark.
+            # multiprocessing starts these once per program: they must not carry our mark.
             resource_tracker.ensure_running()
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
         self.service.keep_link_key()
+        self._journal.emit(WorkersStarting(), level=logging.DEBUG)
         variables = {**self._variables, **self._tuned}
         with _environment, _environment_of(variables):
             self._starting = threading.get_ident()
@@ -222,7 +230,7 @@ class Launch:
         self.notice.look(have_joined=self.service.workers_have_joined)
 
     def end_strays(self) -> None:
-        """End what dead workers have left behind."""
+        """Kill processes that dead workers have left behind."""
         ended = end_strays(self._node_id, self._reaper.forked)
         if ended:
             self._log.info("ended %d processes that dead workers had left behind", ended)
@@ -245,7 +253,7 @@ class Launch:
     # ── the end ──────────────────────────────────────────────────────────────────────────
 
     def end(self, failure: BaseException | None) -> None:
-        """Tell the others how this node ends, and give everything back."""
+        """Report to the others how this node ends, and release everything."""
         self.service.beat()
         self.service.expect_end_of_workers()
         try:

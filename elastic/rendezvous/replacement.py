@@ -29,7 +29,7 @@ from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 
 class ReplacingNode(Protocol):
-    """What is asked of the node's service."""
+    """The interface of the node's service."""
 
     @property
     def is_replacing(self) -> bool: ...

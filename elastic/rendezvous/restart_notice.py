@@ -1,4 +1,4 @@
-"""Says once, at the start of a job, what its recovery promises when that is less than in-process.
+"""Logs once, at the start of a job, its guarantees if they are less than in-process recovery.
 
 Which of the two a script gets depends on what it calls, and nothing else shows: a script that knows
 nothing of this project trains under this launcher as under any other, until the world changes.
@@ -14,7 +14,7 @@ from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
 RESTART_MODE = (
     "mode=restart: when the world changes, all workers are started again. A script with "
-    "elastic.join() goes on from its last checkpoint, with the same global batch and order of "
+    "elastic.join() resumes from its last checkpoint, with the same global batch and order of "
     "data; any other one has to load its own checkpoint, and its global batch is the batch per "
     "rank times the number of ranks: it changes with the world"
 )
@@ -28,7 +28,7 @@ UNMODIFIED = (
 
 
 class RestartNotice:
-    """One per agent. ``say`` takes the sentence."""
+    """One per agent. ``say`` logs the message."""
 
     def __init__(
         self,

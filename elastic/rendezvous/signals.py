@@ -2,7 +2,7 @@
 
 torch installs handlers with every start of workers and never takes them back, and SIGTERM is this
 package's meanwhile (leaving.py). In torchrun nothing runs after the launch; a program that calls
-``elastic_launch`` goes on, and is to react to signals as it did before.
+``elastic_launch`` continues, and must react to signals as it did before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class ProgramSignals:
-    """What was in force when it was made. Signals belong to the main thread: elsewhere nothing
-    is kept, as nothing is taken over there."""
+    """The handlers at the time of its creation. Signals belong to the main thread: elsewhere
+    nothing is kept, as nothing is taken over there."""
 
     def __init__(self) -> None:
         names = {"SIGTERM", *torch_private.handled_signals()}
@@ -43,7 +43,7 @@ class ProgramSignals:
     def after_fork(self, ours: object, *, is_worker: bool) -> None:
         """In a forked child: without ``ours``, the launch's handler of SIGTERM.
 
-        A worker gets what a new process would have, so that it ends when torch tells it to. What
+        A worker gets what a new process would have, so that it ends on torch's SIGTERM. What
         else the program forks gets what the program has.
         """
         handler = signal.getsignal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""Notices scripts that begin from scratch after a restart though they had saved a checkpoint.
+"""Detects scripts that start from scratch after a restart although they had saved a checkpoint.
 
 For scripts that know nothing of this project: after a restart they have to load what they have
-saved by themselves, and many do so only when they are asked to (nanoGPT: ``init_from='resume'``).
+saved by themselves, and many do so only with a flag (nanoGPT: ``init_from='resume'``).
 When the workers are started anew, the checkpoint files that were written since this agent began
 are looked up by their names, below the working directory and the folders on the command line. If
 one is written again before anybody has read any of them, training has started over.
@@ -84,7 +84,7 @@ def _below(folder: Path | str, depth: int) -> Iterator[os.DirEntry[str]]:
 
 
 class StartingOver:
-    """One per agent. ``is_looked_for`` says whether the workers are a script's without ours."""
+    """One per agent. ``is_looked_for``: whether the script does not use this package."""
 
     def __init__(
         self,

@@ -5,16 +5,16 @@
 ``tests/contract/test_torch_private.py`` fails where a torch version differs, and :func:`check`,
 which the handler calls first, names what is missing.
 
-- the handler registry's dictionary, to take over the literal ``etcd`` (in entrypoint.py, which
+- the handler registry's dictionary, to replace the backend ``etcd`` (in entrypoint.py, which
   must import nothing heavy);
 - the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
-  interface does not say how many workers the node has, nor how the last ones ended;
+  interface has neither the number of workers nor how the last ones ended;
 - its ``_start_workers`` and ``_shutdown``, replaced on that one instance: the environment of the
   workers is set while they are started and at no other time, and a launch that a signal ends is
   closed, too (``launch_agent`` calls no ``shutdown`` then);
-- ``torch.distributed.run`` on the call stack: torchrun is told exit codes, a program exceptions;
+- ``torch.distributed.run`` on the call stack: torchrun gets exit codes, a program exceptions;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
-  private in-process store, no peer can fail rank assignment or hold up the exit;
+  private in-process store, no peer can fail rank assignment or delay the exit;
 - the environment variable by which torch decides which signals it handles, and its handler of
   them, which waits while it forks workers;
 - the processes that a ``SubprocessContext`` supervises, and how it looks for failed ones: so that
@@ -114,7 +114,7 @@ def check() -> None:
 
 
 class Launcher(Enum):
-    """Who has launched this agent, and so what it is told the end with."""
+    """What launched this agent: a command gets exit codes, a program exceptions."""
 
     TORCHRUN = "torchrun"  # this process is torchrun: exit codes
     RUN = "torch.distributed.run.run()"  # `elastic run`, `accelerate launch`, or a program
@@ -122,7 +122,7 @@ class Launcher(Enum):
 
 
 def launcher() -> Launcher:
-    """Who has launched the agent that is being made on this thread."""
+    """What launched the agent that is being created on this thread."""
     found = Launcher.PROGRAM
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -149,7 +149,7 @@ def told_to_end(signum: int) -> SignalException:
 
 
 def leave_signal_to_us(name: str) -> None:
-    """Have torch's next ``PContext.start`` leave the signal ``name`` alone."""
+    """Have torch's next ``PContext.start`` keep the handler of the signal ``name``."""
     rest = [handled for handled in handled_signals() if handled != name]
     os.environ[SIGNALS_VARIABLE] = ",".join(rest)
 
@@ -316,7 +316,7 @@ class SupervisedWorker:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What the agent that is monitoring its workers knows of them."""
+    """The monitoring agent's view of its workers."""
 
     workers: tuple[SupervisedWorker, ...]
     restarts_left: int
@@ -360,12 +360,12 @@ def supervision() -> Supervision | None:
 
 
 def is_looking_for_failures(frame: FrameType) -> bool:
-    """Whether torch polls a process, in ``frame``, to find out who has failed."""
+    """Whether torch polls a process, in ``frame``, to find failed ones."""
     return frame.f_code.co_name == "_capture_process_failures"
 
 
 def private_store(members: Sequence[Member]) -> HashStore:
-    """A store of this process alone that already holds what the peers would have written."""
+    """A store local to this process, filled with what the peers would have written."""
     store = HashStore()
     size, role_sizes = sum(m.nproc for m in members), dict[str, int]()
     for member in members:

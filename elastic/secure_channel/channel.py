@@ -17,6 +17,7 @@ from elastic.secure_channel import strict_json
 from elastic.secure_channel.frames import FrameReader, frame
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import PEER_SILENCE_S, give_up_on_silence
 from elastic.secure_channel.tls import Tls, failure
 
 SLOWEST_BYTES_PER_S = 2 << 20
@@ -31,6 +32,8 @@ class Channel:
 
     ``look`` is called every ``slice_s`` while it waits, and may raise to give up. Where it does,
     and after a deadline, a message that was half received is completed by the next receive.
+
+    A peer whose machine is silent for ``silence_s`` is gone, whatever the deadline.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Channel:
         received: bytes = b"",
         slice_s: float = float("inf"),
         look: Callable[[], object] = lambda: None,
+        silence_s: float = PEER_SILENCE_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
@@ -52,6 +56,7 @@ class Channel:
         self._by_s = 0.0
         self._is_secured = tls is None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        give_up_on_silence(connection, silence_s)
         self._socket = connection if tls is None else tls.wrap(connection, server_side=False)
         self.expect(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import ssl
@@ -13,6 +14,8 @@ from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerH
 from elastic.secure_channel.tls import RECORD_BYTES, awaited_event, failure
 
 READ_BYTES = 1 << 16
+# What the kernel says of a peer that is not heard any more, and may live: tcp(7), icmp(7).
+_SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 class State(Enum):
@@ -34,6 +37,7 @@ class Connection:
         self.is_outgoing = is_outgoing
         self.identity = ""  # of the peer, as it has proved with the key
         self.was_open = False
+        self.fell_silent = False  # it ended because nothing came from the peer's machine
         self.data: object = None
         self.state = State.CONNECTING if is_outgoing else State.PROVING
         self.handshake: ClientHandshake | ServerHandshake | None = None
@@ -72,7 +76,8 @@ class Connection:
                 return None
             _raise_if_refused(error)
             return b""
-        except OSError:
+        except OSError as error:
+            self.fell_silent = error.errno in _SILENT
             return b""
         self.read_awaits = selectors.EVENT_READ
         return chunk
@@ -97,7 +102,8 @@ class Connection:
                 return True
             _raise_if_refused(error)
             return False
-        except OSError:
+        except OSError as error:
+            self.fell_silent = error.errno in _SILENT
             return False
         return True
 

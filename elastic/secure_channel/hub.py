@@ -23,7 +23,13 @@ from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import LimitedReports, Limits, Report, Unproved
+from elastic.secure_channel.limits import (
+    LimitedReports,
+    Limits,
+    Report,
+    Unproved,
+    give_up_on_silence,
+)
 from elastic.secure_channel.tls import Tls, shake_hands
 
 ACCEPTS_PER_TURN = 16
@@ -273,6 +279,7 @@ class Hub:
                 self.drop(oldest, "too many connections that do not prove themselves")
         sock.setblocking(False)
         _send_at_once(sock)
+        give_up_on_silence(sock, self.limits.silence_s)
         if self._tls is not None:
             try:
                 sock = self._tls.wrap(sock, server_side=True)
@@ -292,9 +299,8 @@ class Hub:
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
             self.drop(connection)
             return
-        with contextlib.suppress(OSError):  # it is gone: the next event says so
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         _send_at_once(sock)
+        give_up_on_silence(sock, self.limits.silence_s)
         self._deadlines[connection] = self._monotonic() + self.limits.handshake_s
         if self._tls is None:
             self._prove_to_server(connection)

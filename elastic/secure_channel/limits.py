@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +17,10 @@ Report = Callable[[str], object]
 REPORT_EVERY_S = 10.0  # lines about bad clients
 ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
 LOAD_AGAIN_S = 1.0  # TLS files that could not be used, and have not changed since
+# A peer whose machine acknowledges nothing for so long is gone; where there are leases, their
+# length says how long (elastic/tuning/timeouts.py, peer_silence_s).
+PEER_SILENCE_S = 6.0
+_PROBES = 3  # within that time; the kernel counts in whole seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +32,32 @@ class Limits:
     unsent_bytes: int = 2 << 20  # for one connection that does not read
     handshake_s: float = 5.0  # from connecting to the proof
     message_s: float = 10.0  # from a message's first byte to its last
+    silence_s: float = PEER_SILENCE_S  # of a TCP peer's kernel: see give_up_on_silence
     open_connections: int = 1024  # that have proved themselves
     pending_connections: int = 128  # that have not yet
     pending_per_address: int = 64
     # A handshake takes milliseconds. Where clients come faster than they are answered, younger
     # ones are left in the kernel's queue, so that a stampede of good ones ends none of them.
     evict_after_s: float = 0.05
+
+
+def give_up_on_silence(sock: socket.socket, silence_s: float) -> None:
+    """End a TCP connection whose peer's kernel acknowledges nothing for ``silence_s``.
+
+    Otherwise nobody hears of a cable that was pulled: an idle connection never, one with bytes on
+    their way after a quarter of an hour (tcp(7): tcp_retries2). Keep-alive probes are for the idle
+    one, TCP_USER_TIMEOUT is for the other; a peer that lives and takes none of the bytes that wait
+    for it counts as silent as well. A stopped process is not: its kernel answers.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    every_s = max(1, math.floor(silence_s / _PROBES))
+    with contextlib.suppress(OSError):  # it is gone: the next event says so
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
 
 
 class Unproved(Generic[T]):

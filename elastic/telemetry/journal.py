@@ -1,8 +1,13 @@
 """The journal: every event as a JSON line in a file of its own per process, and as a log line.
 
-With ``ELASTIC_JOURNAL=folder`` each process appends to ``folder/<node>-<pid>.jsonl``. One line
-is one ``write`` on a file opened for appending: a reader never sees half a line that will not
-be completed, except the last one of a killed process.
+With ``ELASTIC_JOURNAL=folder`` each process appends to ``folder/<node>-<pid>.jsonl``. One line is
+one ``write`` on a file opened for appending. A line that was cut, by a kill or a full disk, is not
+valid JSON, and the next one begins on a line of its own. docs/reference/events.md lists what
+lines hold; :mod:`elastic.telemetry.journal_reader` reads them back.
+
+A file is rotated at an eighth of ``ELASTIC_JOURNAL_MIB`` (default 64): beyond that bound a process
+removes its oldest file but the first, which tells how the run began. Readers see the gap in
+``seq``.
 """
 
 from __future__ import annotations
@@ -11,16 +16,32 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.events import Event, WorldEntered
+from elastic.events import Event, JournalClosed, JournalOpened, WorldEntered
 from elastic.telemetry.log import LogOrigin, get_logger
 
+SCHEMA = 1  # of the lines; grows when a field changes its meaning or goes away
+# What every line holds besides the event's own fields.
+ENVELOPE = ("event", "seq", "time", "monotonic", "writer", "node", "node_id")
+
+DEFAULT_MIB = 64
+_FILES = 8  # of one process
+_LONGEST_TEXT = 16_384  # characters of a value: a traceback of many ranks fits
+_LONGEST_LINE = 262_144
+_LONGEST_LOGGED = 2_000
+_LONGEST_NAME = 80
 _CAMEL = re.compile(r"(?<!^)(?=[A-Z])")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Position = Callable[[], Mapping[str, int | None]]
+"""Where a process is when it writes a line: some of ``generation``, ``step`` and ``rank``."""
 
 
 class EventSink(Protocol):
@@ -29,15 +50,42 @@ class EventSink(Protocol):
     def emit(self, event: Event, *, level: int = logging.INFO) -> None: ...
 
 
-def kebab_name(event: Event) -> str:
+def kebab_name(event: Event | type[Event]) -> str:
     """``WorldFormed`` → ``world-formed``."""
-    return _CAMEL.sub("-", type(event).__name__).lower()
+    kind = event if isinstance(event, type) else type(event)
+    return _CAMEL.sub("-", kind.__name__).lower()
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most about ``limit`` characters; says how many there were.
+
+    >>> shorten("abcdefgh", 4)
+    'abcd… (8 characters)'
+    """
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def max_bytes_in(environ: Mapping[str, str]) -> int:
+    """What ``ELASTIC_JOURNAL_MIB`` allows one process; the default where it is no number."""
+    try:
+        mib = float(environ.get("ELASTIC_JOURNAL_MIB", DEFAULT_MIB))
+    except ValueError:
+        mib = 0.0
+    if not 0 < mib < 1e9:
+        get_logger().warning(
+            "ELASTIC_JOURNAL_MIB=%r is not a number above 0: the journal uses %d MiB",
+            environ.get("ELASTIC_JOURNAL_MIB"),
+            DEFAULT_MIB,
+        )
+        mib = DEFAULT_MIB
+    return int(mib * 1_048_576)
 
 
 class Journal:
-    """Writes events to the log and, if a folder is given, to a file.
+    """Writes events to the log and, if a folder is given, to a file. For any thread.
 
     ``origin``: which node its log lines name, in a process whose environment does not say so.
+    ``role`` says in the file what kind of process it is: "agent" or "worker".
     """
 
     def __init__(
@@ -47,49 +95,207 @@ class Journal:
         identity: Mapping[str, Any],
         clock: Clock = SYSTEM_CLOCK,
         origin: LogOrigin | None = None,
+        role: str = "process",
+        run_id: str | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self._identity = dict(identity)
         self._origin = origin
         self._clock = clock
         self._log = get_logger()
-        self._fd = self._open(folder) if folder else None
+        self._position: Position = dict
+        self._role = role
+        self._run_id = run_id
+        self._writer = secrets.token_hex(4)
+        self._seq = 0
+        # Signal handlers and fork: a handler may interrupt a write of its own thread.
+        self._lock = threading.RLock()
+        self._file = self._open(folder, max_bytes) if folder else None
+        if self._file is not None:
+            self._write(self._opened())
 
-    def _open(self, folder: str | os.PathLike[str]) -> int | None:
+    def _open(self, folder: str | os.PathLike[str], max_bytes: int | None) -> _RotatingFile | None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(self._identity.get("node", "process")))
-        path = Path(folder) / f"{name}-{os.getpid()}.jsonl"
+        path = Path(folder) / f"{name[:_LONGEST_NAME]}-{os.getpid()}.jsonl"
+        if max_bytes is None:
+            max_bytes = max_bytes_in(os.environ)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            return _RotatingFile(path, max_bytes // _FILES)
         except OSError as error:
             self._log.warning("no journal: %s cannot be written (%s)", path, error)
             return None
 
+    def _opened(self) -> JournalOpened:
+        return JournalOpened(
+            schema=SCHEMA,
+            role=self._role,
+            run_id=self._run_id,
+            pid=os.getpid(),
+            host=os.uname().nodename,
+            boot_id=_boot_id(),
+            library=_library_version(),
+        )
+
+    def locate(self, position: Position) -> None:
+        """From now on each line says where the process is: its generation, step and rank."""
+        self._position = position
+
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         """Log and append one event."""
-        data = asdict(event)
-        said = " ".join(f"{k}={v!r}" for k, v in data.items() if v is not None)
         origin = self._origin
         if origin is not None and isinstance(event, WorldEntered):
             origin.generation = event.generation
-        extra = {"origin": str(origin)} if origin is not None else None
-        self._log.log(level, "%s %s", kebab_name(event), said, extra=extra)
-        if self._fd is None:
-            return
-        line = {
+        if self._log.isEnabledFor(level):
+            said = " ".join(f"{k}={v!r}" for k, v in _data(event).items() if v is not None)
+            extra = {"origin": str(origin)} if origin is not None else None
+            self._log.log(
+                level, "%s %s", kebab_name(event), shorten(said, _LONGEST_LOGGED), extra=extra
+            )
+        self._write(event)
+
+    def _write(self, event: Event) -> None:
+        file = self._file
+        if file is None or file.pid != os.getpid():
+            return  # in a forked child the file is its parent's
+        with self._lock:
+            if not file.is_closed:
+                self._append(file, event)
+
+    def _append(self, file: _RotatingFile, event: Event) -> None:
+        try:
+            if file.is_full:
+                file.rotate()
+                file.append(self._line(self._opened()))
+            file.append(self._line(event))
+        except OSError as error:
+            if file.is_news(error):
+                self._log.warning(
+                    "journal: %s: %s; events are lost while that lasts", file.path, error
+                )
+
+    def _line(self, event: Event) -> bytes:
+        number, self._seq = self._seq, self._seq + 1
+        envelope = {
             "event": kebab_name(event),
+            "seq": number,
             "time": self._clock.wall(),
             "monotonic": self._clock.monotonic(),
+            "writer": self._writer,
             **self._identity,
-            **data,
+            **{k: v for k, v in self._where().items() if v is not None},
         }
+        data = _data(event)
+        line = _encode({**envelope, **data})
+        if len(line) > _LONGEST_LINE:
+            cut = {k: shorten(_encode(v).decode(), 512) for k, v in data.items()}
+            line = _encode({**envelope, **cut})
+        return line + b"\n"
+
+    def _where(self) -> Mapping[str, int | None]:
         try:
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            self._log.warning("journal: %s", error)
-            self.close()
+            return self._position()
+        except Exception as error:  # noqa: BLE001 - the event is written without its place
+            self._log.debug("journal: no position: %r", error)
+            return {}
 
     def close(self) -> None:
         """Close the file. Later events only reach the log."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        if self._file is not None:
+            self._write(JournalClosed())
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
+
+
+class _RotatingFile:
+    """``name.jsonl`` is the newest part; older ones are ``name.N.jsonl``, N from 1."""
+
+    def __init__(self, path: Path, part_bytes: int) -> None:
+        self.path = path
+        self.pid = os.getpid()
+        self._part_bytes = max(part_bytes, 4096)
+        self._told: set[int | None] = set()
+        self._is_torn = False
+        self.is_closed = False
+        self._fd, self._size = self._begin()
+
+    def _begin(self) -> tuple[int, int]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(self.path, flags, 0o644)
+        size = os.fstat(fd).st_size
+        # A process of the same name and id may have been killed in the middle of a line.
+        self._is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        return fd, size
+
+    @property
+    def is_full(self) -> bool:
+        return self._size >= self._part_bytes
+
+    def rotate(self) -> None:
+        """Go on in a new file; remove the oldest but the first if there are too many."""
+        parts = sorted(self._parts())
+        self.path.rename(self._part(parts[-1] + 1 if parts else 1))
+        for number in parts[1 : max(1, len(parts) + 3 - _FILES)]:
+            self._part(number).unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd, self._size = self._begin()
+
+    def _part(self, number: int) -> Path:
+        return self.path.with_suffix(f".{number}.jsonl")
+
+    def _parts(self) -> list[int]:
+        rest = re.compile(re.escape(self.path.stem) + r"\.(\d+)\.jsonl")
+        matches = map(rest.fullmatch, os.listdir(self.path.parent))
+        return [int(match[1]) for match in matches if match]
+
+    def append(self, line: bytes) -> None:
+        """One write. What was cut before it ends with a line break of its own."""
+        data = b"\n" + line if self._is_torn else line
+        written = os.write(self._fd, data)
+        self._size += written
+        self._is_torn = written < len(data)
+        if not self._is_torn:
+            self._told.clear()
+
+    def is_news(self, error: OSError) -> bool:
+        """Whether this kind of failure was not reported since the last success."""
+        is_new = error.errno not in self._told
+        self._told.add(error.errno)
+        return is_new
+
+    def close(self) -> None:
+        self.is_closed = True
+        os.close(self._fd)
+
+
+def _data(event: Event) -> dict[str, Any]:
+    return {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
+
+
+def _plain(value: Any) -> Any:
+    return shorten(value, _LONGEST_TEXT) if isinstance(value, str) else value
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except (TypeError, ValueError):  # what JSON cannot say
+        return json.dumps(json.loads(json.dumps(value, default=repr), parse_constant=str)).encode()
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _library_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch-elastic-harness")
+    except PackageNotFoundError:
+        return ""

@@ -30,6 +30,7 @@ from elastic.training.recovery.step_timer import StepTimer
 from elastic.training.shutdown import Shutdown
 from elastic.training.state.job_state import JobState
 from elastic.training.state.registry import Registry
+from elastic.training.step_account import StepAccount
 from elastic.worker.worlds import Worlds
 
 
@@ -82,18 +83,19 @@ def assemble(
     if worlds is not None:
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
     registry.piggyback(checkpoints.flags)
-    lifecycle = Lifecycle(job, group, checkpoints, ledger, listeners)
+    account = StepAccount(journal)
+    lifecycle = Lifecycle(job, group, checkpoints, ledger, listeners, account)
     progress = RankProgress(job, registry.guard, current)
     restart = Restart(job, lifecycle, group, checkpoints, progress, halt, worlds)
     in_process = None
     if worlds is not None:
         in_process = InProcess(
-            job, current, worlds, group, lifecycle, checkpoints, progress, timer, journal
+            job, current, worlds, group, lifecycle, checkpoints, progress, timer, account, journal
         )
     strategies = Strategies(restart, in_process, group)
     bootstrap = Bootstrap(job, lifecycle, checkpoints, progress, strategies)
     commits = Commits(
-        registry, current, lifecycle, strategies, progress, checkpoints, callbacks, ledger
+        registry, current, lifecycle, strategies, progress, checkpoints, callbacks, ledger, account
     )
     loop = StepLoop(
         registry=registry,
@@ -132,6 +134,7 @@ def assemble(
         group=group,
         worlds=worlds,
         ledger=ledger,
+        account=account,
         journal=journal,
     )
     preemption = Preemption(

@@ -20,6 +20,7 @@ from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.listeners import Listeners
 from elastic.training.state.job_state import JobState
+from elastic.training.step_account import StepAccount
 from elastic.world.world import World
 
 
@@ -60,12 +61,14 @@ class Lifecycle:
         checkpoints: CheckpointManager,
         ledger: Ledger,
         listeners: Listeners,
+        account: StepAccount,
     ) -> None:
         self._job = job
         self._group = group
         self._checkpoints = checkpoints
         self._ledger = ledger
         self._listeners = listeners
+        self._account = account
         self._phase = WorldPhase.JOINING
         self._world: World | None = None
 
@@ -118,6 +121,7 @@ class Lifecycle:
             node=world.node,
         )
         phases.begin_world(world.rank)
+        self._account.begin_world(world.generation, self._job.progress.step)
         self._listeners.begin(world)
 
     def register_again(self) -> None:
@@ -131,6 +135,7 @@ class Lifecycle:
 
     def pause(self) -> None:
         """Wait for another world with the state of this one."""
+        self._account.pause()
         self._move(WorldPhase.PAUSED)
 
     def begin_change(self) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from checkpoints import Root
 from elastic import torch_private
+from elastic.errors import NodeUnfit
 from elastic.process_group import ProcessGroup, all_sum, choose_device
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
@@ -37,6 +38,7 @@ from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.loop import loops
 from elastic.training.step import Step
 from elastic.worker.node_first import node_first
+from elastic.worker.preflight import require_fit
 from elastic.worker.worlds import Worlds
 from elastic.world.failure import FailureHook
 from elastic.world.world import World, node_name, world_from_environment
@@ -278,6 +280,7 @@ def join(
     keep: KeepGiven = None,
     seed: int = 0,
     backend: str | None = None,
+    preflight: bool = False,
 ) -> Run:
     """Become part of the job. The same object on every call.
 
@@ -287,13 +290,28 @@ def join(
     :mod:`checkpoints.policies.retention`, or how many of the newest are retained (3). ``seed``
     determines the order of the data and every random number inside steps. ``backend`` is
     torch.distributed's, by default ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs.
-    Raises ConfigError for options that contradict each other.
+
+    ``preflight`` checks this node first, in a second or two: ``/dev/shm``, limits and GPUs (unless
+    its agent has: ``--rdzv-conf preflight=1``), and the folder of checkpoints.
+
+    Raises ConfigError for options that contradict each other, and NodeUnfit (exit code 71) for a
+    node that has failed, before any other node hears of this worker.
     """
     global _run
     if _run is None:
         policy = checkpoints_from(checkpoints, when=when, keep=keep)
+        if preflight:
+            _require_fit(policy)
         _run = _join(policy, seed, backend)
     return _run
+
+
+def _require_fit(policy: Checkpoints | None) -> None:
+    try:
+        require_fit(policy.local_folder if policy is not None else None)
+    except NodeUnfit:
+        FailureHook().install()  # else torchrun knows of an exit code alone
+        raise
 
 
 def _join(policy: Checkpoints | None, seed: int, backend: str | None) -> Run:
@@ -333,7 +351,9 @@ def start_components(
     device = choose_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    journal = journal if journal is not None else _journal_of_environment()
+    own = _journal_of_environment() if journal is None else None
+    journal = own if own is not None else journal
+    assert journal is not None
     components = assemble(
         seed=seed,
         group=ProcessGroup(device, backend, journal),
@@ -342,6 +362,8 @@ def start_components(
         journal=journal,
         worlds=worlds,
     )
+    if own is not None:
+        own.locate(lambda: _position(components))
     components.preemption.install()
     return components
 
@@ -354,4 +376,14 @@ def _journal_of_environment() -> Journal:
             "rank": int(os.environ.get("RANK", "0")),
             "generation": world_from_environment().generation,
         },
+        role="worker",
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID"),
     )
+
+
+def _position(components: Components) -> dict[str, int | None]:
+    """Where this rank is, for the lines of its journal."""
+    lifecycle, step = components.lifecycle, components.job.progress.step
+    if not lifecycle.has_world:
+        return {"step": step}
+    return {"rank": lifecycle.world.rank, "generation": lifecycle.world.generation, "step": step}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.events import CheckpointSkipped
+import logging
+
+from elastic.events import CheckpointSkipped, RunClosed
 from elastic.process_group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
@@ -14,6 +16,7 @@ from elastic.training.loop.step_loop import StepLoop
 from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.selection import Strategies
 from elastic.training.state.registry import Registry
+from elastic.training.step_account import StepAccount
 from elastic.tuning.worker_intervals import LAST_SAVE_S, SHARE_S
 from elastic.worker.worlds import Worlds
 
@@ -35,6 +38,7 @@ class Shutdown:
         group: ProcessGroup,
         worlds: Worlds | None,
         ledger: Ledger,
+        account: StepAccount,
         journal: EventSink,
     ) -> None:
         self._job = registry.job
@@ -49,6 +53,7 @@ class Shutdown:
         self._group = group
         self._worlds = worlds
         self._ledger = ledger
+        self._account = account
         self._journal = journal
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
@@ -58,6 +63,7 @@ class Shutdown:
         if clean and not self._halt.has_left:
             self._close_in_order()
         else:
+            self._account.end_world("close" if clean else "fault")
             must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
             self._end_with(error if must_save else "")
             strategy.release_peers()
@@ -65,10 +71,12 @@ class Shutdown:
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
         self._lifecycle.close()
+        self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
 
     def _close_in_order(self) -> None:
         """Training is complete: its last state is committed before the process ends."""
         self._loop.finish()
+        self._account.end_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
             self._ledger.end(
                 generation=self._lifecycle.world.generation,

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from elastic.errors import TrainingError
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import phases
 
 
 @dataclass
@@ -169,7 +171,9 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         while self._begun < self._count:
             if self._begun:
+                before = phases.enter(Phase.DATA)
                 self._info, self._data = next(self._rest)
+                phases.enter(before)
             yield self._take()
 
     def _take(self) -> Any:

@@ -9,6 +9,16 @@ from __future__ import annotations
 
 # etcd ------------------------------------------------------------------------------------------
 
+# The leader writes how far the job is at most once in this, for `elastic status`: half a write per
+# second and job.
+PROGRESS_S = 2.0
+# `elastic status` names nodes that were lost as long ago as this.
+RECENT_LOSS_S = 600.0
+# Between two looks of `elastic status --watch`, and of `elastic wait`.
+STATUS_WATCH_S = 2.0
+WAIT_LOOK_S = 0.5
+# How long `elastic wait` waits unless told, as kubectl does.
+WAIT_TIMEOUT_S = 30.0
 # One call to etcd, retries included.
 STORE_CALL_S = 5.0
 # For the first contact of a store that is not told another limit: one call.
@@ -17,6 +27,15 @@ STORE_CONNECT_S = STORE_CALL_S
 FIRST_CONTACT_S = 2 * STORE_CALL_S
 # The longest pause between two tries. PROTOCOL section 3 builds on it.
 STORE_BACKOFF_CAP_S = 1.0
+# The first pause between two connections to a member.
+STORE_FIRST_BACKOFF_S = 0.1
+# A connection to etcd is pinged after a silence of this: etcd closes those that are pinged more
+# often than every 5 s (--grpc-keepalive-min-time). The store's own pulse is quicker; this finds
+# connections that a middle box has forgotten, with calls on their way or without.
+STORE_KEEPALIVE_S = 6.0
+# A ping that is not answered in this time ends the connection: as TCP_USER_TIMEOUT, too, bytes that
+# are not acknowledged.
+STORE_KEEPALIVE_ANSWER_S = 3.0
 # A call's first try; each further one has twice as long, within the limit of the call.
 STORE_FIRST_ATTEMPT_S = 1.5
 # A member of the cluster that does not answer in this time is not used;
@@ -118,6 +137,9 @@ FAILURE_SETTLE_S = 0.05
 ORIGIN_SETTLE_S = 1.0
 # A node that the leader cannot reach for this long, with a live lease, is left out.
 SUSPECT_S = 15.0
+# The same, where connections of other members' workers to that node have timed out as well: a few
+# probes are enough then.
+CUT_OFF_S = 3.0
 # Failures within this time count against the failure budget (failure_window_s): as many as a
 # restart in each minute.
 FAILURE_WINDOW_S = 600.0
@@ -158,6 +180,13 @@ STACKS_DUMPED_S = 1.0
 STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
 STACKS_PY_SPY_S = 5.0
+
+# Stragglers -------------------------------------------------------------------------------------
+
+# A rank's step times are told to the leader once in such a window (straggler_window_s), and three
+# windows in a row make a straggler. Nothing presses: a slow rank costs a part of each step, and a
+# window of this length costs etcd one small write per node and window.
+STRAGGLER_WINDOW_S = 10.0
 
 # The health endpoint -----------------------------------------------------------------------------
 

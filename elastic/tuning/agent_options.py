@@ -9,6 +9,7 @@ command line written for them goes on working.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,6 +23,7 @@ from elastic.tuning.agent_intervals import (
     NODE_IDLE_S,
     QUARANTINE_S,
     STOCK_LAST_CALL_S,
+    STRAGGLER_WINDOW_S,
     TORCHRUN_TIMEOUT_S,
 )
 from elastic.tuning.timeouts import Timeouts
@@ -29,6 +31,8 @@ from elastic.tuning.timeouts import Timeouts
 ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
 HANG_DETECTION = ("on", "report", "off")
+STRAGGLER_ACTIONS = ("report", "exclude", "off")
+LEAST_STRAGGLER_FACTOR = 1.05  # below, ranks of equal machines would be reported in turns
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
@@ -89,6 +93,7 @@ OTHER_VARIABLES = frozenset(
         "CHECKPOINTS",
         "ENDING",
         "JOURNAL",
+        "JOURNAL_MIB",
         "LEDGER",
         "LINK",
         "LOG_LEVEL",
@@ -96,6 +101,7 @@ OTHER_VARIABLES = frozenset(
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
+        "PREFLIGHT_PASSED",
         "STOCK_ETCD",
         "TUNED",
         "WORLD",
@@ -137,6 +143,11 @@ class AgentOptions:
     hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
     collective_timeout_s: float = _TIMES.collective_timeout_s
     hang_report_folder: str | None = None  # by default the journal's, or a folder in the temporary
+    # What becomes of a rank that is slower than the others (elastic/stragglers): "report" says so,
+    # "exclude" also gives its node's place to one that waits, "off" does not measure.
+    straggler_action: str = "report"
+    straggler_factor: float = 1.3  # of the others' time per sample
+    straggler_window_s: float = STRAGGLER_WINDOW_S
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # Of the network: the variables that workers get (elastic/tuning/profiles.py).
     profile: str | None = None  # None: chosen by what the machine has
@@ -208,6 +219,24 @@ class AgentOptions:
             raise ConfigError(
                 f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
                 hint=timeouts.where_to_set("hang_detection"),
+            )
+        if self.straggler_action not in STRAGGLER_ACTIONS:
+            raise ConfigError(
+                f"straggler_action={self.straggler_action} is none of "
+                f"{', '.join(STRAGGLER_ACTIONS)}",
+                hint=timeouts.where_to_set("straggler_action"),
+            )
+        if not LEAST_STRAGGLER_FACTOR <= self.straggler_factor < math.inf:
+            raise ConfigError(
+                f"straggler_factor={self.straggler_factor:g} is not a number from "
+                f"{LEAST_STRAGGLER_FACTOR:g} on: it is a multiple of the others' time per sample",
+                hint=timeouts.where_to_set("straggler_factor"),
+            )
+        if self.straggler_action == "exclude" and self.mode == "restart":
+            raise ConfigError(
+                "straggler_action=exclude and mode=restart do not fit: the times of steps are "
+                "known only where workers keep a link to their agent",
+                hint="use mode=in-process, or straggler_action=report",
             )
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):

@@ -49,7 +49,13 @@ HANG_TICK_S = 0.2
 STOP_GRACE_S = 1.0
 # Shorter, and a rank that waits for a core on a busy machine is taken for one that hangs.
 LEAST_HANG_TIMEOUT_S = 0.5
+# By which workers are told peer_silence_s.
+PEER_SILENCE = "ELASTIC_PEER_SILENCE_S"
 _LEASES_TO_TAKEOVER = 4.0
+# A TCP connection whose other machine acknowledges nothing is given up after so many leases: later
+# than the lease of a machine that is gone, which says more, and soon enough for a connection that
+# alone is broken. Whoever raises lease_s to ride out gaps in the network raises both.
+_LEASES_TO_SILENCE = 1.5
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
 # their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
 # the rest is for the step that has begun, and for clocks that run unequally fast.
@@ -237,6 +243,36 @@ def collective_of_environment(environ: Mapping[str, str]) -> float:
 def permission_s(takeover_s: float) -> float:
     """From the last renewal of a node's lease to the end of its workers' permission to train."""
     return takeover_s * _PERMISSION_SHARE
+
+
+def peer_silence_s(lease_s: float) -> float:
+    """How long a peer's machine may acknowledge nothing before a connection to it is given up.
+
+    >>> peer_silence_s(4.0)
+    6.0
+    """
+    return lease_s * _LEASES_TO_SILENCE
+
+
+def peer_silence_of(environ: Mapping[str, str]) -> float:
+    """As this worker's agent reckons with it; the default's where there is none.
+
+    Raises:
+        ConfigError: the variable holds something else.
+    """
+    text = environ.get(PEER_SILENCE)
+    if text is None:
+        return peer_silence_s(Timeouts.lease_s)
+    try:
+        silence_s = float(text)
+    except ValueError:
+        silence_s = math.nan
+    if not (math.isfinite(silence_s) and silence_s > 0):
+        raise ConfigError(
+            f"{PEER_SILENCE}={text!r} is not a number of seconds above zero",
+            hint="unset it: the agent derives it from lease_s",
+        )
+    return silence_s
 
 
 def boundary_s(step_time_s: float) -> float:

@@ -29,6 +29,21 @@ WORKER_SLICE_S = 0.2
 # Between two looks for a world, where the thread that hears of it may not be woken.
 WORLD_LOOK_S = 0.005
 
+# Telemetry ---------------------------------------------------------------------------------------
+
+# Between two sums of where the time has gone (elastic/training/step_account.py): a rank writes
+# about 250 KiB an hour, and what a killed process had not written is at most this.
+STEP_TIMES_S = 5.0
+# A worker that was killed has not written down less than this. One that had said nothing for
+# longer hung before, and goodput counts that as the time until it was noticed.
+UNREPORTED_S = 2 * STEP_TIMES_S
+# A wall clock that moves by this against the monotonic one of its machine was set.
+CLOCK_SET_S = 1.0
+# A node whose journal ends this long before the run, without a word, is named in a note.
+SILENT_NODE_S = 10.0
+# Between two looks of `elastic events --follow` for new lines.
+FOLLOW_S = 0.3
+
 # Meeting in a world's store ----------------------------------------------------------------------
 
 # Between two looks for a newer world, while nobody listens at the store's port.
@@ -41,6 +56,9 @@ SLOWEST_LOOK_S = 0.02
 DISCOVERY_LOOK_S = 0.02
 # Between two looks whether to give up a call to the store; handlers of signals run as well.
 WORLD_STORE_SLICE_S = 0.1
+
+# For join(preflight=True): what three checks may take, and a start of python on a busy machine.
+PREFLIGHT_S = 45.0
 
 # The process group -------------------------------------------------------------------------------
 
@@ -56,6 +74,9 @@ GLOO_SLICE_MS = 20
 STREAM_SLICE_S = 20e-6
 # While a group is being built, what must be aborted appears bit by bit: shut down what is new.
 ABORT_AGAIN_S = 0.005
+# A group is built in milliseconds. One that is not connects to somebody who does not answer: the
+# connections that it has begun since the last look get their limit (peer_silence_s).
+BUILD_LOOK_S = 0.25
 # After its time a build ends by itself, and says who is missing, unless it hangs.
 BUILD_GRACE_S = 0.5
 # A deadline that ends the process counts in ticks of this: a machine that was frozen counts one.

@@ -6,7 +6,6 @@ import functools
 
 from elastic import torch_private
 from elastic.hangs import stacks
-from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.link.protocol import ProgressPage
 from elastic.telemetry.log import get_logger
@@ -31,4 +30,4 @@ def _offer_stacks() -> stacks.StackSource:
 
 @functools.cache
 def _watch_batches() -> None:
-    torch_private.watch_batches(lambda: phases.enter(Phase.DATA), phases.enter)
+    torch_private.watch_batches(phases.enter_batch, phases.enter)

@@ -19,23 +19,29 @@ from elastic.link.protocol import (
     Bye,
     CollectiveFailure,
     Entered,
+    FlightAsk,
     Heartbeat,
     Left,
+    MeasureSteps,
     Message,
     Permit,
     Ready,
     SigtermAnswer,
     SigtermAsk,
+    StepReport,
     WorldMessage,
 )
 from elastic.messages.environment import world_variables
 from elastic.messages.world import derive
 from elastic.secure_channel.keys import SecretKey
+from elastic.stragglers.windows import step_windows
 from elastic.telemetry.log import get_logger
+from elastic.tuning.timeouts import peer_silence_of
 from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
+from elastic.worker.flight_recorder import FlightRecorder
 from elastic.worker.hang_page import offer_page
 from elastic.world.arrival import GroupSpec
-from elastic.world.faults import GroupBuildFailed
+from elastic.world.faults import GroupBuildFailed, unreachable_peers
 from elastic.world.world import World, node_name
 
 AGENT_DIED_EXIT_CODE = 1
@@ -66,6 +72,7 @@ class Worlds:
         self._permitted_until_s = math.inf  # by clock.boottime(); no agent has set a limit yet
         self._leaving_answer: bool | None = None
         self._client: LinkClient | None = None
+        self._flights = FlightRecorder(self.send, clock)
 
     def connect(self, path: str, *, local_rank: int) -> None:
         """Say hello. Raises LinkError if the agent does not answer."""
@@ -74,13 +81,14 @@ class Worlds:
             local_rank=local_rank,
             on_message=self._on_message,
             on_agent_death=_die,
-            beat=self._position,
+            beat=self._beat,
         )
         if (page := offer_page()) is not None:
             self._client.send(page)
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
+        self._flights.close()
         if self._client is not None:
             self._client.send(Bye(clean=clean, error=error, step=self._position().step))
             self._client.close()
@@ -177,6 +185,7 @@ class Worlds:
                     self._forming_at = newest.world.switch_at_step
                     self.is_waiting = False
                     phases.enter_generation(newest.world.generation)
+                    self._flights.enter_generation(newest.world.generation)
                     return newest
                 self.is_waiting = True
                 self._changed.wait(WORKER_SLICE_S)
@@ -197,6 +206,7 @@ class Worlds:
         with self._changed:
             self._entering = generation
         phases.enter_generation(generation)
+        self._flights.enter_generation(generation)
 
     # -- the main thread tells ----------------------------------------------------------------
 
@@ -217,7 +227,14 @@ class Worlds:
             return
         missing = error.missing if isinstance(error, GroupBuildFailed) else ()
         text = f"{type(error).__name__}: {error}"
-        self.send(CollectiveFailure(generation=self._entering, error=text, missing=missing))
+        self.send(
+            CollectiveFailure(
+                generation=self._entering,
+                error=text,
+                missing=missing,
+                unreachable=unreachable_peers(error),
+            )
+        )
 
     def left(self, step: int) -> None:
         """This rank has left at a boundary, as told."""
@@ -235,6 +252,11 @@ class Worlds:
 
     # -- the link's thread --------------------------------------------------------------------
 
+    def _beat(self) -> Heartbeat:
+        if (times := step_windows.take()) is not None:
+            self.send(StepReport(times=times))
+        return self._position()
+
     def _on_message(self, message: Message) -> None:
         match message:
             case WorldMessage():
@@ -245,6 +267,10 @@ class Worlds:
                 with self._changed:
                     self._permitted_until_s = until_s
                     self._changed.notify_all()
+            case FlightAsk():
+                self._flights.dump()
+            case MeasureSteps(window_s=window_s):
+                step_windows.measure(window_s)
             case _:
                 pass
 
@@ -285,6 +311,7 @@ def group_spec(message: WorldMessage) -> GroupSpec:
         message.assignment,
         store_key=SecretKey.parse(message.store_key),
         store_tls=message.store_tls,
+        silence_s=peer_silence_of(os.environ),
     )
 
 

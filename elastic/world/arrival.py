@@ -27,6 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import FIRST_LOOK_S, SLOWEST_LOOK_S, STORE_HOST_PROBE_S
@@ -49,6 +50,7 @@ class GroupSpec:
     store_port: int
     store_key: SecretKey  # that it is opened with
     store_tls: TlsFiles | None = None  # this node's certificates; None: without TLS
+    silence_s: float = PEER_SILENCE_S  # of a peer's machine, before a connection is given up
 
 
 class _Patience:
@@ -120,6 +122,7 @@ def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreSe
         size=spec.size,
         key=spec.store_key,
         tls=_tls_of(spec),
+        silence_s=spec.silence_s,
     )
 
 
@@ -141,6 +144,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
                 tls=_tls_of(spec),
                 timeout_s=max(1.0, patience.left_s),
                 give_up=give_up,
+                silence_s=spec.silence_s,
             )
         except (OSError, DistNetworkError) as error:
             if patience.left_s < 0:

@@ -14,6 +14,8 @@ a fault is told by type, and for gloo by where its text comes from:
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -28,6 +30,13 @@ _GLOO = (
     "gloo/transport/",  # connections: closed, reset, timed out (pair.cc, unbound_buffer.cc, …)
     "gloo/rendezvous/",  # while a group is built (store.h, context.cc)
     "Gloo connectFullMesh failed",  # torch's words around the same
+)
+# gloo names the peer of a connection that the kernel has given up (gloo/transport/tcp/pair.cc:
+# "Read error [10.0.0.2]:1769: Connection timed out", "timed out connecting: SO_ERROR: Connection
+# timed out, remote=[10.0.0.2]:9138$1"). Connections that peers have closed prove nothing.
+_TIMED_OUT = (
+    re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+: (?:Connection timed out|No route to host)"),
+    re.compile(r"(?:Connection timed out|No route to host), remote=\[([0-9a-fA-F.:]+)\]"),
 )
 # gloo's assertions name their file as well; those are disagreements about sizes and shapes.
 _GLOO_ASSERTION = "enforce fail at"
@@ -44,6 +53,18 @@ def is_world_fault(error: BaseException) -> bool:
         return False  # ours, raised while a fault was being handled: it says what to do
     chain = causes(error)
     return not any(_must_surface(e) for e in chain) and any(_is_fault(e) for e in chain)
+
+
+def unreachable_peers(error: BaseException) -> tuple[str, ...]:
+    """Addresses of peers that nothing came from any more, as gloo found.
+
+    >>> unreachable_peers(RuntimeError("Read error [10.0.0.2]:1769: Connection timed out."))
+    ('10.0.0.2',)
+    >>> unreachable_peers(RuntimeError("Connection closed by peer [10.0.0.2]:1769."))
+    ()
+    """
+    text = "\n".join(str(one) for one in causes(error))
+    return tuple(sorted({found for words in _TIMED_OUT for found in words.findall(text)}))
 
 
 def may_come_of_garbage(error: BaseException) -> bool:

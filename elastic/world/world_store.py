@@ -35,7 +35,7 @@ from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits
+from elastic.secure_channel.limits import PEER_SILENCE_S, Limits
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import WORLD_STORE_SLICE_S
@@ -60,7 +60,7 @@ _FIELDS: dict[str, dict[str, type]] = {
 }
 
 
-def limits_of(size: int) -> Limits:
+def limits_of(size: int, silence_s: float = PEER_SILENCE_S) -> Limits:
     """What the store of a world with so many ranks spends on its clients."""
     return Limits(
         frame_bytes=_LARGEST_FRAME,
@@ -68,6 +68,7 @@ def limits_of(size: int) -> Limits:
         open_connections=size * _CONNECTIONS_PER_RANK,
         pending_connections=size + _PENDING,
         pending_per_address=size + _PENDING,
+        silence_s=silence_s,
     )
 
 
@@ -75,12 +76,19 @@ class StoreServer(Handler):
     """Rank 0's: holds the values. Raises OSError if the port is taken."""
 
     def __init__(
-        self, port: int, *, nonce: str, size: int, key: SecretKey, tls: Tls | None = None
+        self,
+        port: int,
+        *,
+        nonce: str,
+        size: int,
+        key: SecretKey,
+        tls: Tls | None = None,
+        silence_s: float = PEER_SILENCE_S,
     ) -> None:
         self._nonce = nonce
         self._values: dict[str, bytes] = {}
         self._awaited: dict[Connection, tuple[int, list[str]]] = {}  # a request, and its keys
-        limits = limits_of(size)
+        limits = limits_of(size, silence_s)
         self._hub = Hub(
             "elastic-store",
             _listen(port, backlog=max(_BACKLOG, 2 * size)),
@@ -184,10 +192,16 @@ class WorldStore(Store):
         timeout_s: float,
         give_up: Callable[[], None],
         tls: Tls | None = None,
+        silence_s: float = PEER_SILENCE_S,
     ) -> None:
         super().__init__()
         self._channel = Channel(
-            connection, timeout_s=timeout_s, tls=tls, slice_s=WORLD_STORE_SLICE_S, look=give_up
+            connection,
+            timeout_s=timeout_s,
+            tls=tls,
+            slice_s=WORLD_STORE_SLICE_S,
+            look=give_up,
+            silence_s=silence_s,
         )
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -283,13 +297,20 @@ def connect(
     timeout_s: float,
     give_up: Callable[[], None],
     tls: Tls | None = None,
+    silence_s: float = PEER_SILENCE_S,
 ) -> WorldStore:
     """One try. Raises OSError if nobody listens, DistNetworkError if it is another world's, or
     does not know the run's key."""
     connection = socket.create_connection((host, port), timeout=WORLD_STORE_SLICE_S)
     try:
         return WorldStore(
-            connection, nonce=nonce, key=key, timeout_s=timeout_s, give_up=give_up, tls=tls
+            connection,
+            nonce=nonce,
+            key=key,
+            timeout_s=timeout_s,
+            give_up=give_up,
+            tls=tls,
+            silence_s=silence_s,
         )
     except BaseException:
         connection.close()

@@ -5,16 +5,28 @@ What workers do is said by the test, as their agent would publish it; tests/kill
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from test_node_service import KEYS, OPTIONS, TestNode, eventually, leader_in, world_in
+from test_node_service import (
+    KEYS,
+    OPTIONS,
+    TestNode,
+    eventually,
+    leader_in,
+    waits,
+    world_in,
+)
 
 from elastic.agent.messages import ChangeNode
+from elastic.agent.workers import LinkSaid
 from elastic.clock import SYSTEM_CLOCK
+from elastic.events import StragglerFound
+from elastic.link.protocol import StepReport
 from elastic.membership.records import (
     Cause,
     Done,
@@ -28,7 +40,9 @@ from elastic.membership.records import (
 )
 from elastic.membership.step_rate import StepRate
 from elastic.store.keyvalue import Put, WatchEvent
+from elastic.stragglers.facts import StepTimes
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_options import AgentOptions
 
 
 class InProcess(TestNode):
@@ -384,3 +398,94 @@ def test_a_joining_node_planned_for_a_job_that_ends_does_not_keep_it(
         node.change(state=NodeState.FINISHED)
     entry = eventually(lambda: MemoryStore(server).get(KEYS.done))
     assert decode(Done, entry.key, entry.value).exit_code == 0
+
+
+@dataclass(frozen=True)
+class KnownWorker:
+    """What of a link's worker is looked at."""
+
+    pid: int = 100
+    local_rank: int = 0
+
+
+def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
+    """The node's worker reports how long its steps take."""
+    times = StepTimes(
+        generation=1,
+        window=number,
+        steps=10,
+        samples=80,
+        data_s=0.01,
+        compute_s=compute_s,
+        collective_s=0.0,
+        checkpoint_s=0.0,
+        script_s=0.0,
+    )
+    node.service._loop.post(LinkSaid(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
+
+
+def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:
+    """All nodes end windows until one of them is found."""
+    windows = itertools.count(1)
+
+    def found() -> StragglerFound | None:
+        number = next(windows)
+        for node in nodes:
+            end_a_window(node, number, compute_s=0.3 if node is slow else 0.1)
+        events = (e for node in nodes for e in node.events if isinstance(e, StragglerFound))
+        return next(events, None)
+
+    straggler = eventually(found)
+    assert isinstance(straggler, StragglerFound)
+    return straggler
+
+
+def replaced(
+    server: MemoryServer, start: Start, options: AgentOptions
+) -> tuple[list[InProcess], InProcess, WorldRecord]:
+    """Three nodes of which one is slow, a fourth that is to take its place, and the plan."""
+    nodes = trio(server, start, options=options, max_nodes=3)
+    slow = nodes[1]
+    found = find_straggler(nodes, slow)
+    assert (found.rank, found.node) == (1, slow.journal.name)
+    for node in nodes:
+        node.step(100, 1)
+    spare = start(options=options, max_nodes=3).ready()
+    world = generation(server, 2)
+    assert world.node_ids == (nodes[0].id, nodes[2].id, spare.id)
+    assert world.switch_at_step is not None
+    assert world.reason == f"{spare.journal.name} replaces {slow.journal.name}: {found.reason}"
+    eventually(lambda: slow.service._status.world.world == world)
+    return nodes, slow, world
+
+
+EXCLUDE = replace(OPTIONS, last_call_s=60.0, straggler_action="exclude")
+
+
+def test_a_straggler_trains_until_the_switch_and_waits_for_another_place_then(
+    server: MemoryServer, start: Start
+) -> None:
+    nodes, slow, world = replaced(server, start, EXCLUDE)
+    assert not slow.service.newer_world(), "its workers go on to the boundary"
+    members_run(server, [nodes[0], nodes[2]], world)
+    assert not slow.service.newer_world()
+    slow.service._status.workers_left = True  # at the boundary, as told
+    assert slow.service.newer_world()
+    slow.arrive()
+    eventually(lambda: not slow.service._status.workers_left)
+    assert not slow.service.newer_world()
+
+
+def test_a_straggler_that_does_not_come_to_the_boundary_is_ended(
+    server: MemoryServer, start: Start
+) -> None:
+    _, slow, _ = replaced(server, start, replace(EXCLUDE, leave_grace_s=0.2))
+    eventually(slow.service.newer_world)
+
+
+def test_without_the_option_a_straggler_keeps_its_place(server: MemoryServer, start: Start) -> None:
+    nodes = trio(server, start, options=replace(OPTIONS, last_call_s=60.0), max_nodes=3)
+    find_straggler(nodes, nodes[1])
+    spare = start(options=OPTIONS, max_nodes=3).ready()
+    eventually(lambda: any("the world is full" in said for n in nodes for said in waits(n)))
+    assert spare.id not in world_in(server).node_ids

@@ -19,7 +19,6 @@ import pytest
 from etcd_certificates import Authority
 
 from elastic.agent.messages import Close
-from elastic.node.oom_kills import OomKillCounter
 from elastic.agent.service import NodeService
 from elastic.errors import (
     CoordinationError,
@@ -46,6 +45,7 @@ from elastic.membership.records import (
     decode,
 )
 from elastic.node.identity import current_process
+from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
@@ -443,7 +443,7 @@ def test_a_node_with_a_faulty_gpu_is_left_out_of_the_next_world(
     worlds = [a.enter(), c.enter()]
     assert {w.node_ids for w in worlds} == {(a.id, c.id)}
     judged = [e for node in (a, b, c) for e in node.events if isinstance(e, FailureJudged)]
-    assert [(e.node, e.action, e.rule) for e in judged] == [
+    assert [(e.failed, e.action, e.rule) for e in judged] == [
         (b.journal.name, "exclude-node", "gpu-hardware")
     ]
 

@@ -1,4 +1,4 @@
-"""``--rdzv-conf preflight=1``: a node that is sick never joins, one that is well does."""
+"""``preflight=1`` and ``join(preflight=True)``: a sick node never joins, one that is well does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from etcd_fixtures import PATIENCE_S
 
+from checkpoints import LocalStorage
 from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.before_joining import examine
 from elastic.doctor.findings import Finding, Status
 from elastic.doctor.preflight import preflight, require_fit
 from elastic.errors import NodeUnfit
@@ -22,17 +24,26 @@ from elastic.membership.records import Keys, Leader, encode
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.store import EtcdStore
 from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.training.checkpointing.options import Checkpoints
 from elastic.tuning.agent_options import AgentOptions
+from elastic.worker.preflight import PASSED_VARIABLE
+from elastic.worker.preflight import require_fit as require_fit_of_worker
 
 SCRIPT = "print('trained', flush=True)"
 TOO_FEW = 200  # descriptors: torchrun starts, and a job would not last
 
 
 def torchrun(
-    folder: Path, etcd: EmbeddedEtcd, root: str, *, conf: str, descriptors: int | None = None
+    folder: Path,
+    etcd: EmbeddedEtcd,
+    root: str,
+    *,
+    conf: str,
+    descriptors: int | None = None,
+    script: str = SCRIPT,
 ) -> subprocess.CompletedProcess[str]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
+    path = folder / "train.py"
+    path.write_text(script)
     limit = (
         None
         if descriptors is None
@@ -43,7 +54,7 @@ def torchrun(
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-id=job"),
             *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
             f"--rdzv-conf=prefix={root.rstrip('/')},{conf}",
-            *("--local-addr=127.0.0.1", str(script)),
+            *("--max-restarts=1", "--local-addr=127.0.0.1", str(path)),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_NODE_NAME": "this-one"},
         preexec_fn=limit,
@@ -125,3 +136,80 @@ def test_a_leader_that_cannot_be_reached_keeps_the_node_out() -> None:
     assert "node n1" in refused.value.message
     assert "let all TCP ports pass" in refused.value.hint
     assert refused.value.exit_code == 71
+
+
+JOINING = """
+import elastic
+run = elastic.join(preflight=True, checkpoints={folder!r})
+run.retry(lambda: print("trained", flush=True))
+"""
+
+
+@pytest.mark.cluster
+def test_a_worker_that_asks_for_it_is_checked_before_it_joins(
+    tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    """Its agent ends as if it had checked the node itself."""
+    (tmp_path / "file").touch()
+    script = JOINING.format(folder=str(tmp_path / "file" / "checkpoints"))
+    sick = torchrun(tmp_path, shared_etcd, root, conf="mode=restart", script=script)
+    said = sick.stdout + sick.stderr
+    assert sick.returncode == 71, said
+    assert "node this-one does not join the job: checkpoint folder" in said
+    assert "Not a directory" in said
+    assert "name a folder that exists and that this user may write" in said
+    assert "trained" not in said
+
+    script = JOINING.format(folder=str(tmp_path / "checkpoints"))
+    well = torchrun(tmp_path, shared_etcd, root, conf="preflight=1", script=script)
+    assert well.returncode == 0, well.stderr
+    assert "trained" in well.stdout
+    assert well.stderr.count("preflight: passed in") == 2, "the agent's, and that of the folder"
+
+
+def test_a_worker_checks_the_machine_unless_its_agent_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {finding.name for finding in examine(None, machine_is_checked=False)}
+    assert {"/dev/shm", "open files limit"} <= names
+    found = examine(str(tmp_path / "made" / "later"), machine_is_checked=True)
+    assert {finding.status for finding in found} <= {Status.OK, Status.WARNING}
+    assert {finding.name.split()[0] for finding in found} == {"checkpoint"}
+
+
+def test_nothing_is_started_where_there_is_nothing_to_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("started"))
+    require_fit_of_worker(None, {PASSED_VARIABLE: "1", "LOCAL_RANK": "0"})
+    require_fit_of_worker("/nowhere/at/all", {"LOCAL_RANK": "1"})
+
+
+def test_a_check_that_ends_badly_or_never_keeps_the_worker_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = subprocess.CompletedProcess([], 1, b"", b"Traceback\nImportError: no module x\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: ended)
+    with pytest.raises(NodeUnfit, match="ended without a result: ImportError: no module x"):
+        require_fit_of_worker(None, {})
+
+    def hang(*args: object, **kwargs: object) -> None:
+        raise subprocess.TimeoutExpired("python", 1.0)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(NodeUnfit, match="no answer within"):
+        require_fit_of_worker(None, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ("ckpt", "ckpt"),
+        (Path("/shared/job"), "/shared/job"),
+        ("file:///shared/job", "/shared/job"),
+        ("s3://bucket/job", None),
+        (LocalStorage("/shared"), "/shared"),
+    ],
+)
+def test_only_a_folder_of_files_can_be_checked(given: object, folder: str | None) -> None:
+    assert Checkpoints(given).local_folder == folder  # type: ignore[arg-type]

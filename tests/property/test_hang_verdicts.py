@@ -272,6 +272,23 @@ def test_of_two_that_are_stuck_the_one_behind_is_ended_first() -> None:
     assert judge(ranks, 3, POLICY).culprits == (2,)
 
 
+def test_who_restores_its_state_for_ever_while_a_world_forms() -> None:
+    """Its peers wait in a collective of the same world; before they do, all wait for each other."""
+    forming = fact(1, phase=Phase.FORMING, steps_in_world=0)
+    for t in (4.0, 0.99 * POLICY.outside_step_s, 1.01 * POLICY.outside_step_s):
+        peers = [waiting(r, t, fact(0), steps_in_world=0) for r in (0, 2)]
+        verdict = judge([*peers, replace(forming, quiet_s=t)], 3, POLICY)
+        is_over = t > POLICY.outside_step_s
+        assert verdict.action is (HangAction.KILL if is_over else HangAction.WAIT)
+        assert verdict.culprits == ((1,) if is_over else ())
+    assert "rank 1 on node0 hangs in the change of the world, asleep" in verdict.reason
+    long_s = 2 * POLICY.outside_step_s
+    all_form = [replace(fact(r), phase=Phase.FORMING, quiet_s=long_s) for r in range(3)]
+    assert judge(all_form, 3, POLICY).action is HangAction.WAIT
+    earlier = [waiting(0, long_s, fact(0), generation=2), *all_form[1:]]
+    assert judge(earlier, 3, POLICY).culprits == (0,), "it has not left the last world"
+
+
 def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:
     ranks = [
         waiting(0, 9.0, fact(0), outer=Phase.SCRIPT),

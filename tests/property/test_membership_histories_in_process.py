@@ -80,6 +80,7 @@ class InProcessHistories(RuleBasedStateMachine):
         self.written = 0  # worlds
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
+        self.slow: set[str] = set()  # node ids of stragglers, which may be left out
 
     # ── what a leader sees ───────────────────────────────────────────────────────────────
 
@@ -110,6 +111,7 @@ class InProcessHistories(RuleBasedStateMachine):
             failure_reports=tuple(
                 m.report for m in self.machines.values() if m.report and m.has_key
             ),
+            stragglers=dict.fromkeys(self.slow, "slow"),
         )
 
     @property
@@ -152,6 +154,11 @@ class InProcessHistories(RuleBasedStateMachine):
         if not is_fresh or before is None:
             return
         assert proposal.cause is not Cause.JOINED or proposal.planned, "a join interrupts a step"
+        if "slow" in proposal.reason:
+            assert proposal.planned, "to replace a straggler interrupts a step"
+            assert len(chosen) == len(before.members), "nobody takes the place of a straggler"
+            assert set(before.node_ids) - set(chosen) <= self.slow
+            assert not self.slow & set(chosen) - set(before.node_ids)
         if proposal.planned:
             self.check_plan(proposal)
 
@@ -304,7 +311,8 @@ class InProcessHistories(RuleBasedStateMachine):
         newest = record.running.generation if record.running else record.arrived_for
         excluded = record.running is not None and record.node_id not in world.node_ids
         restarts = record.node_id in world.node_ids and world.mode == "restart"
-        if newest < world.generation and (excluded or restarts) and not world.switch_at_step:
+        switched = not world.switch_at_step or any(m.record.running == world for m in self.members)
+        if newest < world.generation and (excluded or restarts) and switched:
             self.end_workers(machine, arrived_for=newest)
 
     def end_workers(self, machine: Machine, *, arrived_for: int, **fields: object) -> None:
@@ -382,6 +390,16 @@ class InProcessHistories(RuleBasedStateMachine):
         machine = self.pick(number, steps=True)
         if machine is not None:
             self.put(machine, state=NodeState.LEAVING)
+
+    @rule(number=NUMBER)
+    def a_node_is_slow(self, number: int) -> None:
+        machine = self.pick(number, steps=True)
+        if machine is not None:
+            self.slow.add(machine.record.node_id)
+
+    @rule()
+    def nobody_is_slow(self) -> None:
+        self.slow.clear()
 
     @rule()
     def those_told_to_leave_have_left(self) -> None:

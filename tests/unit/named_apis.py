@@ -15,7 +15,7 @@ from typing import Any
 
 import checkpoints
 import elastic
-from elastic.cli.completion import whole_parser
+from elastic.cli.completion import complete_parser
 from elastic.tuning.agent_options import OTHER_VARIABLES, AgentOptions
 
 REPOSITORY = Path(__file__).parents[2]
@@ -251,7 +251,7 @@ def unknown_files(text: str) -> Iterator[str]:
 @cache
 def whole() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    return whole_parser()
+    return complete_parser()
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.completion import whole_parser
+from elastic.cli.completion import complete_parser
 from elastic.cli.main import COMMANDS, main
 
 COMPLETE = """
@@ -76,7 +76,7 @@ def test_without_shtab_the_extra_is_named(
 
 def test_every_command_with_a_table_prints_json_as_well() -> None:
     commands: dict[str, argparse.ArgumentParser] = {}
-    for action in whole_parser()._actions:
+    for action in complete_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             commands = dict(action.choices)
     demo = commands["demo"].parse_args(["-o", "json"])

@@ -161,6 +161,19 @@ def test_a_node_that_is_lost_again_and_again_without_progress_spends_the_budget(
     assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 30, steps=5) is None
 
 
+def test_a_name_that_several_agents_have_is_no_evidence_of_churn() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    for generation in range(1, 10):
+        group = world("n1", "n2", "n3", generation=generation, mode="in-process")
+        members = tuple(replace(m, name="machine") for m in group.members)
+        group = replace(group, members=members)
+        gone = [missing("n3", proved_dead=True)]
+        gone = [replace(g, member=members[2]) for g in gone]
+        v = view(group, runs("n1", group), runs("n2", group), gone=gone)
+        step_rate = StepRate(generation, 7, 0.1, NOW)
+        assert accounting.charge(broken(v), step_rate, NOW + generation) is None
+
+
 def test_nodes_that_are_lost_once_each_spend_nothing() -> None:
     accounting = FailureAccounting(OPTIONS)
     names = [f"n{i}" for i in range(1, 21)]

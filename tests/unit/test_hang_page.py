@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from elastic.hangs import stacks
+from elastic.clock import ManualClock
+from elastic.hangs import kernel, stacks
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.page import NAME, SIZE, Page, PageReader, Reading
 from elastic.hangs.phases import PhaseRecorder
@@ -205,7 +206,8 @@ def _nothing(number: int) -> None:
 
 HOLDING = """
 import ctypes, sys, threading, time
-from elastic.hangs import stacks
+from elastic.clock import ManualClock
+from elastic.hangs import kernel, stacks
 source = stacks.offer()
 print(source.fd, source.signum, flush=True)
 
@@ -279,9 +281,10 @@ def test_a_stopped_process_has_no_stacks_and_holds_nobody_up(
     process = started(HOLDING)
     source = source_of(process)
     process.send_signal(signal.SIGSTOP)
-    began_s = time.monotonic()
-    stacks.take(process.pid, source)
-    assert time.monotonic() - began_s < 60
+    eventually(lambda: kernel.is_stopped(process.pid), "state T")
+    clock = ManualClock()
+    assert stacks.take(process.pid, source, clock) == ""
+    assert clock.monotonic() == ManualClock().monotonic(), "no time is spent on it"
 
 
 def test_outliers_come_first() -> None:

@@ -17,6 +17,7 @@ from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.lifecycle import TRANSITIONS, Lifecycle, WorldPhase
 from elastic.training.listeners import Listeners
 from elastic.training.state.job_state import JobState
+from elastic.training.step_account import StepAccount
 from elastic.world.world import World, world_from_environment
 
 WORLD = world_from_environment({})
@@ -53,6 +54,7 @@ def lifecycle_of(group: Group | None = None, listeners: Listeners | None = None)
         CheckpointManager(None, Silent()),
         Ledger(None),
         listeners or Listeners(),
+        StepAccount(Silent()),
     )
 
 

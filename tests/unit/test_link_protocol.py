@@ -22,13 +22,16 @@ from elastic.link.protocol import (
     Bye,
     Heartbeat,
     Hello,
+    MeasureSteps,
     Message,
     Ready,
+    StepReport,
     WorldMessage,
     decode,
     encode,
 )
 from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
+from elastic.stragglers.facts import StepTimes
 
 WORLD = WorldMessage(
     world=WorldSpec(
@@ -53,6 +56,20 @@ SAID = [
     Hello(version=1, pid=2, local_rank=0, library="0.1"),
     Heartbeat(generation=1, step=2, phase="step", step_time_s=0.1),
     Ready(),
+    StepReport(
+        times=StepTimes(
+            generation=3,
+            window=1,
+            steps=18,
+            samples=144,
+            data_s=0.001,
+            compute_s=0.1,
+            collective_s=0.0,
+            checkpoint_s=0.0,
+            script_s=1e-9,
+        )
+    ),
+    MeasureSteps(window_s=10.0),
     Bye(clean=False, error="ValueError: ä\n"),
 ]
 

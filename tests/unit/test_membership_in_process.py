@@ -13,12 +13,13 @@ from membership_nodes import (
     node,
     proposal,
     seen,
+    suspect,
     view,
     wait,
     world,
 )
 
-from elastic.membership.decision import End, MissingMember, NodeView, decide
+from elastic.membership.decision import End, MissingMember, NodeView, View, decide
 from elastic.membership.records import (
     Cause,
     FailureReport,
@@ -47,6 +48,67 @@ def report(name: str, generation: int) -> FailureReport:
 def test_a_ready_joining_node_switches_at_a_step_boundary() -> None:
     p = proposal(view(SEVEN, *members("n1", "n2", "n3"), ready("n4", None)))
     assert (named(p)[-1], p.mode, p.cause, p.planned) == ("n4", "in-process", Cause.JOINED, True)
+
+
+FULL = world("n1", "n2", "n3", "n4", mode="in-process")
+RUNNING = [ready(f"n{number}", FULL) for number in (1, 2, 3, 4)]
+
+
+def with_stragglers(*nodes: NodeView, slow: tuple[str, ...]) -> View:
+    reasons = {f"id-{name}": f"{name} is slow" for name in slow}
+    return replace(view(FULL, *nodes), stragglers=reasons)
+
+
+def test_a_node_that_waits_takes_the_place_of_a_straggler_at_a_step_boundary() -> None:
+    p = proposal(with_stragglers(*RUNNING, ready("n5", None), slow=("n2",)))
+    assert named(p) == ["n1", "n3", "n4", "n5"]
+    assert (p.mode, p.cause, p.planned) == ("in-process", Cause.LEFT, True)
+    assert p.reason == "n5 replaces n2: n2 is slow"
+
+
+def test_as_many_stragglers_are_replaced_as_nodes_wait() -> None:
+    p = proposal(with_stragglers(*RUNNING, ready("n5", None), slow=("n2", "n3")))
+    assert named(p) == ["n1", "n3", "n4", "n5"]
+    spares = [ready("n5", None), ready("n6", None), ready("n7", None)]
+    p = proposal(with_stragglers(*RUNNING, *spares, slow=("n2", "n3")))
+    assert named(p) == ["n1", "n4", "n5", "n6"]
+    assert p.reason == "n5, n6 replace n2, n3: n2 is slow; n3 is slow"
+
+
+def test_a_straggler_stays_while_nobody_could_take_its_place() -> None:
+    assert "runs on" in wait(with_stragglers(*RUNNING, slow=("n2",))).reason
+    # n5 was left out for the same reason before.
+    w = wait(with_stragglers(*RUNNING, ready("n5", None), slow=("n2", "n5")))
+    assert w.reason == "n5 waits: the world is full"
+    spares = [ready(name, None) for name in ("n5", "n6", "n7", "n8")]
+    w = wait(with_stragglers(*RUNNING, *spares, slow=("n1", "n2", "n3", "n4")))
+    assert w.reason == "n5, n6, n7, n8 wait: the world is full", "nobody would have the state"
+
+
+def test_a_world_with_room_takes_a_joining_node_and_keeps_its_straggler() -> None:
+    running = members("n1", "n2", "n3")
+    v = replace(view(SEVEN, *running, ready("n4", None)), stragglers={"id-n2": "n2 is slow"})
+    p = proposal(v)
+    assert (named(p), p.cause) == (["n1", "n2", "n3", "n4"], Cause.JOINED)
+
+
+def test_a_straggler_is_replaced_once_all_run_the_last_plan() -> None:
+    late = [*RUNNING[:3], ready("n4", replace(FULL, generation=6))]
+    w = wait(with_stragglers(*late, ready("n5", None), slow=("n2",)))
+    assert w.reason == "n5 waits until n4 runs generation 7"
+
+
+def test_who_was_left_out_as_a_straggler_is_the_last_to_fill_a_gap() -> None:
+    """It is better than nobody."""
+    spares = [ready("n5", None), ready("n6", None)]
+    gap = with_stragglers(*RUNNING[:3], *spares, slow=("n5",))
+    lost = replace(gap, missing=(missing("n4", proved_dead=True),))
+    assert named(proposal(lost)) == ["n1", "n2", "n3", "n6"]
+    only = replace(
+        with_stragglers(*RUNNING[:3], spares[0], slow=("n5",)),
+        missing=(missing("n4", proved_dead=True),),
+    )
+    assert named(proposal(only)) == ["n1", "n2", "n3", "n5"]
 
 
 def test_nobody_waits_for_a_joining_node_that_is_not_ready() -> None:
@@ -323,3 +385,29 @@ def test_who_holds_the_state_does_not_restart_with_those_who_have_lost_it() -> N
     holders = [replacing(name, NodeState.READY) for name in ("n1", "n2")]
     p = proposal(view(SEVEN, *holders, lost))
     assert (named(p), p.mode) == (["n1", "n2"], "in-process")
+
+
+def accuses(name: str, *accused: str, generation: int = 7) -> FailureReport:
+    return replace(report(name, generation), accused=tuple(f"id-{n}" for n in accused))
+
+
+def test_a_suspect_whose_workers_are_not_heard_either_is_left_out_soon() -> None:
+    n1, n2, n3 = members("n1", "n2", "n3")
+    silent_n3 = suspect(n3, NOW)
+    told = (report("n1", 7), accuses("n2", "n3"))
+    v = view(SEVEN, n1, n2, silent_n3, failure_reports=told)
+    assert wait(v).until_s == NOW + POLICY.cut_off_s < NOW + POLICY.suspect_s
+    assert named(proposal(v, now=NOW + POLICY.cut_off_s)) == ["n1", "n2"]
+    # Its own word, and that of another generation, are none.
+    for said in (accuses("n3", "n3"), accuses("n2", "n3", generation=6)):
+        v = view(SEVEN, n1, n2, silent_n3, failure_reports=(report("n1", 7), said))
+        assert wait(v).until_s == NOW + POLICY.suspect_s
+
+
+def test_who_is_accused_has_a_moment_to_accuse_in_turn() -> None:
+    """Of two that cannot reach each other either may be the first to say so."""
+    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(accuses("n2", "n3"),))
+    fresh = replace(v, failing_since_s=NOW)
+    assert wait(fresh).until_s == NOW + POLICY.origin_settle_s
+    both = replace(fresh, failure_reports=(accuses("n2", "n3"), accuses("n3", "n2")))
+    assert wait(both).until_s == NOW + POLICY.trouble_settle_s

@@ -168,3 +168,21 @@ def test_a_node_found_alive_is_not_charged_with_its_death() -> None:
     assert not flaps.quarantined(3.0)
     flaps.lost("n1", 4.0)
     assert "n1" in flaps.quarantined(4.0)
+
+
+def test_a_connection_that_fell_silent_is_no_loss() -> None:
+    """Nobody closed it: its process may live behind a firewall that refuses in its name."""
+    leader = Leader()
+    leader.connections.closed(ID, False, fell_silent=True)
+    assert not leader.connections.is_lost(ID)
+    assert leader.answers(REFUSED) is Liveness.SUSPECT
+
+
+def test_members_with_a_lease_that_do_not_answer_are_unheard() -> None:
+    leader = Leader()
+    assert leader.roster.unheard(WORLD, since_s=9.0) == ()
+    leader.answers(SILENT)  # at 3.0
+    assert leader.roster.unheard(WORLD, since_s=2.9) == ()
+    assert leader.roster.unheard(WORLD, since_s=3.0) == (ID,)
+    leader.loses_its_lease()
+    assert leader.roster.unheard(WORLD, since_s=9.0) == ()

@@ -1,7 +1,7 @@
 """``elastic demo``: three local torchrun nodes train on real images, one is killed, one is added.
 
 Everything lives in a temporary folder: etcd's data, checkpoints, ledger, journals, logs. It is
-removed at the end, unless asked for or something failed.
+removed at the end, unless ``--keep`` is given or a promise failed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job stands: its newest generation that completed a step."""
+    """The job's position: its newest generation that completed a step."""
 
     generation: int
     nodes: frozenset[str]
@@ -46,7 +46,7 @@ class JobPosition:
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What was done already, and where the job stood then."""
+    """The acts that are done, and the job's position at each."""
 
     killed_at: JobPosition | None = None
     joined_at: JobPosition | None = None
@@ -89,7 +89,7 @@ class DemoPlan:
 
 
 def position_of(ledger: RunLedger) -> JobPosition | None:
-    """Where the job stands, or None before its first step."""
+    """The job's position, or None before its first step."""
     if not ledger.steps:
         return None
     generation = max(s.generation for s in ledger.steps)

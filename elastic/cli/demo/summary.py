@@ -48,8 +48,8 @@ class Summary:
     steps: int  # of the surviving lineage
     recomputed_steps: int
     accuracy: float | None
-    killed: str | None  # where the job stood then, in words
-    added: str | None  # where the job stood when the joining node's agent was started
+    killed: str | None  # the job's position then, for people
+    added: str | None  # the job's position when the joining node's agent was started
     duration_s: float
     failures: tuple[str, ...]
 

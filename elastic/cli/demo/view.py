@@ -36,14 +36,14 @@ class NodeRow:
 
 
 class DemoView(Protocol):
-    """What the demo tells the person."""
+    """What the demo shows."""
 
     def say(self, text: str, time_s: float) -> None:
         """Something happened."""
         ...
 
     def update(self, rows: Sequence[NodeRow]) -> None:
-        """The nodes stand like this now."""
+        """The present state of the nodes."""
         ...
 
     def close(self) -> None: ...
@@ -175,8 +175,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     never = sum(s.never for s in summary.samples)
     accuracy = "unknown" if summary.accuracy is None else f"{summary.accuracy:.2%}"
     lines = {
-        "killed": summary.killed or "nobody",
-        "added": summary.added or "nobody",
+        "killed": summary.killed or "no node",
+        "added": summary.added or "no node",
         "samples": f"{once} seen once, {twice} twice, {never} never, in {len(summary.samples)} "
         "epochs of the surviving lineage",
         "steps": f"{summary.steps}, and {summary.recomputed_steps} recomputed",

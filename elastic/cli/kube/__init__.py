@@ -1,4 +1,4 @@
-"""``elastic kube``: a job's manifests from a few flags, without editing YAML by hand.
+"""``elastic kube``: a job's manifests from a few flags, without editing YAML.
 
 Start with ``command``. ``options`` makes of the flags a record (``job``), each value checked by
 ``names``, ``components`` or ``stores``; ``overlay`` and ``patches`` make of the record a

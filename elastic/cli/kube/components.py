@@ -41,7 +41,7 @@ def _check_named(given: Sequence[str], name: str) -> None:
         raise ConfigError(
             f"--with=node-tls with --name={name}: all jobs of a namespace would have one "
             "certificate, and one would overwrite the other's",
-            hint="give the job a namespace of its own, without --name",
+            hint="give the job its own namespace, without --name",
         )
     if "etcd-monitoring" in given:
         raise ConfigError(
@@ -51,7 +51,7 @@ def _check_named(given: Sequence[str], name: str) -> None:
 
 
 def _check_dev(given: Sequence[str]) -> None:
-    lacks = {"etcd-monitoring": "whose etcd is open to its own job alone"}
+    lacks = {"etcd-monitoring": "whose etcd accepts only its own job"}
     if "node-tls" not in given:
         lacks[OWN_CERTIFICATES] = "which has no certificates"
     for component in given:

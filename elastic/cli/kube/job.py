@@ -13,7 +13,7 @@ class Workload:
 
     kind: str
     name: str
-    template: str  # where the pod template stands, as a JSON pointer
+    template: str  # the pod template, as a JSON pointer
     namespace: str
     gpus: bool = True
     image: bool = False  # whether the overlay's own image can be right: it is built on the laptop
@@ -62,7 +62,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Of one worker's pod. ``None`` leaves what the overlay says."""
+    """Of one worker's pod. ``None`` keeps the overlay's value."""
 
     cpu: str | None = None
     memory_bytes: int | None = None  # requested, and the limit
@@ -86,15 +86,15 @@ class Access:
     environment: Mapping[str, str] = field(default_factory=dict)
     environment_secrets: tuple[str, ...] = ()
     account_annotations: Mapping[str, str] = field(default_factory=dict)
-    ports: tuple[int, ...] = ()  # of the object store, or of a proxy, besides 443
+    ports: tuple[int, ...] = ()  # of the object store, or of a proxy, in addition to 443
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlay:
-    """What the user wants. ``None`` leaves what the overlay says."""
+    """What the user wants. ``None`` keeps the overlay's value."""
 
     overlay: str
-    deploy: str  # the path of deploy/ from where the kustomization will stand
+    deploy: str  # the path of deploy/, relative to the kustomization
     namespace: str
     name: str | None = None  # of a job that shares namespace and etcd with others
     components: tuple[str, ...] = ()
@@ -116,5 +116,5 @@ class Overlay:
 
     @property
     def prefix(self) -> str | None:
-        """Under which a named job's keys stand in the etcd that it shares."""
+        """The prefix of a named job's keys in an etcd that it shares."""
         return f"/elastic/{self.name}" if self.name else None

@@ -115,7 +115,7 @@ def label(flag: str, text: str) -> tuple[str, str]:
 
 def annotation(flag: str, text: str) -> tuple[str, str]:
     """``KEY=VALUE`` of an annotation, whose value is free. Refuses Kubernetes' own keys, some of
-    which are kustomize's: with ``config.kubernetes.io/local-config`` the object is left out."""
+    which are kustomize's: with ``config.kubernetes.io/local-config`` the object is omitted."""
     key, value = _pair(flag, text)
     _printable(flag, text)
     if is_of_kubernetes(_key(flag, text, key)):
@@ -137,7 +137,7 @@ def is_of_kubernetes(key: str) -> bool:
 
 
 def variable(flag: str, text: str) -> tuple[str, str]:
-    """``NAME=VALUE`` of a container's environment. Refuses what belongs into a secret."""
+    """``NAME=VALUE`` of a container's environment. Refuses values that belong in a Secret."""
     name, value = _pair(flag, text)
     _printable(flag, text)
     if not _VARIABLE.fullmatch(name):

@@ -33,8 +33,8 @@ _MOST_NODES = 1_000_000
 _ADMINISTRATORS = ("root", "etcd-client")
 # torchrun's default, with which an agent of several nodes refuses to start (rendezvous/handler.py).
 _NO_RUN_ID = "none"
-# Keys that the manifests and the controllers of workloads live by. Kubernetes' own prefixes are
-# refused as a whole (names.is_of_kubernetes), but for the free ones of app.kubernetes.io.
+# Keys that the manifests and the controllers of workloads depend on. Kubernetes' own prefixes are
+# refused (names.is_of_kubernetes), except the free ones of app.kubernetes.io.
 _OWN_LABELS = frozenset(
     {
         *(f"app.kubernetes.io/{name}" for name in ("name", "component", "instance")),
@@ -103,7 +103,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         "namespace and etcd of deploy/overlays/shared, under the prefix /elastic/NAME",
     )
     command.add_argument(
-        "--image", metavar="NAME:TAG", help="or NAME@sha256:DIGEST; only dev has one of its own"
+        "--image", metavar="NAME:TAG", help="or NAME@sha256:DIGEST; only dev has a default"
     )
     command.add_argument(
         "--nodes", metavar="MIN:MAX", help="the smallest world and the largest; N is N:N"
@@ -120,7 +120,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         "--grace", type=int, metavar="SECONDS", help="from SIGTERM to SIGKILL, for a last save"
     )
     command.add_argument(
-        "--namespace", metavar="NAME", help="for training jobs alone; default: the overlay's"
+        "--namespace", metavar="NAME", help="only for training jobs; default: the overlay's"
     )
     _repeated(command, "--label", "KEY=VALUE", "of all objects and pods")
 
@@ -163,7 +163,7 @@ def _repeated(group: argparse._ActionsContainer, flag: str, metavar: str, text: 
 
 
 def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
-    """Check everything, for a kustomization that will stand in ``folder``. Raises ConfigError."""
+    """Check everything, for a kustomization in ``folder``. Raises ConfigError."""
     if not (args.deploy / "overlays" / args.overlay / "kustomization.yaml").is_file():
         raise ConfigError(
             f"--deploy={args.deploy} holds no overlays/{args.overlay}",
@@ -231,12 +231,12 @@ def _namespace(args: argparse.Namespace, locks_memory: bool) -> str:
         raise ConfigError(
             "--namespace=default: the policies would cut off everything else there, and "
             "`kubectl delete -k` would try to delete it",
-            hint="name one for training jobs alone",
+            hint="name one that is only for training jobs",
         )
     if namespace.startswith("kube-"):
         raise ConfigError(
             f"--namespace={namespace} is Kubernetes' own: nothing there would pass the policies",
-            hint="name one for training jobs alone",
+            hint="name one that is only for training jobs",
         )
     return namespace
 

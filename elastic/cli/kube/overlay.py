@@ -28,7 +28,7 @@ _TEMPLATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _SPREAD = "topologySpreadConstraints/labelSelector/matchLabels"
-# Where one job is told from another. NetworkPolicies' peers are patched: some are other components.
+# Where jobs are distinguished. NetworkPolicies' peers are patched: some are other components.
 _SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "StatefulSet": ("spec/selector/matchLabels", f"spec/template/spec/{_SPREAD}"),
@@ -45,7 +45,7 @@ _SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def kustomization(wanted: Overlay) -> str:
-    """The whole file."""
+    """The complete file."""
     lines = [
         MARK,
         "apiVersion: kustomize.config.k8s.io/v1beta1",

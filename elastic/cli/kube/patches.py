@@ -1,4 +1,4 @@
-"""The patches of `elastic kube render`'s kustomization: what no other field of one can say.
+"""The patches of `elastic kube render`'s kustomization: what no other field can express.
 
 They run upon the workload that is applied, after components and before names get their prefix.
 """
@@ -15,7 +15,7 @@ Operation = Mapping[str, object]
 
 INSTANCE = "app.kubernetes.io/instance"
 GIB = 2**30
-# Of one GPU: an eighth of what deploy/components/gpu asks for a machine of eight.
+# Of one GPU: an eighth of what deploy/components/gpu requests for a machine with eight.
 _CPUS, _MEMORY_BYTES = 4, 32 * GIB
 _SHARED_MEMORY = 4  # a fourth of the memory, in which it counts
 # Volumes of deploy/base/workers.yaml, and what components/etcd-client-tls adds to it.

@@ -23,7 +23,7 @@ _VOLUMES = ("class", "claim")
 # Of a pod's own file system, or without writing.
 _NO_STORES = frozenset({"file", "local", "memory", "http", "https"})
 _GOOGLE = frozenset({"gs", "gcs"})
-# Azure's webhook reads the annotation on the service accounts of pods with this label alone.
+# Azure's webhook reads the annotation only on the service accounts of pods with this label.
 _AZURE_IDENTITY = "azure.workload.identity/client-id"
 _AZURE_LABEL = ("azure.workload.identity/use", "true")
 
@@ -51,7 +51,7 @@ def components(wanted: Store | None, access: Access) -> tuple[str, ...]:
 
 
 def ports(environment: Mapping[str, str]) -> set[int]:
-    """Of the endpoints and proxies that the workers are told of. Raises ConfigError."""
+    """The ports of the endpoints and proxies in the workers' environment. Raises ConfigError."""
     return {
         _port(name, environment[name])
         for name in (*_ENDPOINTS, *map(str.lower, _ENDPOINTS))
@@ -60,7 +60,7 @@ def ports(environment: Mapping[str, str]) -> set[int]:
 
 
 def check_identity(annotations: Mapping[str, str], labels: Mapping[str, str]) -> None:
-    """Raises ConfigError where an annotation alone gives pods nothing."""
+    """Raises ConfigError where an annotation without a label has no effect."""
     label, value = _AZURE_LABEL
     if _AZURE_IDENTITY in annotations and labels.get(label) != value:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Runs a command that ends when its parent does: ``bound_to_parent.py PID COMMAND...``.
 
-A launcher killed with SIGKILL can stop nothing any more; so every local node asks the kernel
+A launcher killed with SIGKILL cannot stop its nodes; so every local node asks the kernel
 for SIGTERM on its parent's death. The setting survives execve (prctl(2)), which lets it work
 for plain torchrun, and it is made here rather than in ``preexec_fn``, which is not safe in a
 process with threads. SIGTERM, not SIGKILL: the agent then stops its workers.

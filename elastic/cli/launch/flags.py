@@ -28,7 +28,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line (and ``PET_*``), fill in our defaults, check what can be checked.
 
     Raises:
-        ConfigError: naming the value, where it stands and what to do.
+        ConfigError: naming the value, its place and the remedy.
     """
     parser = build_parser()
     flags = [s for action in parser._actions for s in action.option_strings]
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _RunParser(
         prog="elastic run",
         description="Start a training job, or join one: torchrun with an etcd rendezvous, "
-        "failures bounded by a budget and exit codes that tell why it ended.",
+        "failures bounded by a budget and exit codes for every way to end.",
         epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
         "one was required, 69 etcd unreachable, 70 failure budget spent, 71 preflight failed, 75 "
         "preempted and saved",
@@ -169,7 +169,7 @@ def _check_nodes(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--nnodes={args.nnodes} waits for {low} nodes, and only the {local} of "
             "--nodes-local can reach the embedded etcd",
-            hint=f"use --nodes-local={low}, or an etcd of its own with --rdzv-endpoint",
+            hint=f"use --nodes-local={low}, or an external etcd with --rdzv-endpoint",
         )
 
 

@@ -1,7 +1,7 @@
-"""Several nodes on one machine: each an agent process in a session of its own.
+"""Several nodes on one machine: each an agent process in a separate session.
 
 The owner calls :meth:`LocalNodes.pump` in a loop; it hands over the nodes' output line by line
-and notices who ended. One thread does it all, so nothing is left to join.
+and notices ended processes. It needs one thread.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class LocalNodes:
         processes.send([node.pid for node in self.running], signum)
 
     def kill(self, node: NodeProcess) -> None:
-        """SIGKILL a whole node, agent, workers and all, as if its machine had died."""
+        """SIGKILL all processes of a node, as a failure of its machine would."""
         processes.kill_tree(node.pid)
         node.process.wait()
 

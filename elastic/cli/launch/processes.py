@@ -25,7 +25,7 @@ def tree(root: int) -> tuple[int, ...]:
 
 
 def kill_tree(root: int) -> tuple[int, ...]:
-    """SIGKILL ``root`` and all below it, as if the machine had died; returns their pids.
+    """SIGKILL ``root`` and all its descendants, as a failure of the machine; returns their pids.
 
     The root is stopped first, so that it cannot start, or tidy up after, one of its children.
     """

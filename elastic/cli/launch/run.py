@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def endpoint(args: argparse.Namespace) -> Iterator[None]:
-    """Put the embedded etcd's endpoint into ``args``, if one is asked for."""
+    """Start an embedded etcd if requested, and put its endpoint into ``args``."""
     if not args.embedded_etcd:
         yield
         return
@@ -50,7 +50,7 @@ def endpoint(args: argparse.Namespace) -> Iterator[None]:
 
 
 def announce(args: argparse.Namespace) -> None:
-    """Tell what another node needs to join."""
+    """Print the arguments that another node needs to join."""
     if not args.rdzv_id_generated or args.standalone:
         return
     where = f" --rdzv-endpoint={args.rdzv_endpoint}" if args.rdzv_endpoint else ""
@@ -65,7 +65,7 @@ def say(text: str) -> None:
 
 
 def run_agent(args: argparse.Namespace) -> int:
-    """Be one node of the job; returns the exit code, having said why."""
+    """Run one node of the job; returns the exit code, after printing the reason."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -77,7 +77,8 @@ def run_agent(args: argparse.Namespace) -> int:
 
 
 def _report(error: BaseException) -> int:
-    """Say what ended the agent: ours as a sentence, torch's summary as it is, bugs in full."""
+    """Print what ended the agent: a message for our errors, torch's summary, tracebacks for
+    bugs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -88,7 +89,7 @@ def _report(error: BaseException) -> int:
     elif ours is not None:
         say(str(ours))
     elif isinstance(error, ChildFailedError):
-        print(str(error).strip("\n"), file=sys.stderr, flush=True)  # a table of its own
+        print(str(error).strip("\n"), file=sys.stderr, flush=True)  # torch's own table
     elif isinstance(error, SignalException | KeyboardInterrupt):
         say(str(error) or "interrupted")
     else:
@@ -100,7 +101,7 @@ def _report(error: BaseException) -> int:
 
 
 class StopRequest:
-    """What the user asked for with signals: the first is passed on, the second kills."""
+    """Signals of the user: the first is passed on, the second kills."""
 
     def __init__(self) -> None:
         self.signum: int | None = None

@@ -42,7 +42,7 @@ class _TooHeavy(Exception):
     """The definition needs more of torch than its own source."""
 
 
-# What reading the source of an unknown torch may run into; its real import then has the say.
+# Raised for a source of an unknown torch that cannot be read this way; then torch is imported.
 _CANNOT_BE_READ = (
     _TooHeavy,
     ImportError,

@@ -18,18 +18,24 @@ from elastic.errors import StoreRefused, StoreTooOld, StoreUnreachable
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, read_pem
 from elastic.store.etcd.failures import CallFailure, Remedy, classify, explain
-from elastic.tuning.agent_intervals import STORE_PROBE_S, STORE_SLOWEST_PROBE_S
+from elastic.tuning.agent_intervals import (
+    STORE_BACKOFF_CAP_S,
+    STORE_FIRST_BACKOFF_S,
+    STORE_KEEPALIVE_ANSWER_S,
+    STORE_KEEPALIVE_S,
+    STORE_PROBE_S,
+    STORE_SLOWEST_PROBE_S,
+)
 
 _OLDEST = (3, 4)
 
-# Keepalive: etcd refuses pings more often than every 5 s. The store's pulse is quicker; this
-# is for connections that a middle box forgets. Backoff: the cap of PROTOCOL section 3.
+# gRPC sets TCP_USER_TIMEOUT to the keep-alive's timeout where it sends pings (gRFC A18).
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 6000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", round(STORE_KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", round(STORE_KEEPALIVE_ANSWER_S * 1000)),
+    ("grpc.initial_reconnect_backoff_ms", round(STORE_FIRST_BACKOFF_S * 1000)),
+    ("grpc.min_reconnect_backoff_ms", round(STORE_BACKOFF_CAP_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", round(STORE_BACKOFF_CAP_S * 1000)),
     ("grpc.enable_http_proxy", 0),  # the cluster's etcd is never behind the web proxy
     ("grpc.use_local_subchannel_pool", 1),  # a closed channel really closes its sockets
     ("grpc.max_receive_message_length", 64 << 20),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import checkpoints
 from checkpoints import EverySteps, LatestN, RetentionPolicy, SavePolicy
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.roots import storage_for
 from elastic.errors import ConfigError, TrainingError
 
 EVERY_STEPS = 50
+_IN_A_STORE = re.compile(r"(?!(?:file|local)://)[A-Za-z][A-Za-z0-9+.\-]*://")
 MEMORY_EVERY_STEPS = 10
 
 WhenGiven = SavePolicy | int | None
@@ -37,6 +41,16 @@ class Checkpoints:
     keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy; a number is the newest ones
     required: bool = False  # refuse to start from step 0 (exit code 65)
     memory: int | bool = False  # steps between two saves into the nodes' memory; True: 10
+
+    @property
+    def local_folder(self) -> str | None:
+        """Its path; None where it is not one of files, but in an object store."""
+        storage = self.folder
+        if isinstance(storage, str) and _IN_A_STORE.match(storage):
+            return None
+        if isinstance(storage, str | os.PathLike):
+            storage = storage_for(storage)
+        return storage.place if isinstance(storage, LocalStorage) else None
 
     def __post_init__(self) -> None:
         _check_count("memory", self.memory if self.memory is not False else None)

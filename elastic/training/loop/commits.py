@@ -29,6 +29,7 @@ from elastic.training.state.replicas import (
 )
 from elastic.training.state.rollback import PARTIAL
 from elastic.training.step import Step
+from elastic.training.step_account import StepAccount
 from elastic.world.world import World
 
 
@@ -45,6 +46,7 @@ class Commits:
         checkpoints: CheckpointManager,
         callbacks: StepCallbacks,
         ledger: Ledger,
+        account: StepAccount,
     ) -> None:
         self._job = registry.job
         self._guard = registry.guard
@@ -55,6 +57,7 @@ class Commits:
         self._checkpoints = checkpoints
         self._callbacks = callbacks
         self._ledger = ledger
+        self._account = account
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = False
@@ -68,6 +71,7 @@ class Commits:
         self._current.drop()
         self._job.progress.step += 1
         phases.committed(self._job.progress.step)
+        self._account.committed(self._job.progress.step)
         self._checkpoints.step_ended()
         if loader is not None:
             loader.advance()

@@ -153,7 +153,7 @@ class StepLoop:
         for module in self._job.modules.values():
             module.begin_step(step.share)
         self.current.begin(step, loader)
-        phases.begin_step(number)
+        phases.begin_step(number, step.samples)
         strategy.before_step(step)
         if self._ledger.is_on:
             self._ledger.begin(

@@ -22,11 +22,12 @@ from elastic.training.recovery.reconfiguration import Reconfiguration
 from elastic.training.recovery.step_timer import StepTimer
 from elastic.training.state.job_state import JobState
 from elastic.training.step import Step
+from elastic.training.step_account import StepAccount
 from elastic.tuning.worker_intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
 from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
 from elastic.world.faults import causes, is_world_fault, may_come_of_garbage
 
-_LAPS = ("leave_s", "wait_s", "build_s", "agree_s")
+_LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
 
 
 class InProcess:
@@ -47,6 +48,7 @@ class InProcess:
         checkpoints: CheckpointManager,
         progress: RankProgress,
         timer: StepTimer,
+        account: StepAccount,
         journal: EventSink,
     ) -> None:
         self._job = job
@@ -58,6 +60,7 @@ class InProcess:
         self._progress = progress
         self._reconfiguration = Reconfiguration(job, progress, checkpoints, journal, group.device)
         self._timer = timer
+        self._account = account
         self._journal = journal
         self._laps: dict[str, float] = {}
 
@@ -99,6 +102,7 @@ class InProcess:
         """Leave the world that is over, enter the next one, and restore the state of a commit."""
         began_s = SYSTEM_CLOCK.monotonic()
         is_planned = isinstance(error, WorldChanged)
+        self._account.end_world("change" if is_planned else "fault")
         self._lifecycle.begin_change()
         if not is_planned:
             self._report(error)
@@ -166,8 +170,9 @@ class InProcess:
                 return
             # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
             self._lifecycle.pause()
-            self._checkpoints.save(self._job)
-            self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
+            with self._lap("paused_s"):
+                self._checkpoints.save(self._job)
+                self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
             self._lifecycle.end(broken=False)
 
     def _form(self, message: WorldMessage) -> None:

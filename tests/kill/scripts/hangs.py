@@ -1,7 +1,8 @@
 """A job that hangs where it is told, in every way that a script can.
 
-A file ``hang-KIND`` in the folder, with the name of a node in it, is the order; the node's worker
-(or its data worker) takes it by deleting it. ``done-KIND`` says that it did.
+A file ``hang-KIND`` in the folder, with the name of a node and a number of seconds in it, is the
+order; the node's worker (or its data worker) takes it by deleting it. ``done-KIND`` says that it
+did.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ import elastic
 from elastic.testing.pacing import pause_after_step
 
 FOR_EVER_S = 1e6
-EVALUATION_S = float(os.environ.get("HANGS_EVALUATION_S", "12"))
-CHECKPOINT_S = float(os.environ.get("HANGS_CHECKPOINT_S", "8"))
-GARBAGE_S = float(os.environ.get("HANGS_GARBAGE_S", "8"))
 
 
 class Orders:
@@ -37,16 +35,19 @@ class Orders:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
         self.has_waited = False
+        self.takes_s = 0.0  # what was taken last
 
     def take(self, kind: str) -> bool:
         """Whether it is told to do that now; once."""
         order = self.folder / f"hang-{kind}"
         try:
-            if order.read_text() not in (self.node, "any"):
+            node, takes_s = order.read_text().split()
+            if node not in (self.node, "any"):
                 return False
             order.unlink()
         except OSError:
             return False  # there is none, or another worker has taken it
+        self.takes_s = float(takes_s)
         (self.folder / f"done-{kind}").write_text(f"{os.getpid()} {time.time()}")
         return True
 
@@ -72,11 +73,12 @@ class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Slow:
     """Garbage that takes long to collect."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_s: float) -> None:
         self.itself = self
+        self.takes_s = takes_s
 
     def __del__(self) -> None:
-        time.sleep(GARBAGE_S)
+        time.sleep(self.takes_s)
 
 
 def wait_for_nobody(orders: Orders, step: int) -> None:
@@ -113,7 +115,7 @@ def hang(orders: Orders) -> None:
             ctypes.PyDLL(None).sleep(600)
     if orders.take("garbage"):
         gc.disable()
-        Slow()
+        Slow(orders.takes_s)
         gc.enable()
         gc.collect()
     if orders.take("breakpoint"):
@@ -157,15 +159,15 @@ def main() -> None:
                 (x, y), *_ = step
                 optimizer.zero_grad()
                 if orders.take("before-forward"):
-                    time.sleep(EVALUATION_S)
+                    time.sleep(orders.takes_s)
                 wait_for_nobody(orders, step.number)
                 loss = F.mse_loss(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if orders.take("evaluation"):
-                    time.sleep(EVALUATION_S)
+                    time.sleep(orders.takes_s)
                 if orders.take("checkpoint"):
-                    time.sleep(CHECKPOINT_S)
+                    time.sleep(orders.takes_s)
                 if orders.take("order"):
                     torch.distributed.barrier()
                     run.mean(1.0, loss=loss.item())

@@ -1,0 +1,192 @@
+"""``elastic describe``: all that etcd knows of a node, an incident, or the last checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from elastic.cli.command_parser import CommandParser, nearest
+from elastic.cli.job_arguments import add_job_arguments
+from elastic.cli.observe.connection import job_store, keys_of
+from elastic.cli.observe.job_view import JobView, incident, read_job, sentence
+from elastic.cli.observe.printable import duration, printable, timestamp
+from elastic.cli.observe.status import ranks_of
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError
+from elastic.membership.records import BreakageRecord, Node
+
+_LONGEST_LINE = 500
+_MOST_LINES = 60  # of a traceback
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic describe ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    keys = keys_of(args)
+    with job_store(args) as store:
+        view = read_job(store, keys, SYSTEM_CLOCK.wall())
+    print("\n".join(describe(view, args.kind, args.name)))
+    return 0
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic describe``."""
+    own = CommandParser(
+        prog="elastic describe",
+        description="Print what etcd knows of a node, of what broke a world, or of the last "
+        "checkpoint.",
+        epilog="exit codes: 0, 2 usage, or there is no such thing, 69 etcd cannot be reached, or "
+        "refuses",
+    )
+    own.add_argument("kind", choices=("node", "incident", "checkpoint"))
+    own.add_argument(
+        "name",
+        nargs="?",
+        help="of the node; of an incident the generation that it broke (default: the last one)",
+    )
+    add_job_arguments(own, environ)
+    return own
+
+
+def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
+    """Lines for people. Raises ConfigError where there is no such thing."""
+    if kind == "node":
+        return _node(view, _node_named(view, name))
+    if kind == "incident":
+        return _incident(view, _incident_named(view, name))
+    return _checkpoint(view)
+
+
+def _field(name: str, value: object) -> str:
+    return f"{name + ':':<14} {printable(str(value), _LONGEST_LINE)}"
+
+
+# Nodes -------------------------------------------------------------------------------------------
+
+
+def _node_named(view: JobView, name: str | None) -> Node:
+    names = [node.name for node in view.nodes]
+    if name is None:
+        raise ConfigError("no node is named", hint=f"the live ones are: {_listed(names)}")
+    found = [node for node in view.nodes if name in (node.name, node.node_id)]
+    if not found:
+        raise ConfigError(
+            f"no live node is called {printable(name, 60)}{nearest(name, names)}",
+            hint=f"the live ones are: {_listed(names)}",
+        )
+    return found[-1]
+
+
+def _node(view: JobView, node: Node) -> Iterator[str]:
+    yield _field("name", node.name)
+    yield _field("node id", node.node_id)
+    yield _field("state", node.state.value)
+    yield _field("ranks", ranks_of(view, node))
+    yield _field("workers", node.nproc)
+    running = node.running.generation if node.running is not None else "none"
+    yield _field("generation", running)
+    yield _field("leads", "yes" if view.leader and view.leader.node_id == node.node_id else "no")
+    yield _field("address", f"{node.address}, liveness port {node.liveness_port}")
+    yield _field("process", f"pid {node.process.pid} on {node.process.host}")
+    yield _field("joined", f"{timestamp(node.joined_at_s)} ({_ago(view, node.joined_at_s)})")
+    yield _field("nnodes", f"{node.min_nodes}:{node.max_nodes}")
+    yield _field("versions", f"torch {node.torch}, torch-elastic-harness {node.library}")
+    yield _field("TLS", "between nodes" if node.tls else "no")
+    if node.failure is not None:
+        yield _field("last failure", f"exit code {node.failure_exit_code}")
+        yield from _indented(node.failure)
+    involved = [b for b in _breakages(view) if node.name in _names(b)]
+    for breakage in reversed(involved):
+        yield _field(
+            "incident",
+            f"{_ago(view, breakage.time_s)}, generation {breakage.generation}: "
+            f"{incident(breakage)}",
+        )
+
+
+# Incidents ---------------------------------------------------------------------------------------
+
+
+def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
+    breakages = _breakages(view)
+    known = ", ".join(str(b.generation) for b in breakages)
+    if not breakages:
+        raise ConfigError(
+            "etcd knows of no incident of this job",
+            hint="older ones are in the journals: elastic report FOLDER",
+        )
+    if name is None:
+        return breakages[-1]
+    found = [b for b in breakages if str(b.generation) == name]
+    if not found:
+        raise ConfigError(
+            f"no incident broke generation {printable(name, 60)}",
+            hint=f"those known broke generation {known}",
+        )
+    return found[-1]
+
+
+def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
+    yield _field("generation", breakage.generation)
+    yield _field("what", incident(breakage))
+    yield _field("when", f"{timestamp(breakage.time_s)} ({_ago(view, breakage.time_s)})")
+    yield _field("world lived", duration(breakage.lived_s))
+    if breakage.step is not None:
+        yield _field("step", breakage.step)
+    if breakage.steps is not None:
+        yield _field("progress", f"{breakage.steps} steps since the incident before")
+    if breakage.excluded:
+        yield _field("excluded", breakage.excluded)
+    if breakage.verdict:
+        yield _field("verdict", breakage.verdict)
+    if breakage.response:
+        yield _field("response", breakage.response)
+    yield _field("budget", "counts" if breakage.counts else "does not count")
+    yield _field("now", sentence(view))
+    for failure in breakage.failures:
+        yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")
+        if failure.text:
+            yield from _indented(failure.text)
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def _checkpoint(view: JobView) -> Iterator[str]:
+    progress = view.progress
+    if progress is None or progress.checkpoint_step is None:
+        raise ConfigError(
+            "etcd knows of no checkpoint of this job",
+            hint="the folder knows: elastic checkpoints ls FOLDER",
+        )
+    yield _field("step", progress.checkpoint_step)
+    if progress.step is not None:
+        behind = max(0, progress.step - progress.checkpoint_step)
+        cost = f", {duration(behind * progress.step_time_s)}" if progress.step_time_s > 0 else ""
+        yield _field("behind", f"{behind} steps{cost}: lost if all nodes die now")
+    yield _field("known since", f"{_ago(view, progress.time_s)}, from the leader")
+
+
+def _breakages(view: JobView) -> tuple[BreakageRecord, ...]:
+    return view.world.breakages if view.world is not None else ()
+
+
+def _names(breakage: BreakageRecord) -> set[str]:
+    return {*breakage.lost, *breakage.left, *(failure.node for failure in breakage.failures)}
+
+
+def _indented(text: str) -> Iterator[str]:
+    """A traceback, its last lines: they say most."""
+    rows = text.splitlines()
+    if len(rows) > _MOST_LINES:
+        yield f"    … ({len(rows) - _MOST_LINES} lines before)"
+    yield from (f"    {printable(row, _LONGEST_LINE)}" for row in rows[-_MOST_LINES:])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(printable(name, 60) for name in names) or "none"
+
+
+def _ago(view: JobView, time_s: float) -> str:
+    return f"{duration(max(0.0, view.at_s - time_s))} ago"

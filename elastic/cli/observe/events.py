@@ -1,0 +1,171 @@
+"""``elastic events``: the journals of a run as one, in order of time.
+
+With clocks that differ put right, and a note on stderr about whatever could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.observe.printable import age, printable, timestamp
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError
+from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
+from elastic.telemetry.merging import merge
+from elastic.tuning.worker_intervals import FOLLOW_S
+
+# What stands at the beginning of a line, or tells people nothing.
+_ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
+_PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic events ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    folder = folder_of(args.folder)
+    since_s = moment(args.since, SYSTEM_CLOCK.wall()) if args.since else None
+    try:
+        _print_all(folder, args, since_s, SYSTEM_CLOCK)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic events``."""
+    own = CommandParser(
+        prog="elastic events",
+        description="Print the events of a run: the journals of all its processes, in order of "
+        "time. What each event holds: docs/reference/events.md.",
+    )
+    own.add_argument(
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        help="the journals' folder (default: ELASTIC_JOURNAL)",
+    )
+    own.add_argument("-f", "--follow", action="store_true", help="go on with what is written later")
+    own.add_argument(
+        "--since",
+        metavar="TIME",
+        help="later ones only: an age such as 90s, 10m, 2h, 1d, or a time in UTC such as "
+        "2026-01-31T12:00",
+    )
+    own.add_argument("--node", metavar="NAME", help="of one node only")
+    own.add_argument(
+        "--event", metavar="NAME", action="append", help="of this kind only; may be repeated"
+    )
+    own.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json: a line each, with the corrected time as `at`",
+    )
+    return own
+
+
+def folder_of(given: str | None) -> Path:
+    """Where the journals are. Raises ConfigError if nothing says, or there is no such folder."""
+    name = given or os.environ.get("ELASTIC_JOURNAL")
+    if not name:
+        raise ConfigError(
+            "neither FOLDER nor ELASTIC_JOURNAL is given",
+            hint="give the folder that ELASTIC_JOURNAL named when the job ran",
+        )
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {printable(name)}",
+            hint="journals are written where ELASTIC_JOURNAL is set for the job's agents",
+        )
+    return folder
+
+
+def moment(text: str, now_s: float) -> float:
+    """An age or a time, as seconds since 1970. Raises ConfigError."""
+    if (seconds := age(text)) is not None:
+        return now_s - seconds
+    try:
+        at = datetime.fromisoformat(text.removesuffix("Z"))
+    except ValueError:
+        raise ConfigError(
+            f"--since={printable(text)} is neither an age nor a time",
+            hint="for example --since=10m, or --since=2026-01-31T12:00 (UTC)",
+        ) from None
+    return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _print_all(folder: Path, args: argparse.Namespace, since_s: float | None, clock: Clock) -> None:
+    journals = JournalFolder(folder)
+    found = journals.read_new()
+    merged = merge(found, journals.notes())
+    _print(merged.records, args, since_s)
+    told = set(merged.notes)
+    for note in merged.notes:
+        print(f"elastic: note: {printable(note, 1000)}", file=sys.stderr)
+    if not merged.records and not args.follow:
+        print(f"elastic: there are no events in {printable(str(folder))}", file=sys.stderr)
+    offsets = {r.writer: r.at_s - r.monotonic_s for r in merged.records}
+    while args.follow:
+        clock.sleep(FOLLOW_S)
+        records = journals.read_new()
+        for record in records:
+            known = offsets.setdefault(record.writer, record.time_s - record.monotonic_s)
+            record.at_s = record.monotonic_s + known
+        _print(sorted(records, key=lambda r: r.at_s), args, since_s)
+        for note in journals.notes():
+            if note not in told and "last line was cut" not in note:
+                told.add(note)
+                print(f"elastic: note: {printable(note, 1000)}", file=sys.stderr)
+
+
+def _print(
+    records: Iterable[JournalRecord], args: argparse.Namespace, since_s: float | None
+) -> None:
+    for record in records:
+        if since_s is not None and record.at_s < since_s:
+            continue
+        if args.node is not None and record.node != args.node:
+            continue
+        if args.event and record.name not in args.event:
+            continue
+        print(_json(record) if args.output == "json" else line(record))
+    sys.stdout.flush()
+
+
+def _json(record: JournalRecord) -> str:
+    data = {**record.data, "at": round(record.at_s, 6)}
+    return json.dumps({k: v for k, v in data.items() if not _is_odd(v)})
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def line(record: JournalRecord) -> str:
+    """``2026-01-31T12:00:00.123Z node-a r3 g7 s120 world-fault error="…"``."""
+    data = record.data
+    place = [f"{letter}{data[name]}" for name, letter in _PLACE if isinstance(data.get(name), int)]
+    shown = _ENVELOPE | {name for name, _ in _PLACE}
+    said = [
+        f"{printable(str(key), 60)}={_value(value)}"
+        for key, value in data.items()
+        if key not in shown and value not in (None, "", [])
+    ]
+    parts = (timestamp(record.at_s), printable(record.node, 80), *place)
+    return " ".join((*parts, printable(record.name, 80), *said))
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    shown = printable(text)
+    return json.dumps(shown, ensure_ascii=False) if " " in shown else shown

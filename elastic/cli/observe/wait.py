@@ -1,0 +1,122 @@
+"""``elastic wait``: until a job is done, has committed a step, or trains on so many nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.job_arguments import add_job_arguments
+from elastic.cli.observe.connection import job_store, keys_of
+from elastic.cli.observe.job_view import JobState, JobView, read_job, sentence
+from elastic.cli.observe.printable import printable, seconds_of
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError, StoreUnreachable
+from elastic.membership.records import Done, Outcome
+from elastic.tuning.agent_intervals import WAIT_LOOK_S, WAIT_TIMEOUT_S
+
+TIMED_OUT = 124  # as timeout(1) says it
+ENDED_OTHERWISE = 1
+_CONDITION = re.compile(r"done|(step|nodes)=(\d+)")
+
+
+@dataclass(frozen=True)
+class WaitCondition:
+    """What is waited for: "done", or a number of steps or nodes."""
+
+    kind: str
+    number: int = 0
+
+    @staticmethod
+    def parse(text: str) -> WaitCondition:
+        """Raises ConfigError."""
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"--for={printable(text)} is no condition",
+                hint="give --for=done, --for=step=1000 or --for=nodes=4",
+            )
+        return WaitCondition(match[1] or "done", int(match[2] or 0))
+
+    def is_met(self, view: JobView) -> bool:
+        """By a job that has not ended."""
+        if self.kind == "step":
+            return view.step is not None and view.step >= self.number
+        return (
+            self.kind == "nodes"
+            and view.state is JobState.TRAINING
+            and len(view.training) >= self.number
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic wait ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    condition = WaitCondition.parse(args.condition)
+    timeout_s = seconds_of(args.timeout, "--timeout")
+    keys = keys_of(args)
+    with job_store(args) as store:
+        return wait(
+            lambda: read_job(store, keys, SYSTEM_CLOCK.wall()), condition, timeout_s, SYSTEM_CLOCK
+        )
+
+
+def wait(
+    read: Callable[[], JobView], condition: WaitCondition, timeout_s: float, clock: Clock
+) -> int:
+    """Look until the condition is met, the job has ended, or time is up; the exit code."""
+    deadline_s = clock.monotonic() + timeout_s
+    said = ""
+    while True:
+        try:
+            view = read()
+            said = sentence(view)
+            if view.done is not None:
+                return _ended(view, view.done, condition)
+            if condition.is_met(view):
+                print(said)
+                return 0
+        except StoreUnreachable as error:
+            said = error.message
+        if clock.monotonic() >= deadline_s:
+            print(f"elastic: timed out after {timeout_s:g} s: {said}", file=sys.stderr)
+            return TIMED_OUT
+        clock.sleep(min(WAIT_LOOK_S, max(0.0, deadline_s - clock.monotonic())))
+
+
+def _ended(view: JobView, done: Done, condition: WaitCondition) -> int:
+    """The job is over: that was waited for, or will now never come."""
+    print(sentence(view), file=sys.stdout if condition.kind == "done" else sys.stderr)
+    if done.outcome is not Outcome.SUCCESS:
+        return done.exit_code or ENDED_OTHERWISE
+    is_met = condition.kind == "done" or condition.is_met(view)
+    return 0 if is_met else ENDED_OTHERWISE
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic wait``."""
+    own = CommandParser(
+        prog="elastic wait",
+        description="Wait until a job is done, has committed a step, or trains on so many nodes.",
+        epilog="exit codes: 0 it is so; 124 timed out; 1 the job ended before; the job's own if "
+        "it failed; 2 usage; 69 etcd cannot be reached at the start, or refuses",
+    )
+    add_job_arguments(own, environ)
+    own.add_argument(
+        "--for",
+        dest="condition",
+        required=True,
+        metavar="CONDITION",
+        help="done, step=N or nodes=N",
+    )
+    own.add_argument(
+        "--timeout",
+        default=f"{WAIT_TIMEOUT_S:g}s",
+        metavar="TIME",
+        help="such as 90s, 10m, 2h, 1d (default: %(default)s)",
+    )
+    return own

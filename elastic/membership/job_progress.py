@@ -1,0 +1,43 @@
+"""How far a job is: a record for people, which decides nothing.
+
+The leader's node writes it, at most once in PROGRESS_S and on its own lease; `elastic status` and
+`elastic wait` read it. Nobody watches it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from elastic.errors import RecordError
+from elastic.membership.records import RECORD_VERSION
+from elastic.messages import typed_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobProgress:
+    """Key ``progress``, on the leader's lease."""
+
+    node_id: str  # of the leader
+    generation: int  # in which its workers step; 0: none
+    step: int | None  # committed, as reported by its workers; None: not known
+    step_time_s: float  # a recent step's duration; 0: not known
+    checkpoint_step: int | None  # of the last checkpoint that its workers know to be committed
+    time_s: float  # wall clock of the leader
+    version: int = RECORD_VERSION
+
+
+def encode_progress(progress: JobProgress) -> bytes:
+    """As JSON."""
+    return json.dumps(typed_json.to_json(progress), sort_keys=True, allow_nan=False).encode()
+
+
+def decode_progress(key: str, value: bytes) -> JobProgress:
+    """Parse strictly. Raises RecordError."""
+    try:
+        return typed_json.convert(JobProgress, typed_json.parse(value))
+    except typed_json.DecodeError as error:
+        raise RecordError(
+            f"{key}: the record {error}",
+            hint="another version of torch-elastic-harness may have written it",
+        ) from None

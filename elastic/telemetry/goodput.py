@@ -1,0 +1,270 @@
+"""Goodput: which part of a run's time made progress, and where the rest went.
+
+A pure function of the journal: :func:`goodput_of`. A node's time is that of its workers, averaged;
+while it has none, its agent's. A run's time is that of the nodes which are present, averaged, so
+it adds up to the wall time from the first line to the last. The parts are in
+:mod:`elastic.telemetry.activities`, how lines become time in :mod:`elastic.telemetry.lanes`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from elastic.telemetry.activities import (
+    Activity,
+    Breakdown,
+    Interruption,
+    Lane,
+    Weight,
+    between,
+    counts,
+    union,
+)
+from elastic.telemetry.journal_reader import JournalRecord
+from elastic.telemetry.lanes import StepHistory, agent_lane, lane_start, step_history, worker_lane
+from elastic.telemetry.merging import JournalWriter, MergedJournal
+
+_UNNAMED = ("", "none")  # torchrun's own name for a job without one
+
+
+@dataclass(frozen=True)
+class NodeGoodput:
+    """One node, over the time in which it was there."""
+
+    node: str
+    start_s: float
+    end_s: float
+    breakdown: Breakdown
+
+
+@dataclass(frozen=True)
+class IncidentGoodput:
+    """A change of the world, from the last step before it to the first after it, and its cost."""
+
+    generations: tuple[int, ...]  # the worlds that were formed in it
+    cause: str
+    reason: str
+    start_s: float
+    end_s: float
+    nodes: tuple[str, ...]  # that stood still
+    breakdown: Breakdown  # losses only: seconds of the run's time
+
+    @property
+    def duration_s(self) -> float:
+        """Of the longest standstill of a node in it."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Of one run."""
+
+    run_id: str
+    start_s: float
+    end_s: float
+    breakdown: Breakdown
+    nodes: tuple[NodeGoodput, ...]
+    incidents: tuple[IncidentGoodput, ...]
+    steps: int  # committed, and part of the final weights
+    recomputed_steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """Wall time, from the first line to the last."""
+        return self.end_s - self.start_s
+
+
+def goodput_of(journal: MergedJournal, run_id: str | None = None) -> Goodput:
+    """Attribute all wall time of a run: of ``run_id``, else of the one that began last."""
+    notes = list(journal.notes)
+    chosen, writers = _of_run(journal.writers, run_id, notes)
+    records = [record for writer in writers for record in writer.records]
+    facts = step_history(records)
+    nodes = _nodes(writers, facts)
+    if not nodes:
+        return Goodput(chosen, 0.0, 0.0, Breakdown({}), (), (), 0, 0, tuple(notes))
+    start_s = min(node.spans[0][0] for node in nodes)
+    end_s = max(node.spans[-1][1] for node in nodes)
+    present = counts(span for node in nodes for span in node.spans)
+    for node in nodes:
+        node.weigh(present)
+    seconds = _sum(node.run_seconds for node in nodes)
+    absent_s = sum(b - a for a, b in between(union(s for node in nodes for s in node.spans)))
+    if absent_s > 0:
+        seconds[Activity.NO_NODES] = absent_s
+    return Goodput(
+        run_id=chosen,
+        start_s=start_s,
+        end_s=end_s,
+        breakdown=Breakdown(seconds),
+        nodes=tuple(
+            NodeGoodput(n.name, n.spans[0][0], n.spans[-1][1], Breakdown(n.seconds)) for n in nodes
+        ),
+        incidents=tuple(_incidents(nodes, records)),
+        steps=max(0, facts.last_step - facts.first_step),
+        recomputed_steps=facts.recomputed_steps,
+        notes=tuple(notes),
+    )
+
+
+def _of_run(
+    writers: Sequence[JournalWriter], run_id: str | None, notes: list[str]
+) -> tuple[str, list[JournalWriter]]:
+    """Those of one run. (A worker of a job without a name does not know which it got.)"""
+    known = list(dict.fromkeys(w.run_id for w in writers if w.run_id not in _UNNAMED))
+    chosen = run_id if run_id is not None else (known[-1] if known else "")
+    if run_id is None and len(known) > 1:
+        others = ", ".join(known[:-1][:5])
+        notes.append(f"the folder holds {len(known)} runs: this is {chosen}; others: {others}")
+    return chosen, [w for w in writers if w.run_id == chosen or w.run_id in _UNNAMED]
+
+
+# Nodes -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _NodeTime:
+    name: str
+    workers: list[Lane]
+    agents: list[Lane]
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    seconds: dict[Activity, float] = field(default_factory=dict)  # of the node's own time
+    run_seconds: dict[Activity, float] = field(default_factory=dict)  # of the run's
+    discarded: dict[int, float] = field(default_factory=dict)  # of the run's, by generation
+    _weights: list[tuple[Lane, Weight]] = field(default_factory=list)
+
+    def weigh(self, present: Sequence[tuple[float, int]]) -> None:
+        """Add up what each lane counts for. ``present``: how many nodes there are."""
+        of_workers = counts((lane.start_s, lane.end_s) for lane in self.workers)
+        of_agents = counts((lane.start_s, lane.end_s) for lane in self.agents)
+        ones: Sequence[tuple[float, int]] = ((float("-inf"), 1),)
+        for lanes, alive, hidden in (
+            (self.workers, of_workers, ()),
+            (self.agents, of_agents, of_workers),
+        ):
+            own, run = _shares(alive, hidden, ones), _shares(alive, hidden, present)
+            for lane in lanes:
+                self._weights.append((lane, run))
+                self._add(lane, own, run)
+
+    def _add(self, lane: Lane, own: Weight, run: Weight) -> None:
+        for stretch in lane.stretches:
+            in_node = own.mean(stretch.start_s, stretch.end_s)
+            in_run = run.mean(stretch.start_s, stretch.end_s)
+            for activity, took_s in stretch.seconds.items():
+                self.seconds[activity] = self.seconds.get(activity, 0.0) + took_s * in_node
+                self.run_seconds[activity] = self.run_seconds.get(activity, 0.0) + took_s * in_run
+            if stretch.discarded_in is not None:
+                lost_s = stretch.seconds.get(Activity.RECOMPUTED, 0.0) * in_run
+                before_s = self.discarded.get(stretch.discarded_in, 0.0)
+                self.discarded[stretch.discarded_in] = before_s + lost_s
+
+    def interruptions(self) -> list[Interruption]:
+        """Where no worker made progress, between two that did."""
+        made = union((a, max(b, a + 1e-9)) for lane in self.workers for a, b in lane.progress)
+        return [Interruption(a, b) for a, b in between(made)]
+
+    def losses(self, span: Interruption) -> dict[Activity, float]:
+        """Of the run's time, within an interruption."""
+        lost: dict[Activity, float] = defaultdict(float)
+        for lane, run in self._weights:
+            first = bisect_right(lane.stretches, span.start_s, key=lambda s: s.end_s)
+            for stretch in lane.stretches[first:]:
+                if stretch.start_s >= span.end_s:
+                    break
+                start_s, end_s = max(stretch.start_s, span.start_s), min(stretch.end_s, span.end_s)
+                part = (end_s - start_s) / (stretch.end_s - stretch.start_s)
+                share = part * run.mean(start_s, end_s)
+                for activity, took_s in stretch.seconds.items():
+                    if activity.is_loss and stretch.discarded_in is None:
+                        lost[activity] += took_s * share
+        return lost
+
+
+def _nodes(writers: Sequence[JournalWriter], facts: StepHistory) -> list[_NodeTime]:
+    by_name: dict[str, list[JournalWriter]] = defaultdict(list)
+    for writer in writers:
+        by_name[writer.node].append(writer)
+    nodes = []
+    for name, of_node in sorted(by_name.items()):
+        workers = [lane for w in of_node if w.role == "worker" if (lane := worker_lane(w, facts))]
+        agents = _agent_lanes([w for w in of_node if w.role != "worker"], workers)
+        spans = union((lane.start_s, lane.end_s) for lane in (*workers, *agents))
+        if spans:
+            nodes.append(_NodeTime(name, workers, agents, spans))
+    return nodes
+
+
+def _agent_lanes(writers: Sequence[JournalWriter], workers: Sequence[Lane]) -> list[Lane]:
+    ordered = sorted(writers, key=lane_start)
+    starts = [*map(lane_start, ordered[1:]), float("inf")]
+    lanes = (agent_lane(w, workers, next_start_s=s) for w, s in zip(ordered, starts, strict=False))
+    return [lane for lane in lanes if lane is not None]
+
+
+def _shares(
+    alive: Sequence[tuple[float, int]],
+    hidden: Sequence[tuple[float, int]],
+    present: Sequence[tuple[float, int]],
+) -> Weight:
+    """What one of the lanes ``alive`` counts for: nothing while there is a ``hidden`` one."""
+    times = sorted({t for counted in (alive, hidden, present) for t, _ in counted if isfinite(t)})
+    breaks = []
+    for time_s in times:
+        lanes, others, nodes = (_at(counted, time_s) for counted in (alive, hidden, present))
+        value = 1.0 / (lanes * nodes) if lanes and nodes and not others else 0.0
+        breaks.append((time_s, value))
+    return Weight(breaks)
+
+
+def _at(counted: Sequence[tuple[float, int]], time_s: float) -> int:
+    place = bisect_right(counted, time_s, key=lambda pair: pair[0]) - 1
+    return counted[place][1] if place >= 0 else 0
+
+
+def _sum(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
+    seconds: dict[Activity, float] = defaultdict(float)
+    for part in parts:
+        for activity, took_s in part.items():
+            seconds[activity] += took_s
+    return dict(seconds)
+
+
+# Incidents ---------------------------------------------------------------------------------------
+
+
+def _incidents(
+    nodes: Sequence[_NodeTime], records: Iterable[JournalRecord]
+) -> Iterable[IncidentGoodput]:
+    """One for each standstill in which worlds were formed, of all nodes that it stopped."""
+    formed = sorted((r for r in records if r.name == "world-formed"), key=lambda r: r.at_s)
+    stops = [(node, stop) for node in nodes for stop in node.interruptions()]
+    times = union((stop.start_s, stop.end_s) for _, stop in stops)
+    charged: set[int] = set()
+    for start_s, end_s in times:
+        worlds = [r for r in formed if start_s <= r.at_s <= end_s]
+        if not worlds:
+            continue
+        stopped = [(n, s) for n, s in stops if s.start_s >= start_s and s.end_s <= end_s]
+        seconds = _sum(node.losses(stop) for node, stop in stopped)
+        first = worlds[0].whole("generation") or 0
+        for node in nodes:
+            for generation, lost_s in node.discarded.items():
+                if generation < first and generation not in charged:
+                    recomputed_s = seconds.get(Activity.RECOMPUTED, 0.0)
+                    seconds[Activity.RECOMPUTED] = recomputed_s + lost_s
+        charged.update(g for node in nodes for g in node.discarded if g < first)
+        yield IncidentGoodput(
+            generations=tuple(r.whole("generation") or 0 for r in worlds),
+            cause=worlds[0].text("cause"),
+            reason=worlds[0].text("reason"),
+            start_s=start_s,
+            end_s=end_s,
+            nodes=tuple(sorted({node.name for node, _ in stopped})),
+            breakdown=Breakdown({a: s for a, s in seconds.items() if s > 0}),
+        )

@@ -1,0 +1,211 @@
+"""The journals of a run on one clock, in order: :func:`merge`.
+
+Processes of one machine share a monotonic clock, so their order is certain, however often the wall
+clock was set. Machines are compared at what happens on all of them at once: ranks agree on a
+world's state with a collective, whose end each writes down as ``world-joined``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.telemetry.journal_reader import JournalRecord
+from elastic.tuning.worker_intervals import CLOCK_SET_S, SILENT_NODE_S
+
+# What all ranks or nodes write at once, and how far apart it may be without any skew.
+_TOGETHER = (("world-joined", 1.0), ("world-entered", 20.0), ("job-ended", 20.0))
+_LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
+
+
+@dataclass
+class JournalWriter:
+    """One process, and what it wrote, oldest first."""
+
+    writer: str
+    records: list[JournalRecord] = field(default_factory=list)
+
+    @property
+    def node(self) -> str:
+        return self.records[0].node
+
+    @property
+    def opened(self) -> JournalRecord | None:
+        """Its first line, which says what it is; None if that is lost."""
+        return next((r for r in self.records if r.name == "journal-opened"), None)
+
+    @property
+    def role(self) -> str:
+        """ "agent" or "worker"."""
+        said = self.opened.text("role") if self.opened is not None else ""
+        return said or ("worker" if any("rank" in r.data for r in self.records) else "agent")
+
+    @property
+    def run_id(self) -> str:
+        """The job's name, as far as this process knows it; else ""."""
+        return self.opened.text("run_id") if self.opened is not None else ""
+
+    @property
+    def clock(self) -> str:
+        """Writers with the same one share a monotonic clock."""
+        boot_id = self.opened.text("boot_id") if self.opened is not None else ""
+        return boot_id or f"writer {self.writer}"
+
+
+@dataclass(frozen=True)
+class MergedJournal:
+    """A run's events in order of time, and what was found wrong with them."""
+
+    records: tuple[JournalRecord, ...]
+    writers: tuple[JournalWriter, ...]
+    notes: tuple[str, ...]
+
+
+def merge(records: Iterable[JournalRecord], notes: Sequence[str] = ()) -> MergedJournal:
+    """Put all records on one clock (``at_s``) and in order. Says what it had to correct."""
+    writers = _by_writer(records)
+    found = list(notes)
+    found += _gaps(writers)
+    found += _place(writers)
+    ordered = sorted((r for w in writers for r in w.records), key=lambda r: r.at_s)
+    if ordered:
+        found += _silent(writers, ordered)
+    return MergedJournal(tuple(ordered), tuple(writers), tuple(found))
+
+
+def _by_writer(records: Iterable[JournalRecord]) -> list[JournalWriter]:
+    writers: dict[str, JournalWriter] = {}
+    for record in records:
+        known = writers.get(record.writer)
+        if known is None:
+            known = writers[record.writer] = JournalWriter(record.writer)
+        known.records.append(record)
+    for writer in writers.values():
+        writer.records.sort(key=lambda r: (r.monotonic_s, r.seq))
+    return sorted(writers.values(), key=lambda w: w.records[0].time_s)
+
+
+def _gaps(writers: Iterable[JournalWriter]) -> list[str]:
+    """Numbers that nobody has written: rotated away, or lost with a full disk or a bad line."""
+    notes = []
+    for writer in writers:
+        known = sorted({r.seq for r in writer.records if r.seq >= 0})
+        missing = known[-1] + 1 - len(known) if known else 0
+        if missing:
+            events = "event is" if missing == 1 else "events are"
+            notes.append(
+                f"{_process(writer)}: {missing} {events} missing: removed by rotation, lost with a "
+                "full disk, or damaged"
+            )
+    return notes
+
+
+def _process(writer: JournalWriter) -> str:
+    pid = writer.opened.whole("pid") if writer.opened is not None else None
+    return f"{writer.node} ({writer.role}{f', pid {pid}' if pid is not None else ''})"
+
+
+# Clocks ------------------------------------------------------------------------------------------
+
+
+def _place(writers: Sequence[JournalWriter]) -> list[str]:
+    """Set ``at_s`` of every record."""
+    clocks: dict[str, list[JournalWriter]] = defaultdict(list)
+    for writer in writers:
+        clocks[writer.clock].append(writer)
+    offsets, notes = {}, []
+    for clock, of_clock in clocks.items():
+        medians = [_median(r.time_s - r.monotonic_s for r in w.records) for w in of_clock]
+        offsets[clock] = statistics.median(medians)
+        notes += _set_clocks(of_clock, offsets[clock])
+    skews = _skews(clocks, offsets)
+    for clock, skew_s in skews.items():
+        nodes = ", ".join(sorted({w.node for w in clocks[clock]}))
+        notes.append(
+            f"the clock of {nodes} is {abs(skew_s):.1f} s {'ahead' if skew_s > 0 else 'behind'}: "
+            "its times are corrected"
+        )
+    for clock, of_clock in clocks.items():
+        offset_s = offsets[clock] - skews.get(clock, 0.0)
+        for writer in of_clock:
+            for record in writer.records:
+                record.at_s = record.monotonic_s + offset_s
+    return notes
+
+
+def _set_clocks(writers: Sequence[JournalWriter], offset_s: float) -> list[str]:
+    moved_s = max(
+        (abs(r.time_s - r.monotonic_s - offset_s) for w in writers for r in w.records), default=0.0
+    )
+    if moved_s < CLOCK_SET_S:
+        return []
+    nodes = ", ".join(sorted({w.node for w in writers}))
+    return [
+        f"the wall clock of {nodes} was set by {moved_s:.1f} s during the run: its events are "
+        "ordered by its monotonic clock"
+    ]
+
+
+def _skews(clocks: dict[str, list[JournalWriter]], offsets: dict[str, float]) -> dict[str, float]:
+    """By how much each clock is ahead of that with most lines, where it is too much to be true."""
+    if len(clocks) < 2:
+        return {}
+    reference = max(clocks, key=lambda c: sum(len(w.records) for w in clocks[c]))
+    seen = {clock: _together(clocks[clock], offsets[clock]) for clock in clocks}
+    skews = {}
+    for clock in clocks.keys() - {reference}:
+        for name, tolerance_s in _TOGETHER:
+            common = [
+                seen[clock][key] - seen[reference][key]
+                for key in seen[clock].keys() & seen[reference].keys()
+                if key[0] == name
+            ]
+            if common:
+                skew_s = statistics.median(common)
+                if abs(skew_s) > tolerance_s:
+                    skews[clock] = skew_s
+                break
+    return skews
+
+
+def _together(
+    writers: Iterable[JournalWriter], offset_s: float
+) -> dict[tuple[str, str, int | None], float]:
+    names = {name for name, _ in _TOGETHER}
+    times: dict[tuple[str, str, int | None], float] = {}
+    for writer in writers:
+        for record in writer.records:
+            if record.name in names:
+                key = (record.name, writer.run_id, record.whole("generation"))
+                times.setdefault(key, record.monotonic_s + offset_s)
+    return times
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+# Nodes that never came back ----------------------------------------------------------------------
+
+
+def _silent(writers: Sequence[JournalWriter], ordered: Sequence[JournalRecord]) -> list[str]:
+    """Nodes whose journals end without a word while others go on."""
+    last_s = ordered[-1].at_s
+    ends: dict[str, tuple[float, bool]] = {}
+    for writer in writers:
+        if writer.role != "agent":
+            continue
+        newest = writer.records[-1]
+        said = any(r.name in _LAST_LINES for r in writer.records[-3:])
+        if newest.at_s >= ends.get(writer.node, (float("-inf"), False))[0]:
+            ends[writer.node] = (newest.at_s, said)
+    lost = {r.text("lost"): r.text("reason") for r in ordered if r.name == "node-lost"}
+    notes = []
+    for node, (end_s, said) in sorted(ends.items()):
+        if said or (node not in lost and last_s - end_s < SILENT_NODE_S):
+            continue
+        why = f": it was lost ({lost[node]})" if node in lost else ""
+        notes.append(f"{node} wrote nothing in the last {last_s - end_s:.1f} s of the run{why}")
+    return notes

@@ -1,0 +1,54 @@
+"""What this worker's collectives were, by torch's flight recorder, for an agent that asks.
+
+On a thread of its own: the recorder asks the device for the state of each collective, and a device
+that hangs may not answer. The link's thread has worlds to hear of meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic import torch_private
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import LinkError
+from elastic.hangs.flight import parse
+from elastic.link.protocol import FlightTrace
+from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import LINK_CLOSE_S
+
+
+class FlightRecorder:
+    """One per process. Its owner calls ``close``."""
+
+    def __init__(self, send: Callable[[FlightTrace], object], clock: Clock = SYSTEM_CLOCK) -> None:
+        self._send = send
+        self._clock = clock
+        self._world = (0, 0)  # the generation, and since when (wall clock, ns)
+        self._thread: threading.Thread | None = None
+
+    def enter_generation(self, generation: int) -> None:
+        """What was begun before belongs to another world's groups, which count from 1, too."""
+        self._world = generation, int(self._clock.wall() * 1e9)
+
+    def dump(self) -> None:
+        """Send what is recorded, soon; nothing, while the last answer is not ready. One thread at
+        a time calls this: the link's."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._thread = threading.Thread(
+            target=self._dump, args=self._world, name="elastic-flight-recorder", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for it, but not for a device that hangs."""
+        if self._thread is not None:
+            self._thread.join(LINK_CLOSE_S)
+
+    def _dump(self, generation: int, since_ns: int) -> None:
+        try:
+            entries = parse(torch_private.flight_recorder_dumps(), since_ns)
+            self._send(FlightTrace(generation=generation, entries=entries))
+        except (RuntimeError, LinkError) as error:  # a report without it is better than none
+            get_logger().warning("the flight recorder's dump failed: %s", error)

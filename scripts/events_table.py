@@ -1,0 +1,114 @@
+"""Write docs/reference/events.md: every event of a journal, with its fields.
+
+python scripts/events_table.py          # write the page
+
+What it says is in elastic/events.py: the docstring of an event is its meaning, the comment behind a
+field (or above it) that of the field. What every line holds is in elastic/telemetry/journal.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic import events
+from elastic.telemetry.activities import Activity
+from elastic.telemetry.journal import DEFAULT_MIB, SCHEMA, kebab_name
+from elastic.tuning.worker_intervals import STEP_TIMES_S
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reference" / "events.md"
+SOURCE = ROOT / "elastic" / "events.py"
+ACTIVITIES = ROOT / "elastic" / "telemetry" / "activities.py"
+
+INTRODUCTION = f"""\
+<!-- Written by scripts/events_table.py from elastic/events.py: edit that. -->
+# Events
+
+With `ELASTIC_JOURNAL=FOLDER` in the environment of its agents, every process of a job writes what
+happens into `FOLDER/<node>-<pid>.jsonl`: one JSON object per line. `elastic events FOLDER` prints
+all of them in order of time, `elastic report FOLDER` what they add up to.
+
+Schema version {SCHEMA}. Fields may be added to it; one that changes its meaning or goes away makes
+it the next. Readers leave out what they do not know.
+
+## Every line
+
+| field | meaning |
+|---|---|
+| `event` | the kind, from the list below |
+| `seq` | number of the line within its process, from 0; a gap: lines were rotated away or lost |
+| `time` | wall clock, seconds since 1970 (UTC) |
+| `monotonic` | monotonic clock of the machine, seconds; orders all processes of one machine |
+| `writer` | identifies the process: a new one each time a process begins a journal |
+| `node` | name of the node |
+| `node_id` | agents only: the node's id, new each time its agent starts |
+| `rank` | workers only: global rank, in the world that the process is in |
+| `generation` | of the world that the process is in, or that the event is about |
+| `step` | committed by the process, or that the event is about |
+
+## Guarantees
+
+- A line is one `write` to a file opened for appending. A process that is killed leaves at most its
+  last line cut, which is then no valid JSON; whatever is written later begins on a line of its own.
+  Lines are not synced to the disk: they survive the end of the process, not of the machine.
+- A process uses at most `ELASTIC_JOURNAL_MIB` (default {DEFAULT_MIB}), in eight files
+  (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file but the first.
+- A full or broken disk costs events (a gap in `seq`, one warning), never a step.
+- Texts are ASCII with JSON's escapes, shortened to 16,384 characters each. What a script raises or
+  a host is named may hold anything: escape it before it is shown, as `elastic events` does.
+- Journals of machines whose clocks differ are put on one clock by what happens on all at once:
+  `world-joined`. `elastic events` notes by how much it has corrected them.
+
+## Goodput
+
+`step-times` sums up every {STEP_TIMES_S:g} s where a rank's time went; that costs less than 50 µs
+per step. With the other events it accounts for all wall time of a run, of each node and of each
+change of the world (`elastic/telemetry/goodput.py`). The parts are:
+
+| part | meaning |
+|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return INTRODUCTION + "".join(_activities()) + "\n## Kinds of events\n" + "".join(_events())
+
+
+def _activities() -> Iterator[str]:
+    lines = ACTIVITIES.read_text().splitlines()
+    tree = ast.parse("\n".join(lines))
+    (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Activity")
+    for statement in cls.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            activity = Activity[statement.targets[0].id]
+            yield f"| {activity.value} | {_comment(lines, statement)} |\n"
+
+
+def _events() -> Iterator[str]:
+    lines = SOURCE.read_text().splitlines()
+    for node in ast.parse("\n".join(lines)).body:
+        if not isinstance(node, ast.ClassDef) or node.name == "Event":
+            continue
+        name = kebab_name(getattr(events, node.name))
+        meaning = " ".join((ast.get_docstring(node) or "").replace("``", "`").split())
+        yield f"\n### `{name}`\n\n{meaning}\n"
+        rows = [s for s in node.body if isinstance(s, ast.AnnAssign)]
+        if rows:
+            yield "\n| field | type | meaning |\n|---|---|---|\n"
+        for row in rows:
+            assert isinstance(row.target, ast.Name)
+            kind = ast.unparse(row.annotation).replace("|", "or")
+            yield f"| `{row.target.id}` | {kind} | {_comment(lines, row)} |\n"
+
+
+def _comment(lines: list[str], statement: ast.stmt) -> str:
+    """What stands behind a line."""
+    line = lines[statement.lineno - 1]
+    return line.partition("  # ")[2].replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,149 @@
+"""``elastic status`` on a real etcd: with few rights, with none, and while it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_node_service import TestNode
+
+from elastic.cli.main import main
+from elastic.leadership.progress_writer import ProgressWriter
+from elastic.membership.job_progress import decode_progress
+from elastic.membership.records import Keys
+from elastic.membership.step_rate import StepRate
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.keyvalue import Lease
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+
+KEYS = Keys.of("/elastic", "llama-7")
+# docs/security.md: what a user needs who may look, and no more.
+VIEWED = ("world", "done", "leader", "progress")
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[EmbeddedEtcd]:
+    """An etcd with auth on: ``viewer`` may look at the job, ``stranger`` at nothing of it."""
+    with EmbeddedEtcd(name="viewed") as etcd:
+        rpc = load_rpc()
+        with load_grpc().insecure_channel(etcd.endpoint) as channel:
+            auth = rpc.AuthStub(channel)
+
+            def user(name: str, role: str) -> None:
+                auth.UserAdd(rpc.AuthUserAddRequest(name=name, password=name))
+                auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=role))
+
+            def may_read(role: str, key: str, end: str = "") -> None:
+                grant = rpc.AuthRoleGrantPermissionRequest(name=role)
+                grant.perm.permType = 0  # READ of authpb.Permission.Type
+                grant.perm.key, grant.perm.range_end = key.encode(), end.encode()
+                auth.RoleGrantPermission(grant)
+
+            user("root", "root")
+            for role in ("viewing", "strange"):
+                auth.RoleAdd(rpc.AuthRoleAddRequest(name=role))
+            for key in VIEWED:
+                may_read("viewing", KEYS.root + key)
+            may_read("viewing", KEYS.nodes, KEYS.nodes[:-1] + "0")
+            may_read("strange", "/other")
+            user("viewer", "viewing")
+            user("stranger", "strange")
+            auth.AuthEnable(rpc.AuthEnableRequest())
+        yield etcd
+
+
+def status(etcd: EmbeddedEtcd, user: str, folder: Path) -> int:
+    password = folder / "password"
+    password.write_text(f"{user}\n")
+    conf = f"--rdzv-conf=user={user},password_file={password},connect_timeout_s=60"
+    return main(["status", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=llama-7", conf])
+
+
+def test_a_role_that_may_look_is_enough(
+    guarded: EmbeddedEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(guarded, "viewer", tmp_path) == 1
+    said = capsys.readouterr()
+    assert "no such job: there is nothing under /elastic/llama-7/" in said.out
+    assert said.err == ""
+
+
+def test_a_user_without_rights_gets_a_sentence(
+    guarded: EmbeddedEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(guarded, "stranger", tmp_path) == 69
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "permission denied" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_an_etcd_that_is_away_is_exit_code_69(capsys: pytest.CaptureFixture[str]) -> None:
+    with EmbeddedEtcd(name="gone") as etcd:
+        endpoint = etcd.endpoint
+    conf = "--rdzv-conf=connect_timeout_s=0.5"
+    assert main(["status", f"--rdzv-endpoint={endpoint}", "--rdzv-id=x", conf]) == 69
+    assert endpoint in capsys.readouterr().err
+
+
+# What the leader writes --------------------------------------------------------------------------
+
+
+class CountingStore(MemoryStore):
+    """Counts what is written."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        super().__init__(server)
+        self.puts: list[str] = []
+
+    def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
+        self.puts.append(key)
+        return super().put(key, value, lease=lease)
+
+
+@pytest.fixture
+def node() -> Iterator[TestNode]:
+    """A node of a job in a store's twin, that has not arrived."""
+    made = TestNode(MemoryServer())
+    yield made
+    made.service.close()
+
+
+def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> None:
+    server = node.store.server
+    context = node.service._loop._at
+    store = CountingStore(server)
+    leases: list[Lease | None] = [None]
+    context = replace(context, store=store)
+    steps: list[int | None] = [None]
+    writer = ProgressWriter(context, lambda: leases[0], lambda: steps[0])
+    writer.write()
+    assert store.puts == []
+    leases[0] = store.lease(60.0)
+    writer.write()
+    writer.write()
+    assert store.puts == [context.keys.progress]
+
+    def written() -> Any:
+        entry = store.get(context.keys.progress)
+        assert entry is not None and leases[0] is not None
+        assert entry.lease_id == leases[0].id
+        return decode_progress(entry.key, entry.value)
+
+    assert (written().step, written().checkpoint_step) == (None, None)
+    context.status.step_rate = StepRate(generation=2, step=41, step_time_s=0.25, at_s=0.0)
+    steps[0] = 40
+    writer.write()
+    found = written()
+    assert (found.generation, found.step, found.step_time_s) == (2, 41, 0.25)
+    assert found.checkpoint_step == 40
+    context.status.store_problem = "etcd does not answer"
+    context.status.step_rate = StepRate(generation=2, step=42, step_time_s=0.25, at_s=0.0)
+    writer.write()
+    assert len(store.puts) == 2, "a store in trouble is left alone"
+    leases[0].close()
+    assert store.get(context.keys.progress) is None, "it goes with its leader"

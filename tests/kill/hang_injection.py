@@ -1,0 +1,228 @@
+"""Hangs drawn at random, injected into a job of three nodes, and what came of each."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from training_job import SCRIPTS, TrainingJob, Workload
+
+from elastic.hangs.facts import Phase
+from elastic.testing.cluster import ClusterTimeout
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
+from elastic.testing.waiting import PATIENCE_S
+
+SCRIPT = SCRIPTS / "injected_hangs.py"
+WORKLOAD = Workload(samples=240, epochs=80, step_s=0.1, save_every=20)
+LONG_WORKLOAD = replace(WORKLOAD, epochs=150)
+NODES = 3
+# The shortest waits with which a busy machine has no false alarms: what is drawn, is drawn often.
+CONF = {"hang_timeout_s": 1.0, "hang_script_timeout_s": 5.0}
+# The first three steps of a world are given minutes.
+WARM_UP_STEPS = 6
+
+# What the report calls the place that a worker hangs in. "anywhere": from outside, at any moment.
+PLACES = {
+    "data": Phase.DATA,
+    "loader": Phase.DATA,
+    "forward": Phase.COMPUTE,
+    "backward": Phase.COMPUTE,
+    "optimizer": Phase.OPTIMIZER,
+    "before-forward": Phase.SCRIPT,
+    "before-update": Phase.SCRIPT,
+    "after-update": Phase.SCRIPT,
+    "evaluation": Phase.EVALUATION,
+    "state": Phase.CHECKPOINT,
+    "restore": Phase.FORMING,
+}
+HANGS = ("stop", "loop", "sleep", "locked", "deadlock", "fifo")
+COLLECTIVES = ("skip", "order")
+
+
+@dataclass(frozen=True)
+class Injection:
+    """``action`` at ``place`` on the node with this index among the running ones."""
+
+    action: str
+    place: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.action} at {self.place} of node {self.index}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one; ``wrong`` is empty where the right rank was named, and nobody else hurt."""
+
+    injection: Injection
+    wrong: str
+    pause_s: float
+
+
+def draw(rng: random.Random) -> Iterator[Injection]:
+    """Every action at every place before any comes again, in a random order, on random nodes."""
+    kinds = [(action, place) for place in PLACES for action in HANGS if place != "restore"]
+    kinds += [(action, "collectives") for action in COLLECTIVES for _ in range(3)]
+    kinds += [("stop", "anywhere")] * 3
+    while True:
+        rng.shuffle(kinds)
+        for action, place in kinds:
+            yield Injection(action, place, rng.randrange(NODES))
+
+
+def one_of_each(rng: random.Random) -> list[Injection]:
+    """Every action once, each at another place."""
+    places = rng.sample(sorted(set(PLACES) - {"loader", "restore"}), len(HANGS))
+    kinds = [
+        *zip(HANGS, places, strict=True),
+        ("sleep", "loader"),
+        *((action, "collectives") for action in COLLECTIVES),
+        ("stop", "anywhere"),
+    ]
+    rng.shuffle(kinds)
+    return [Injection(action, place, rng.randrange(NODES)) for action, place in kinds]
+
+
+def inject(job: TrainingJob, injection: Injection) -> Outcome:
+    """Do it to a job that trains, and wait until all of its nodes train again."""
+    job.bring_to(NODES)
+    job.wait_progress(WARM_UP_STEPS)
+    nodes, generation = job.running, job.generation()
+    victim = nodes[injection.index]
+    pids = {node.name: node.workers()[0].pid for node in nodes}
+    rank = _rank_of(job, victim)
+    events = read_journal(job.folder / "journal")
+    since_s = time.monotonic()
+    _order(job, injection, victim, pids[victim.name])
+    try:
+        job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, str(injection))
+        job.wait_training(nodes=NODES, after_generation=generation)
+    except ClusterTimeout as error:
+        return Outcome(injection, f"no recovery: {str(error).splitlines()[0]}", PATIENCE_S)
+    found = read_journal(job.folder / "journal")[len(events) :]
+    verdicts = [e for e in found if e["event"] == "hang-found" and e["monotonic"] >= since_s]
+    now = {node.name: node.workers()[0].pid for node in job.running}
+    wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
+    return Outcome(injection, wrong, _pause_s(job, generation))
+
+
+def inject_while_a_world_forms(job: TrainingJob, action: str) -> Outcome:
+    """A worker that starts anew hangs when it is given the state of the job."""
+    injection = Injection(action, "restore", 1)
+    job.bring_to(NODES)
+    job.wait_progress(WARM_UP_STEPS)
+    nodes, generation = job.running, job.generation()
+    victim, since_s = nodes[injection.index], time.monotonic()
+    pids = {node.name: node.workers()[0].pid for node in nodes}
+    _order(job, injection, victim, 0)
+    os.kill(pids[victim.name], signal.SIGKILL)
+    pids[victim.name] = job.wait_for(lambda: _injected(job), PATIENCE_S, "a worker that hangs")
+    try:
+        job.wait_training(nodes=NODES, after_generation=generation)
+    except ClusterTimeout as error:
+        return Outcome(injection, f"no recovery: {str(error).splitlines()[0]}", PATIENCE_S)
+    events = read_journal(job.folder / "journal")
+    verdicts = [e for e in events if e["event"] == "hang-found" and e["monotonic"] >= since_s]
+    now = {node.name: node.workers()[0].pid for node in job.running}
+    # The world that it hangs in never began: its rank is what the verdict says.
+    rank = verdicts[0]["ranks"][0] if verdicts and verdicts[0]["node"] == victim.name else -1
+    wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
+    return Outcome(injection, wrong, _pause_s(job, generation))
+
+
+def _injected(job: TrainingJob) -> int | None:
+    """The process that has taken the order."""
+    if (job.folder / "inject").exists() or not (job.folder / "injected").exists():
+        return None
+    return int((job.folder / "injected").read_text().split()[0])
+
+
+def _order(job: TrainingJob, injection: Injection, victim: LocalNode, pid: int) -> None:
+    if injection.place == "anywhere":
+        os.kill(pid, signal.SIGSTOP)
+        return
+    staged = job.folder / "inject.new"
+    staged.write_text(f"{victim.name} {injection.action} {injection.place}")
+    staged.rename(job.folder / "inject")
+
+
+def _rank_of(job: TrainingJob, node: LocalNode) -> int:
+    steps = job.ledger().steps
+    newest = max(s.generation for s in steps)
+    return next(s.rank for s in steps if s.generation == newest and s.node == node.name)
+
+
+def _judge(
+    injection: Injection,
+    verdicts: Sequence[dict[str, Any]],
+    node: str,
+    rank: int,
+    before: dict[str, int],
+    after: dict[str, int],
+) -> str:
+    """What is wrong with what happened; empty: nothing."""
+    if len(verdicts) != 1:
+        return f"{len(verdicts)} verdicts: {[v['reason'] for v in verdicts]}"
+    (verdict,) = verdicts
+    if tuple(verdict["ranks"]) != (rank,):
+        return f"rank {rank} hangs, and {verdict['ranks']} were named: {verdict['reason']}"
+    kind = _expected_kind(injection)
+    if verdict["kind"] != kind:
+        return f"{verdict['kind']} instead of {kind}: {verdict['reason']}"
+    label = PLACES[injection.place].label if injection.place in PLACES else ""
+    if kind == "absent" and label not in verdict["reason"]:
+        return f"not in {label}: {verdict['reason']}"
+    ended = {name for name, pid in before.items() if after.get(name) != pid}
+    expected = set() if kind == "mismatch" else {node}
+    return "" if ended == expected else f"the workers of {ended} were ended, not of {expected}"
+
+
+def _expected_kind(injection: Injection) -> str:
+    if injection.place == "collectives":
+        return "mismatch"
+    is_worker = injection.place != "loader"
+    return "stopped" if injection.action == "stop" and is_worker else "absent"
+
+
+def _pause_s(job: TrainingJob, generation: int) -> float:
+    """Between the last step of this generation and the first one after it."""
+    steps = job.ledger().steps
+    before = max(s.time_s for s in steps if s.generation <= generation)
+    return min(s.time_s for s in steps if s.generation > generation) - before
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Runs, right ones, wrong ones and the median pause by action, and each wrong one."""
+    lines = [f"{'action':10} {'runs':>4} {'right':>5} {'wrong':>5} {'pause s (median, most)':>24}"]
+    for action in (*HANGS, *COLLECTIVES):
+        of_it = [o for o in outcomes if o.injection.action == action]
+        if not of_it:
+            continue
+        wrong = sum(bool(o.wrong) for o in of_it)
+        pauses_s = [o.pause_s for o in of_it]
+        times = f"{statistics.median(pauses_s):.2f} {max(pauses_s):.2f}"
+        lines.append(f"{action:10} {len(of_it):4} {len(of_it) - wrong:5} {wrong:5} {times:>24}")
+    lines += [f"{o.injection}: {o.wrong}" for o in outcomes if o.wrong]
+    return "\n".join(lines)
+
+
+def start(endpoint: str, folder: Path, workload: Workload) -> TrainingJob:
+    """A job to inject into; the caller enters and leaves it."""
+    return TrainingJob(
+        [endpoint],
+        folder,
+        script=SCRIPT,
+        workload=workload,
+        min_nodes=2,
+        max_nodes=NODES,
+        conf=CONF,
+    )

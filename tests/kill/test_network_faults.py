@@ -1,0 +1,190 @@
+"""The network fails, and no end of a connection is told: one node's packets are lost to its peers,
+to etcd, to both, in one direction, in part, or late, or only those of established connections.
+
+The others go on or wait, two worlds never make progress at once, and every node whose network is
+healed is back. docs/explanation/partitions.md has the times that were measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from job_series import JobSeries, StartSeries
+from network_job import LEASE_S, NODES, SCRIPT, SILENCE_S, WORKLOAD, NetworkJob
+from training_job import train_undisturbed
+
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.network.emulated import why_unavailable
+from elastic.testing.node import LocalNode
+from elastic.testing.slowness import measure_slowness
+from elastic.testing.waiting import PATIENCE_S
+
+WHY_NOT = why_unavailable()
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+SHORT_S, LONG_S = 5.0, 60.0
+# From the fault to the next step, on an idle machine, where the cut is not healed. A broken
+# connection between two machines that both answer is found in SILENCE_S; twice more, and one of
+# them is left out. A leader that is cut off waits for a lease before it hands over.
+FOUND_WITHIN_S = SILENCE_S + 5.0
+LEFT_OUT_WITHIN_S = 3 * SILENCE_S + 15.0
+TAKEOVER_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("network-alone"), WORKLOAD, SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobSeries[NetworkJob]:
+    return start_series(lambda folder: NetworkJob(etcd.endpoint, folder), reference)
+
+
+@pytest.fixture
+def job(jobs: JobSeries[NetworkJob]) -> NetworkJob:
+    return jobs.current()
+
+
+@pytest.fixture
+def nodes(job: NetworkJob) -> list[LocalNode]:
+    job.network.heal()  # what a test that failed has left
+    return job.bring_to(NODES)
+
+
+def pids(job: NetworkJob, but: LocalNode | None = None) -> dict[str, int]:
+    return {node.name: node.workers()[0].pid for node in job.running if node is not but}
+
+
+# A fault of one node's network: what is lost.
+Fault = Callable[[NetworkJob, LocalNode], object]
+
+
+def peers(job: NetworkJob, node: LocalNode) -> None:
+    job.network.cut(job.address(node), *job.peers(node))
+
+
+def etcd_only(job: NetworkJob, node: LocalNode) -> None:
+    job.network.cut(job.address(node), job.network.host)
+
+
+def both(job: NetworkJob, node: LocalNode) -> None:
+    job.network.cut(job.address(node), *job.everybody_else(node))
+
+
+def sent(job: NetworkJob, node: LocalNode) -> None:
+    for other in job.everybody_else(node):
+        job.network.drop(job.address(node), other)
+
+
+def received(job: NetworkJob, node: LocalNode) -> None:
+    for other in job.everybody_else(node):
+        job.network.drop(other, job.address(node))
+
+
+def loss(job: NetworkJob, node: LocalNode) -> None:
+    job.network.degrade(job.address(node), *job.everybody_else(node), loss=0.3)
+
+
+def delay(job: NetworkJob, node: LocalNode) -> None:
+    job.network.degrade(job.address(node), *job.everybody_else(node), delay_s=0.2)
+
+
+FAULTS = (peers, etcd_only, both, sent, received, loss, delay)
+
+
+def test_established_connections_that_are_dropped_are_made_anew(
+    job: NetworkJob, nodes: list[LocalNode]
+) -> None:
+    """gloo's connections, those of the leader and of etcd: new ones work. No process ends."""
+    victim, workers, slowness = job.bystanders()[0], pids(job), measure_slowness()
+    generation, began_s = job.generation(), time.time()
+    assert job.network.drop_established(job.address(victim), *job.everybody_else(victim)) > 0
+    job.wait_training(nodes=NODES, after_generation=generation)
+    job.wait_all_train(since_s=time.time())
+    assert job.longest_pause_s(since_s=began_s) < FOUND_WITHIN_S * slowness
+    assert pids(job) == workers and job.running == nodes
+
+
+def test_a_cut_from_etcd_does_not_disturb_a_step(job: NetworkJob, nodes: list[LocalNode]) -> None:
+    victim, workers = job.bystanders()[0], pids(job)
+    with job.healed_after(SHORT_S):
+        etcd_only(job, victim)
+    assert pids(job) == workers and job.running == nodes
+
+
+def test_two_nodes_that_lose_each_other_do_not_stop_the_job(
+    job: NetworkJob, nodes: list[LocalNode]
+) -> None:
+    """Both reach etcd and the leader, which cannot see that anything is wrong."""
+    leader, slowness = job.leader(), measure_slowness()
+    one, other = (node for node in nodes if node is not leader)
+    began_s = time.time()
+    job.network.cut(job.address(one), job.address(other))
+
+    def goes_on() -> bool:
+        later = [s for s in job.ledger().steps if s.time_s > began_s + SILENCE_S]
+        newest = max((s.generation for s in later), default=0)
+        return len({s.node for s in later if s.generation == newest}) == NODES - 1
+
+    job.wait_for(goes_on, PATIENCE_S, "one of the two training with the leader")
+    assert job.longest_pause_s(since_s=began_s) < LEFT_OUT_WITHIN_S * slowness
+    job.network.heal()
+    job.wait_all_train(since_s=time.time())
+    assert job.running == nodes
+
+
+def test_a_leader_that_its_peers_do_not_hear_hands_over(
+    job: NetworkJob, nodes: list[LocalNode]
+) -> None:
+    """It reaches etcd, so that its lease does not end; and it can form no world by itself."""
+    leader, slowness = job.leader(), measure_slowness()
+    began_s = time.time()
+    peers(job, leader)
+    job.wait_trains_without(leader, since_s=began_s)
+    assert job.longest_pause_s(since_s=began_s) < LEFT_OUT_WITHIN_S * slowness
+    job.network.heal()
+    job.wait_all_train(since_s=time.time())
+    assert job.running == nodes
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hold_s", [SHORT_S, LONG_S])
+@pytest.mark.parametrize("who", ["bystander", "leader"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_node_is_back_after_its_network_is_healed(
+    job: NetworkJob, nodes: list[LocalNode], fault: Fault, who: str, hold_s: float
+) -> None:
+    victim = job.leader() if who == "leader" else job.bystanders()[0]
+    with job.healed_after(hold_s) as began_s:
+        fault(job, victim)
+    assert job.running == nodes
+    pause_s, slowness = job.longest_pause_s(since_s=began_s), measure_slowness()
+    print(f"{fault.__name__} of the {who}, {hold_s:g} s: no step for {pause_s:.1f} s")
+    if fault in (etcd_only, delay):
+        assert pause_s < FOUND_WITHIN_S * slowness
+    elif fault is not loss:  # how much is lost in a row is chance
+        assert pause_s < LEFT_OUT_WITHIN_S * slowness
+
+
+@pytest.mark.soak
+def test_workers_of_a_node_that_stays_cut_off_stop_within_the_takeover_time(
+    etcd: EmbeddedEtcd, tmp_path: Path, reference: Path
+) -> None:
+    slowness = measure_slowness()
+    with NetworkJob(etcd.endpoint, tmp_path, takeover_s=TAKEOVER_S) as job:
+        job.bring_to(NODES)
+        victim = job.bystanders()[0]
+        workers, began_s = [p.pid for p in victim.processes()], time.time()
+        both(job, victim)
+        job.wait_trains_without(victim, since_s=began_s)
+        victim.wait_gone(workers, (TAKEOVER_S + LEASE_S) * slowness)
+        assert victim.exit_code not in (0, 75)
+        assert "no contact with etcd" in victim.log_text()
+        job.network.heal()
+        job.start_node()
+        job.wait_all_train(since_s=time.time())
+        job.assert_finishes_whole(reference)

@@ -1,0 +1,93 @@
+"""Ranks that are slower than the others: found with their cause, and replaced where that is asked
+for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
+
+from elastic.membership.records import WorldRecord
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.journal import read_journal
+from elastic.testing.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "stragglers.py"
+WORKLOAD = Workload(samples=1000, batch=24, epochs=12, step_s=0.02, save_every=50)
+# A worker that is told to be slow is eight times slower. A factor this high is out of reach for one
+# that only has to share its core with the rest of a busy machine.
+CONF = {"straggler_action": "exclude", "straggler_factor": 3, "straggler_window_s": 0.5}
+
+
+def events(job: TrainingJob, name: str) -> list[dict[str, Any]]:
+    return [e for e in read_journal(job.folder / "journal") if e["event"] == name]
+
+
+def of_rank(job: TrainingJob, name: str, rank: int) -> list[dict[str, Any]]:
+    return [e for e in events(job, name) if e["rank"] == rank]
+
+
+def world_of(job: TrainingJob) -> WorldRecord:
+    world = job.world()
+    assert world is not None
+    return world
+
+
+def members(job: TrainingJob) -> list[str]:
+    return [member.name for member in world_of(job).members]
+
+
+def test_a_slow_rank_is_named_with_its_cause_and_replaced_by_a_node_that_waits(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """In one cluster, since it takes seconds to start: slow data, which passes; then a slow
+    forward pass, and a node that can take its place."""
+    undisturbed = train_undisturbed(tmp_path / "undisturbed", WORKLOAD, SCRIPT)
+    folder = tmp_path / "job"
+    with TrainingJob(
+        [etcd.endpoint], folder, script=SCRIPT, workload=WORKLOAD, min_nodes=2, conf=CONF
+    ) as job:
+        job.bring_to(3)
+        generation, names = job.generation(), members(job)
+
+        (folder / "slow-data").write_text(names[1])
+        job.wait_for(lambda: of_rank(job, "straggler-found", 1), PATIENCE_S, "slow data")
+        found = of_rank(job, "straggler-found", 1)[0]
+        assert (found["node"], found["cause"]) == (names[1], "data wait")
+        assert found["data_s"] > 3 * found["compute_s"]
+        assert found["factor"] >= 3
+        assert "of data wait in a step" in found["reason"]
+        assert any(found["reason"] in node.log_text() for node in job.running)
+        (folder / "slow-data").unlink()
+        job.wait_for(lambda: of_rank(job, "straggler-recovered", 1), PATIENCE_S, "its recovery")
+
+        (folder / "slow-compute").write_text(names[2])
+        job.wait_for(lambda: of_rank(job, "straggler-found", 2), PATIENCE_S, "a slow forward pass")
+        found = of_rank(job, "straggler-found", 2)[-1]
+        assert (found["node"], found["cause"]) == (names[2], "compute")
+        assert job.generation() == generation, "nobody waits who could take its place"
+
+        job.start_node("spare")
+        job.wait_for(lambda: "spare" in members(job), PATIENCE_S, "a world with the spare node")
+        world = world_of(job)
+        assert (world.generation, len(world.members)) == (generation + 1, 3)
+        assert names[2] not in members(job)
+        assert world.reason.startswith(f"spare replaces {names[2]}: rank 2 on {names[2]} took")
+        job.wait_training(nodes=3, after_generation=generation)
+        # The node that was left out gets ready again, and waits: it is nobody's replacement.
+        job.wait_for(
+            lambda: job.node(names[2]).workers() and job.node(names[2]).running,
+            PATIENCE_S,
+            "workers of the node that was left out",
+        )
+        job.wait_progress(20)
+        assert job.generation() == generation + 1
+        assert events(job, "world-fault") == [], "the change waited for the end of a step"
+        assert events(job, "worker-died") == []
+        assert of_rank(job, "straggler-found", 0) == [], "rank 0 evaluates"
+
+        job.assert_finishes_whole(undisturbed)

@@ -1,0 +1,153 @@
+"""``elastic events``: all journals as one, whatever is in them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cli.main import main
+from elastic.clock import ManualClock
+from elastic.events import NodeLost, Waiting
+from elastic.telemetry.journal import Journal
+from elastic.testing.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two nodes, one event each in turn, seconds apart."""
+    for number, node in enumerate(("node-a", "node-b")):
+        clock = ManualClock(1769860800.0 + number)
+        journal = Journal(folder=tmp_path, identity={"node": node}, clock=clock, role="agent")
+        journal.locate(lambda: {"generation": 7, "step": 120})
+        for turn in range(2):
+            clock.advance(10.0)
+            journal.emit(Waiting(reason=f"{node} turn {turn}"))
+        journal.close()
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[list[str], str]:
+    assert main(["events", *map(str, argv)]) == 0
+    said = capsys.readouterr()
+    return said.out.splitlines(), said.err
+
+
+def test_lines_of_all_nodes_are_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, err = run(capsys, folder, "--event=waiting")
+    assert lines == [
+        '2026-01-31T12:00:10.000Z node-a g7 s120 waiting reason="node-a turn 0"',
+        '2026-01-31T12:00:11.000Z node-b g7 s120 waiting reason="node-b turn 0"',
+        '2026-01-31T12:00:20.000Z node-a g7 s120 waiting reason="node-a turn 1"',
+        '2026-01-31T12:00:21.000Z node-b g7 s120 waiting reason="node-b turn 1"',
+    ]
+    assert err == ""
+
+
+def test_json_is_one_object_per_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, _ = run(capsys, folder, "-o", "json", "--node", "node-b")
+    records = [json.loads(line) for line in lines]
+    assert [r["event"] for r in records] == ["journal-opened", *["waiting"] * 2, "journal-closed"]
+    assert records[1]["at"] == pytest.approx(1769860811.0)
+    assert records[1]["generation"] == 7
+
+
+def test_since_takes_a_time_and_an_age(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, _ = run(capsys, folder, "--since=2026-01-31T12:00:20Z", "--event=waiting")
+    assert len(lines) == 2
+    assert run(capsys, folder, "--since=5m")[0] == []  # it is later than 2026-01-31
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "neither FOLDER nor ELASTIC_JOURNAL"),
+        (("/nowhere",), "there is no folder /nowhere"),
+        ((".", "--since=yesterday"), "neither an age nor a time"),
+    ],
+)
+def test_usage_errors_are_sentences(
+    argv: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ELASTIC_JOURNAL", raising=False)
+    assert main(["events", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_hostile_texts_are_escaped_and_shortened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(folder=tmp_path, identity={"node": "\x1b[31mred\n" + "n" * 500})
+    journal.emit(NodeLost(lost="\x1b]0;title\x07\u202e", reason="x" * 1_000_000))
+    lines, err = run(capsys, tmp_path)
+    assert len(lines) == 2, "a line break in a name begins no new line"
+    assert all(line.isprintable() and len(line) < 2000 for line in lines)
+    assert r"\x1b[31mred\n" in lines[1]
+    assert r"\x1b]0;title\x07\u202e" in lines[1]
+    assert "(1000000 characters)" in lines[1] or "characters)" in lines[1]
+    assert all(c.isprintable() or c == "\n" for c in err)
+
+
+def test_damage_is_a_note_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with next(folder.glob("*.jsonl")).open("a") as stream:
+        stream.write('{"event": "cut\x1b[2J\n{"event": "')
+    lines, err = run(capsys, folder, "--event=waiting")
+    assert len(lines) == 4
+    assert "1 line is damaged" in err
+    assert "the last line was cut" in err
+
+
+def test_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, err = run(capsys, tmp_path)
+    assert lines == []
+    assert f"there are no events in {tmp_path}" in err
+
+
+def test_the_folder_may_be_that_of_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_JOURNAL", str(folder))
+    assert len(run(capsys)[0]) == 8
+
+
+def elastic(*argv: object, **more: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "elastic.cli.main", *map(str, argv)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
+
+
+def test_following_prints_what_is_written_later_and_ends_with_its_reader(folder: Path) -> None:
+    with elastic("events", folder, "--follow", "--event=waiting") as following:
+        assert following.stdout is not None
+        assert [following.stdout.readline() for _ in range(4)][-1].endswith('turn 1"\n')
+        journal = Journal(folder=folder, identity={"node": "node-c"})
+        journal.emit(Waiting(reason="later"))
+        assert following.stdout.readline().endswith("node-c waiting reason=later\n")
+        following.stdout.close()  # as `| head` does
+        deadline_s = time.monotonic() + PATIENCE_S
+        while following.poll() is None and time.monotonic() < deadline_s:
+            journal.emit(Waiting(reason="nobody reads this"))
+            time.sleep(0.05)
+        assert following.poll() == 0
+        assert following.stderr is not None and following.stderr.read() == ""
+
+
+def test_it_imports_neither_torch_nor_grpc(folder: Path) -> None:
+    code = (
+        "import sys; from elastic.cli.main import main\n"
+        f"assert main(['events', {str(folder)!r}]) == 0\n"
+        "assert not {'torch', 'grpc', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

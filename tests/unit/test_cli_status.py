@@ -1,0 +1,372 @@
+"""``elastic status``, ``describe`` and ``wait``: what they say of a job in a store's twin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from membership_nodes import node, world
+
+from elastic.cli.main import main
+from elastic.cli.observe import connection
+from elastic.cli.observe.job_view import JobState, JobView, read_job, sentence
+from elastic.cli.observe.status import last_known, lines
+from elastic.cli.observe.wait import WaitCondition, wait
+from elastic.clock import ManualClock
+from elastic.errors import StoreUnreachable
+from elastic.events import Waiting
+from elastic.membership.job_progress import JobProgress, decode_progress, encode_progress
+from elastic.membership.records import (
+    BreakageRecord,
+    Done,
+    FailureRecord,
+    Keys,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    WorldState,
+    encode,
+)
+from elastic.telemetry.journal import Journal
+from elastic.testing.doubles.memory_store import MemoryStore
+
+KEYS = Keys.of("/elastic", "llama-7")
+NOW = 1_769_860_800.0
+HOSTILE = "node\x1b[2J\n" + "x" * 10_000
+
+
+class Job:
+    """Writes records as agents do, and reads them as the commands do."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+
+    def put_world(self, record: WorldRecord) -> None:
+        self.store.put(KEYS.world, encode(record))
+
+    def put_node(
+        self, name: str, running: WorldRecord | None, state: NodeState, /, **more: str
+    ) -> None:
+        made = replace(node(name), running=running, state=state, joined_at_s=NOW - 60, **more)  # type: ignore[arg-type]
+        self.store.put(KEYS.node(made.node_id), encode(made))
+
+    def put_progress(self, step: int, **more: object) -> None:
+        progress = JobProgress(
+            node_id="n1", generation=7, step=step, step_time_s=0.5, checkpoint_step=40, time_s=NOW
+        )
+        self.store.put(KEYS.progress, encode_progress(replace(progress, **more)))  # type: ignore[arg-type]
+
+    def finish(self, outcome: Outcome, exit_code: int) -> None:
+        done = Done(
+            outcome=outcome,
+            reason="a, b finished",
+            exit_code=exit_code,
+            generation=7,
+            final_step=99,
+            time_s=NOW - 180,
+        )
+        self.store.put(KEYS.done, encode(done))
+
+    def view(self) -> JobView:
+        return read_job(self.store, KEYS, NOW)
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+@pytest.fixture
+def training(job: Job) -> Job:
+    """Three of at most four nodes train; a fourth was lost 12 s ago."""
+    record = replace(
+        world("n1", "n2", "n3", generation=7),
+        max_nodes=4,
+        time_s=NOW - 11,
+        breakages=(
+            BreakageRecord(
+                generation=6,
+                lived_s=300.0,
+                steps=120,
+                failures=(FailureRecord(node="n4", text="Traceback:\n  boom\x1b[2J", exit_code=1),),
+                lost=("n4",),
+                time_s=NOW - 12,
+                step=52,
+                verdict="a verdict",
+                response="its node was left out",
+            ),
+        ),
+    )
+    job.put_world(record)
+    for name in ("n1", "n2", "n3"):
+        job.put_node(name, record, NodeState.READY)
+    job.put_progress(52)
+    return job
+
+
+@pytest.fixture
+def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``elastic ARGV`` on that store."""
+
+    @contextmanager
+    def opened(args: object) -> Iterator[MemoryStore]:
+        yield job.store
+
+    for module in ("status", "describe", "wait"):
+        monkeypatch.setattr(f"elastic.cli.observe.{module}.job_store", opened)
+    monkeypatch.setattr(connection, "job_store", opened)
+    where = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
+    return lambda *argv: main([argv[0], *where, *argv[1:]])
+
+
+# The sentence ------------------------------------------------------------------------------------
+
+
+def test_a_job_that_trains(training: Job) -> None:
+    view = training.view()
+    assert view.state is JobState.TRAINING
+    said = sentence(view)
+    assert said.startswith("training in generation 7 with 3 of 4 nodes; n4 was lost 12.0 s ago")
+
+
+def test_a_node_that_warms_up_is_named(training: Job) -> None:
+    training.put_node("n5", None, NodeState.STARTING)
+    assert sentence(training.view()).endswith("; n5 is warming up")
+
+
+def test_a_loss_of_long_ago_and_a_node_that_is_back_are_no_news(training: Job) -> None:
+    late = replace(training.view(), at_s=NOW + 3600)
+    assert "lost" not in sentence(late)
+    record = replace(world("n1", "n2", "n3", "n4", generation=8), breakages=late.world.breakages)  # type: ignore[union-attr]
+    training.put_world(record)
+    for name in ("n1", "n2", "n3", "n4"):
+        training.put_node(name, record, NodeState.READY)
+    assert "lost" not in sentence(training.view())
+
+
+def test_a_world_that_is_not_entered_yet(training: Job) -> None:
+    training.put_world(replace(world("n1", "n2", generation=8), reason="c is lost"))
+    view = training.view()
+    assert view.state is JobState.STARTING
+    assert sentence(view).startswith(
+        "starting generation 8: 0 of its 2 nodes are in it (c is lost)"
+    )
+
+
+def test_every_other_state(job: Job) -> None:
+    assert job.view().state is JobState.ABSENT
+    assert sentence(job.view()) == "no such job: there is nothing under /elastic/llama-7/"
+    job.put_node("n1", None, NodeState.ARRIVED)
+    assert job.view().state is JobState.WAITING
+    assert sentence(job.view()).startswith("waiting for nodes: 1 of at least")
+    paused = replace(world("n1", generation=3), state=WorldState.PAUSED, min_nodes=2)
+    job.put_world(paused)
+    job.put_node("n1", paused, NodeState.READY)
+    assert sentence(job.view()).startswith("paused in generation 3: 1 of at least 2 nodes")
+    job.store.delete(KEYS.node("id-n1"))
+    assert job.view().state is JobState.DOWN
+    assert sentence(job.view()).startswith("down: no node is alive; generation 3")
+    job.finish(Outcome.SUCCESS, 0)
+    assert sentence(job.view()) == (
+        "succeeded at step 99 in generation 7, 3 min 0 s ago: a, b finished"
+    )
+    job.finish(Outcome.FAILURE, 1)
+    assert job.view().state is JobState.FAILED
+
+
+def test_a_record_of_another_version_is_a_note(training: Job) -> None:
+    training.store.put(KEYS.progress, b'{"version": 99}')
+    training.store.put(KEYS.leader, b"\xff\x00")
+    view = training.view()
+    assert view.state is JobState.TRAINING
+    assert [note for note in view.notes if KEYS.progress in note]
+    assert [note for note in view.notes if KEYS.leader in note]
+
+
+def test_names_of_others_do_nothing_to_a_terminal(job: Job) -> None:
+    record = replace(world("n1", generation=7), reason=HOSTILE)
+    job.put_world(record)
+    job.put_node("n1", record, NodeState.READY, name=HOSTILE, address=HOSTILE, torch=HOSTILE)
+    job.put_node("n2", None, NodeState.STARTING, name=HOSTILE)
+    for line in lines(job.view(), is_wide=True):
+        assert line.isprintable()
+        assert len(line) < 1000
+
+
+# The commands ------------------------------------------------------------------------------------
+
+
+def test_the_table(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("status") == 0
+    head, progress, _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("llama-7: training in generation 7 with 3 of 4 nodes")
+    assert progress == "step 52, 2 steps/s, last checkpoint of step 40"
+    assert titles.split() == ["NODE", "RANKS", "STATE", "AGE"]
+    assert rows[0].split()[0] == "n1" and rows[0].split()[2] == "ready"
+    assert "generation 6: n4 was lost" in rows[-1]
+    assert cli("status", "-o", "wide") == 0
+    assert "LEADS" in capsys.readouterr().out
+
+
+def test_the_json_document(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("status", "-o", "json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1
+    assert (found["state"], found["generation"], found["step"]) == ("training", 7, 52)
+    assert found["steps_per_s"] == 2.0
+    assert [n["name"] for n in found["nodes"]] == ["n1", "n2", "n3"]
+    assert found["incidents"][0]["lost"] == ["n4"]
+
+
+def test_a_job_that_is_not_there_is_exit_code_1(
+    cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("status") == 1
+    assert "no such job" in capsys.readouterr().out
+
+
+def test_a_job_that_is_not_named_is_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PET_RDZV_ID", raising=False)
+    assert main(["status", "--rdzv-endpoint=localhost:1"]) == 2
+    assert "neither --rdzv-id nor PET_RDZV_ID is given" in capsys.readouterr().err
+
+
+def test_a_node_is_described(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("describe", "node", "n2") == 0
+    said = capsys.readouterr().out
+    assert "name:          n2\n" in said and "state:         ready\n" in said
+    assert cli("describe", "node", "n9") == 2
+    assert "the live ones are: n1, n2, n3" in capsys.readouterr().err
+    assert cli("describe", "node") == 2
+
+
+def test_an_incident_is_described_with_its_traceback(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv in (("incident",), ("incident", "6")):
+        assert cli("describe", *argv) == 0
+        said = capsys.readouterr().out
+        assert "what:          n4 was lost\n" in said
+        assert "verdict:       a verdict\n" in said
+        assert r"      boom\x1b[2J" in said
+    assert cli("describe", "incident", "3") == 2
+    assert "those known broke generation 6" in capsys.readouterr().err
+
+
+def test_the_checkpoint_is_described(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("describe", "checkpoint") == 0
+    said = capsys.readouterr().out
+    assert "step:          40\n" in said
+    assert "12 steps, 6.0 s: lost if all nodes die now" in said
+    training.put_progress(52, checkpoint_step=None)
+    assert cli("describe", "checkpoint") == 2
+
+
+@pytest.mark.parametrize(
+    ("condition", "code"),
+    [("step=52", 0), ("nodes=3", 0), ("step=53", 124), ("nodes=4", 124), ("done", 124)],
+)
+def test_waiting_for_a_job_that_trains(
+    training: Job, cli: Callable[..., int], condition: str, code: int
+) -> None:
+    assert cli("wait", f"--for={condition}", "--timeout=0s") == code
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exit_code", "condition", "code"),
+    [
+        (Outcome.SUCCESS, 0, "done", 0),
+        (Outcome.SUCCESS, 0, "step=99", 0),
+        (Outcome.SUCCESS, 0, "step=100", 1),
+        (Outcome.SUCCESS, 0, "nodes=1", 1),
+        (Outcome.FAILURE, 70, "done", 70),
+        (Outcome.FAILURE, 0, "step=1", 1),
+    ],
+)
+def test_waiting_for_a_job_that_has_ended(
+    job: Job,
+    cli: Callable[..., int],
+    outcome: Outcome,
+    exit_code: int,
+    condition: str,
+    code: int,
+) -> None:
+    job.finish(outcome, exit_code)
+    assert cli("wait", f"--for={condition}", "--timeout=1d") == code
+
+
+@pytest.mark.parametrize("argv", [("--for=tea",), ("--for=step=x",), ("--for=done", "--timeout=9")])
+def test_what_cannot_be_waited_for_is_usage(cli: Callable[..., int], argv: tuple[str, ...]) -> None:
+    assert cli("wait", *argv) == 2
+
+
+def test_waiting_goes_on_while_etcd_is_away(training: Job) -> None:
+    reads = 0
+
+    def read() -> JobView:
+        nonlocal reads
+        reads += 1
+        if reads < 4:
+            raise StoreUnreachable("etcd does not answer")
+        return training.view()
+
+    clock = ManualClock()
+    assert wait(read, WaitCondition.parse("step=52"), 60.0, clock) == 0
+    assert reads == 4
+    reads = -1000
+    assert wait(read, WaitCondition.parse("step=52"), 60.0, clock) == 124
+
+
+# etcd is away ------------------------------------------------------------------------------------
+
+
+def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = ManualClock(NOW)
+    journal = Journal(folder=tmp_path, identity={"node": "n1"}, clock=clock)
+    journal.locate(lambda: {"generation": 7, "step": 52})
+    journal.emit(Waiting(reason="x"))
+    said = last_known(str(tmp_path), NOW + 9)
+    assert said == "last known: step 52 in generation 7, 9.0 s ago, by the journal of n1"
+    conf = "--rdzv-conf=connect_timeout_s=0.5"
+    argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=llama-7", conf]
+    assert main([*argv, f"--journal={tmp_path}"]) == 69
+    found = capsys.readouterr()
+    assert "llama-7: last known: step 52 in generation 7" in found.out
+    assert "127.0.0.1:1" in found.err
+    assert main([*argv, f"--journal={tmp_path / 'none'}"]) == 69
+    assert "state not known" in capsys.readouterr().out
+
+
+def test_progress_survives_the_way_through_the_store() -> None:
+    progress = JobProgress(
+        node_id="n1", generation=7, step=None, step_time_s=0.0, checkpoint_step=None, time_s=NOW
+    )
+    assert decode_progress("key", encode_progress(progress)) == progress
+
+
+@pytest.mark.parametrize("command", ["status", "describe", "wait", "events", "report"])
+def test_no_command_imports_torch(command: str) -> None:
+    code = (
+        f"import sys, elastic.cli.observe.{command} as command\n"
+        "command.parser()\n"
+        "assert not {'torch', 'numpy', 'grpc'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

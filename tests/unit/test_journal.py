@@ -1,0 +1,245 @@
+"""The journal's file: whole lines or cut ones that show it, bounded, whatever is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import events
+from elastic.clock import ManualClock
+from elastic.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
+from elastic.telemetry.journal import ENVELOPE, SCHEMA, Journal
+from elastic.telemetry.journal_reader import read_folder
+from elastic.telemetry.log import LOGGER_NAME
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What is logged as a warning."""
+    seen: list[str] = []
+
+    class Warnings(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    logger, handler = logging.getLogger(LOGGER_NAME), Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+
+
+def journal_in(folder: Path, **more: Any) -> Journal:
+    return Journal(folder=folder, identity={"node": "node-a"}, **more)
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*.jsonl")
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_line_says_who_when_and_where(tmp_path: Path) -> None:
+    clock = ManualClock(7.0)
+    journal = journal_in(tmp_path, clock=clock, role="worker", run_id="llama")
+    journal.emit(Waiting(reason="early"))
+    journal.locate(lambda: {"rank": 3, "generation": 2, "step": 41})
+    clock.advance(1.5)
+    journal.emit(Waiting(reason="late"))
+    opened, early, late = lines_of(tmp_path)
+    assert opened["event"] == "journal-opened"
+    assert (opened["schema"], opened["role"], opened["run_id"]) == (SCHEMA, "worker", "llama")
+    assert opened["pid"] == os.getpid()
+    assert [line["seq"] for line in (opened, early, late)] == [0, 1, 2]
+    assert "rank" not in early
+    assert {name: late[name] for name in ("node", "rank", "generation", "step", "reason")} == {
+        "node": "node-a",
+        "rank": 3,
+        "generation": 2,
+        "step": 41,
+        "reason": "late",
+    }
+    assert (late["time"], late["monotonic"]) == (8.5, 8.5)
+    assert len({line["writer"] for line in (opened, early, late)}) == 1
+
+
+def test_no_field_of_an_event_hides_who_wrote_it(tmp_path: Path) -> None:
+    """FailureJudged named the failed node ``node``: the line seemed to be of that one."""
+    kinds = [k for k in vars(events).values() if isinstance(k, type) and issubclass(k, Event)]
+    assert len(kinds) > 30
+    hidden = [(k.__name__, f.name) for k in kinds for f in fields(k) if f.name in ENVELOPE]
+    assert hidden == []
+    journal_in(tmp_path).emit(
+        FailureJudged(
+            generation=1,
+            failed="node-b",
+            action="restart",
+            rule="r",
+            confidence="high",
+            reason="x",
+            evidence="y",
+        )
+    )
+    assert lines_of(tmp_path)[-1]["node"] == "node-a"
+
+
+def test_a_journal_stays_below_its_bound_and_keeps_its_beginning(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path, max_bytes=80_000, run_id="first")
+    for number in range(2_000):
+        journal.emit(Waiting(reason=f"{number} " + "x" * 100))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl"))
+    assert 40_000 < size < 90_000
+    assert len(list(tmp_path.glob("*.jsonl"))) <= 8
+    records, notes = read_folder(tmp_path)
+    said = {r.text("reason").split(" ")[0] for r in records if r.name == "waiting"}
+    assert {"0", "1999"} <= said
+    assert len(said) < 2_000
+    assert notes == []
+
+
+def test_what_a_short_write_cut_is_one_bad_line_and_the_next_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = journal_in(tmp_path)
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
+    journal.emit(Waiting(reason="cut"))
+    monkeypatch.setattr(os, "write", real_write)
+    journal.emit(Waiting(reason="whole"))
+    records, notes = read_folder(tmp_path)
+    assert [r.text("reason") for r in records if r.name == "waiting"] == ["whole"]
+    assert [note for note in notes if "1 line is damaged or cut" in note and "line 2" in note]
+
+
+def test_a_full_disk_loses_events_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    journal = journal_in(tmp_path)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for _ in range(3):
+            journal.emit(Waiting(reason="lost"))
+    journal.emit(Waiting(reason="kept"))
+    assert [line["seq"] for line in lines_of(tmp_path)] == [0, 4]
+    (warned,) = [said for said in warnings if "No space left" in said]
+    assert "events are lost" in warned
+
+
+def test_a_file_whose_writer_was_killed_in_mid_line_is_gone_on_with(tmp_path: Path) -> None:
+    """A container's first process has the same id each time."""
+    path = tmp_path / f"node-a-{os.getpid()}.jsonl"
+    path.write_bytes(b'{"event": "waiting", "time": 1.0, "mono')
+    journal_in(tmp_path).emit(Waiting(reason="after"))
+    records, notes = read_folder(tmp_path)
+    assert [r.name for r in records] == ["journal-opened", "waiting"]
+    assert len(notes) == 1 and "1 line is damaged" in notes[0]
+
+
+HOSTILE = ["\x1b[2J\x1b]0;x\x07", "a\nb\r\n", "\udcff", "<script>", "x" * 1_000_000, "\u202e\x00"]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=["ansi", "lines", "bytes", "html", "1MB", "bidi"])
+def test_any_text_is_one_line(tmp_path: Path, text: str) -> None:
+    journal_in(tmp_path).emit(WorkerStuck(reason=text))
+    line = lines_of(tmp_path)[-1]
+    assert line["reason"] == text or (
+        line["reason"].startswith(text[:100]) and line["reason"].endswith("(1000000 characters)")
+    )
+    (path,) = tmp_path.glob("*.jsonl")
+    assert path.stat().st_size < 100_000
+    assert path.read_bytes().isascii()
+
+
+def test_what_json_cannot_say_is_still_a_line(tmp_path: Path) -> None:
+    journal = Journal(folder=tmp_path, identity={"node": "a", "odd": {1, 2}})
+    journal.locate(lambda: {"step": float("nan")})  # type: ignore[dict-item]
+    journal.emit(Waiting(reason="x"))
+    records, notes = read_folder(tmp_path)
+    assert [r.name for r in records] == ["journal-opened", "waiting"]
+    assert notes == []
+    assert records[-1].data["step"] == "NaN"
+
+
+def test_a_line_has_a_bound_whatever_its_fields(tmp_path: Path) -> None:
+    journal_in(tmp_path).emit(
+        events.WorldFormed(
+            generation=1,
+            nodes=tuple(f"node-{i}" for i in range(50_000)),
+            size=1,
+            state="active",
+            mode="restart",
+            cause="first",
+            reason="many",
+        )
+    )
+    (path,) = tmp_path.glob("*.jsonl")
+    assert path.stat().st_size < 10_000
+    assert lines_of(tmp_path)[-1]["event"] == "world-formed"
+
+
+def test_a_position_that_raises_costs_no_event(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.locate(lambda: {"step": 1 // 0})
+    journal.emit(Waiting(reason="x"))
+    assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "waiting"]
+
+
+def test_threads_write_whole_lines_with_numbers_of_their_own(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path, max_bytes=400_000)
+
+    def write() -> None:
+        for _ in range(100):
+            journal.emit(Waiting(reason="x"))
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records, notes = read_folder(tmp_path)
+    assert notes == []
+    waiting = [r.seq for r in records if r.name == "waiting"]
+    assert len(set(waiting)) == len(waiting) == 800
+
+
+def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        journal.emit(Waiting(reason="child"))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    journal.emit(Waiting(reason="parent"))
+    assert [line.get("reason") for line in lines_of(tmp_path)] == [None, "parent"]
+
+
+def test_the_last_line_of_a_closed_journal_says_so(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.close()
+    journal.emit(Waiting(reason="late"))
+    journal.close()
+    assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "journal-closed"]
+
+
+def test_a_bound_that_is_no_number_is_replaced_by_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    monkeypatch.setenv("ELASTIC_JOURNAL_MIB", "many")
+    journal_in(tmp_path)
+    assert [w for w in warnings if "ELASTIC_JOURNAL_MIB='many' is not a number above 0" in w]
+    assert lines_of(tmp_path)[0]["event"] == "journal-opened"
+
+
+def test_the_first_line_says_what_wrote_the_rest() -> None:
+    assert [f.name for f in fields(JournalOpened)][:3] == ["schema", "role", "run_id"]

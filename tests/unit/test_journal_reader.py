@@ -1,0 +1,183 @@
+"""Journals read back and merged: what is damaged or impossible is a note, never a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.telemetry.journal_reader import JournalFolder, read_folder
+from elastic.telemetry.merging import MergedJournal, merge
+
+
+def line(event: str, at_s: float, *, seq: int = -1, skew_s: float = 0.0, **more: Any) -> str:
+    data = {"event": event, "time": 1e9 + at_s + skew_s, "monotonic": at_s, **more}
+    return json.dumps({**data, "seq": seq} if seq >= 0 else data)
+
+
+def opened(at_s: float, node: str, *, role: str = "agent", **more: Any) -> str:
+    more = {"boot_id": node, "run_id": "run", "pid": 1, "schema": 1, "writer": node, **more}
+    return line("journal-opened", at_s, node=node, role=role, **more)
+
+
+def write(folder: Path, name: str, *lines: str) -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(f"{text}\n" for text in lines))
+    return path
+
+
+def read(folder: Path) -> MergedJournal:
+    return merge(*read_folder(folder))
+
+
+def test_a_missing_folder_is_an_empty_journal(tmp_path: Path) -> None:
+    found = read(tmp_path / "none")
+    assert (found.records, found.notes) == ((), ())
+
+
+DAMAGED = [
+    b'{"event": "waiting", "time": 1, "monot',
+    b"\x00" * 4096,
+    b"\xff\xfe\xfd",
+    b"[1, 2]",
+    b'{"event": 7, "time": 1, "monotonic": 1}',
+    b'{"event": "x", "time": "now", "monotonic": 1}',
+    b'{"event": "x", "time": 1e400, "monotonic": 1}',
+    b'{"event": "x", "time": NaN, "monotonic": 1}',
+    b'{"event": "x"}{"event": "y"}',
+    b"[" * 100_000,
+    b'{"event": "x", "time": 1, "monotonic": 1, "reason": "' + b"y" * 2_000_000 + b'"}',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_left_out_and_noted(tmp_path: Path, damage: bytes) -> None:
+    path = write(tmp_path, "a", opened(0.0, "a"), line("waiting", 1.0, node="a", writer="a"))
+    path.write_bytes(path.read_bytes() + damage + b"\n")
+    with path.open("a") as stream:
+        stream.write(line("waiting", 2.0, node="a", writer="a") + "\n")
+    found = read(tmp_path)
+    assert [r.name for r in found.records] == ["journal-opened", "waiting", "waiting"]
+    assert [n for n in found.notes if n.startswith("a.jsonl: 1 line is damaged")]
+    assert "line 3" in found.notes[0]
+
+
+def test_a_line_without_its_end_is_noted_and_read_once_it_has_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "a", opened(0.0, "a"))
+    text = line("waiting", 1.0, node="a", writer="a")
+    with path.open("a") as stream:
+        stream.write(text[:20])
+    journals = JournalFolder(tmp_path)
+    assert [r.name for r in journals.read_new()] == ["journal-opened"]
+    assert "the last line was cut" in journals.notes()[0]
+    with path.open("a") as stream:
+        stream.write(text[20:] + "\n")
+    assert [r.name for r in journals.read_new()] == ["waiting"]
+    assert journals.notes() == []
+    assert journals.read_new() == []
+
+
+def test_a_rotated_file_is_not_read_twice(tmp_path: Path) -> None:
+    path = write(tmp_path, "a", opened(0.0, "a"))
+    journals = JournalFolder(tmp_path)
+    assert len(journals.read_new()) == 1
+    path.rename(tmp_path / "a.1.jsonl")
+    write(tmp_path, "a", line("waiting", 1.0, node="a", writer="a"))
+    assert [r.name for r in journals.read_new()] == ["waiting"]
+
+
+def test_what_is_no_file_and_what_may_not_be_read_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, "a", opened(0.0, "a"))
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would block for ever
+    assert [r.name for r in read(tmp_path).records] == ["journal-opened"]
+
+
+def test_lines_of_another_schema_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    write(tmp_path, "a", opened(0.0, "a", schema=99), line("new-thing", 1.0, node="a", writer="a"))
+    found = read(tmp_path)
+    assert [r.name for r in found.records] == ["journal-opened", "new-thing"]
+    assert [n for n in found.notes if "schema 99" in n]
+
+
+def test_journals_of_before_sequence_numbers_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "a-1", line("waiting", 1.0, node="a"), line("node-lost", 2.0, node="a"))
+    write(tmp_path, "b-2", line("waiting", 1.5, node="b"))
+    found = read(tmp_path)
+    assert [(r.node, r.name) for r in found.records] == [
+        ("a", "waiting"),
+        ("b", "waiting"),
+        ("a", "node-lost"),
+    ]
+
+
+def test_missing_numbers_are_noted_with_the_process(tmp_path: Path) -> None:
+    numbers = (0, 1, 5)
+    lines = [line("waiting", float(n), node="a", writer="a", seq=n) for n in numbers]
+    write(tmp_path, "a", *lines)
+    assert "a (agent): 3 events are missing" in read(tmp_path).notes[0]
+
+
+def worlds(node: str, skew_s: float, *, monotonic_from_s: float = 0.0) -> list[str]:
+    """A rank of three worlds, on a machine whose wall clock is off."""
+    of_node = {"node": node, "writer": f"{node}-w"}
+
+    def told(event: str, at_s: float, **more: Any) -> str:
+        data = {
+            "event": event,
+            "time": 1e9 + at_s + skew_s,
+            "monotonic": at_s + monotonic_from_s,
+            **of_node,
+            **more,
+        }
+        return json.dumps(data)
+
+    return [
+        told("journal-opened", 0.0, role="worker", boot_id=node, run_id="run", schema=1, rank=0),
+        told("world-joined", 1.0, generation=1),
+        told("recovered" if node == "a" else "world-fault", 4.0, generation=1),
+        told("world-joined", 5.0, generation=2),
+        told("world-joined", 9.0, generation=3),
+    ]
+
+
+def test_a_clock_that_is_a_minute_ahead_is_corrected_and_noted(tmp_path: Path) -> None:
+    write(tmp_path, "a", *worlds("a", 0.0), line("waiting", 10.0, node="a", writer="a-w"))
+    write(tmp_path, "b", *worlds("b", 60.0, monotonic_from_s=5_000.0))
+    found = read(tmp_path)
+    assert [n for n in found.notes if "the clock of b is 60.0 s ahead" in n]
+    joined = [r for r in found.records if r.name == "world-joined"]
+    assert [r.whole("generation") for r in joined] == [1, 1, 2, 2, 3, 3]
+    assert max(r.at_s for r in found.records) == pytest.approx(1e9 + 10.0)
+
+
+def test_a_small_difference_between_clocks_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, "a", *worlds("a", 0.0))
+    write(tmp_path, "b", *worlds("b", 0.4))
+    assert not [n for n in read(tmp_path).notes if "clock" in n]
+
+
+def test_a_wall_clock_that_is_set_does_not_change_the_order(tmp_path: Path) -> None:
+    lines = [opened(0.0, "a"), *(line("waiting", t, node="a", writer="a") for t in (1.0, 2.0))]
+    lines.append(line("node-lost", 3.0, node="a", writer="a", skew_s=-3600.0))
+    write(tmp_path, "a", *lines)
+    found = read(tmp_path)
+    assert [r.name for r in found.records][-1] == "node-lost"
+    assert [n for n in found.notes if "wall clock of a was set by 3600.0 s" in n]
+
+
+def test_a_node_that_never_came_back_is_noted(tmp_path: Path) -> None:
+    lost = line("node-lost", 31.0, node="a", writer="a", lost="b", reason="its process is dead")
+    ended = line("job-ended", 100.0, node="a", writer="a")
+    write(tmp_path, "a", opened(0.0, "a"), lost, ended)
+    write(tmp_path, "b", opened(0.0, "b", boot_id="a"), line("waiting", 30.0, node="b", writer="b"))
+    write(tmp_path, "c", opened(0.0, "c", boot_id="a"))
+    notes = read(tmp_path).notes
+    assert [n for n in notes if n.startswith("b wrote nothing in the last 70.0 s of the run")]
+    assert [n for n in notes if "its process is dead" in n]
+    assert [n for n in notes if n.startswith("c wrote nothing in the last 100.0 s")]
+    assert not [n for n in notes if n.startswith("a ")]

@@ -1,0 +1,257 @@
+"""What a worker measures of its steps, window by window, and what that costs."""
+
+from __future__ import annotations
+
+import gc
+import pdb
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elastic.hangs.budgets import FIRST_STEPS
+from elastic.hangs.facts import Phase
+from elastic.hangs.phases import PhaseRecorder
+from elastic.stragglers.facts import StepPart, StepTimes
+from elastic.stragglers.windows import LEAST_STEPS, MOST_STEPS, StepWindows
+
+STEPS = 3000
+MOST_PER_STEP_S = 5e-6
+CALLS_S = 5e-6  # a hundred calls of a function in Python, on a core of 2024
+S = 1_000_000_000  # ns
+SHORTEST_S = 1e-9  # of a window: as soon as it has its steps
+
+
+def parts(data_s: float = 0.0, compute_s: float = 0.0, script_s: float = 0.0) -> list[float]:
+    return [data_s, compute_s, 0.0, 0.0, script_s]
+
+
+def test_nothing_is_measured_before_it_is_asked_for() -> None:
+    windows = StepWindows()
+    windows.restart(1, 0)
+    for step in range(2 * LEAST_STEPS):
+        windows.add(parts(1.0), 8, step * S)
+    assert windows.take() is None
+
+
+def test_a_window_has_its_length_and_its_least_number_of_steps() -> None:
+    windows = StepWindows()
+    windows.measure(4.0)
+    windows.restart(7, 0)
+    for step in range(1, LEAST_STEPS):
+        windows.add(parts(0.25, 0.5), 8, step * S)
+    assert windows.take() is None, "long enough, and too few steps"
+    windows.add(parts(0.25, 0.5), 8, LEAST_STEPS * S)
+    times = windows.take()
+    assert times == StepTimes(
+        generation=7,
+        window=1,
+        steps=LEAST_STEPS - 1,
+        samples=8 * (LEAST_STEPS - 1),
+        data_s=0.25,
+        compute_s=0.5,
+        collective_s=0.0,
+        checkpoint_s=0.0,
+        script_s=0.0,
+    )
+    assert windows.take() is None, "once"
+    for step in range(LEAST_STEPS):
+        windows.add(parts(0.25, 0.5), 8, int((LEAST_STEPS + step / 10) * S))
+    assert windows.take() is None, "steps enough, and too short"
+    windows.add(parts(0.25, 0.5), 8, (LEAST_STEPS + 4) * S)
+    times = windows.take()
+    assert times is not None
+    assert times.window == 2
+
+
+def test_the_slowest_tenth_is_left_out() -> None:
+    """A garbage collection, a compilation, a machine that stood still."""
+    windows = StepWindows()
+    windows.measure(1.0)
+    windows.restart(1, 0)
+    for step in range(20):
+        pause_s = 60.0 if step in (3, 11) else 0.0
+        windows.add(parts(0.125, 0.25 + pause_s), 8, 2 * S if step == 19 else 0)
+    times = windows.take()
+    assert times is not None
+    assert (times.steps, times.data_s, times.compute_s) == (18, 0.125, 0.25)
+    assert times.own_s == 0.375
+
+
+def test_another_world_begins_another_window() -> None:
+    windows = StepWindows()
+    windows.measure(1.0)
+    windows.restart(1, 0)
+    for _ in range(LEAST_STEPS):
+        windows.add(parts(9.0), 8, 0)
+    windows.restart(2, 0)
+    for _ in range(LEAST_STEPS):
+        windows.add(parts(1.0), 8, 2 * S)
+    times = windows.take()
+    assert times is not None
+    assert (times.generation, times.data_s) == (2, 1.0)
+
+
+def test_a_window_of_many_steps_keeps_some_of_them() -> None:
+    windows = StepWindows()
+    windows.measure(1.0)
+    windows.restart(1, 0)
+    for _ in range(3 * MOST_STEPS):
+        windows.add(parts(1.0), 8, 0)
+    windows.add(parts(1.0), 8, 2 * S)
+    times = windows.take()
+    assert times is not None
+    assert times.steps == MOST_STEPS - MOST_STEPS // 10
+
+
+@pytest.fixture
+def windows() -> StepWindows:
+    return StepWindows()
+
+
+@pytest.fixture
+def recorder(windows: StepWindows, monkeypatch: pytest.MonkeyPatch) -> Iterator[PhaseRecorder]:
+    monkeypatch.setattr(pdb.Pdb, "interaction", pdb.Pdb.interaction)  # put back afterwards
+    recorder = PhaseRecorder(windows)
+    recorder.start()
+    recorder.enter_generation(3)
+    recorder.begin_world(0)
+    yield recorder
+    gc.callbacks.remove(recorder._on_garbage)
+
+
+def spend(recorder: PhaseRecorder, phase: Phase, seconds: float) -> None:
+    """As if so much time had passed in the phase."""
+    recorder.enter(phase)
+    recorder._since_ns -= int(seconds * S)
+
+
+def train(recorder: PhaseRecorder, steps: int, *, samples: int = 8, data_s: float = 1.0) -> None:
+    """Steps that spend a known time in every phase, on a rank that also evaluates."""
+    for number in range(steps):
+        spend(recorder, Phase.DATA, data_s)
+        recorder.begin_step(number, samples)
+        spend(recorder, Phase.COMPUTE, 2.0)
+        before = recorder.begin_wait(1, 1)
+        recorder._since_ns -= 4 * S
+        recorder.end_wait(before)
+        spend(recorder, Phase.SCRIPT, 8.0)
+        spend(recorder, Phase.OPTIMIZER, 16.0)
+        recorder.enter(Phase.SCRIPT)
+        before = recorder.enter_batch()  # of a loader that is not the training's
+        recorder._since_ns -= 32 * S
+        recorder.enter(before)
+        spend(recorder, Phase.EVALUATION, 64.0)
+        spend(recorder, Phase.CHECKPOINT, 128.0)
+        recorder.committed(number + 1)
+
+
+def taken(windows: StepWindows) -> StepTimes:
+    times = windows.take()
+    assert times is not None
+    return times
+
+
+def of_parts(times: StepTimes) -> dict[StepPart, float]:
+    """Whole seconds: what the lines of this test take is less."""
+    return {
+        StepPart.DATA: round(times.data_s),
+        StepPart.COMPUTE: round(times.compute_s),
+        StepPart.COLLECTIVE: round(times.collective_s),
+        StepPart.CHECKPOINT: round(times.checkpoint_s),
+        StepPart.SCRIPT: round(times.script_s),
+    }
+
+
+def test_phases_are_the_parts_of_a_step(recorder: PhaseRecorder, windows: StepWindows) -> None:
+    windows.measure(SHORTEST_S)
+    train(recorder, FIRST_STEPS)
+    train(recorder, LEAST_STEPS + 1)
+    times = taken(windows)
+    assert (times.generation, times.samples) == (3, 8 * times.steps)
+    assert of_parts(times) == {
+        StepPart.DATA: 1,
+        StepPart.COMPUTE: 2 + 16,
+        StepPart.COLLECTIVE: 4,
+        StepPart.CHECKPOINT: 128,
+        StepPart.SCRIPT: 8 + 32 + 64,
+    }
+
+
+def test_the_first_steps_of_a_world_are_not_counted(
+    recorder: PhaseRecorder, windows: StepWindows
+) -> None:
+    windows.measure(SHORTEST_S)
+    train(recorder, FIRST_STEPS, data_s=1000.0)
+    train(recorder, LEAST_STEPS + 1)
+    assert taken(windows).data_s < 2
+    recorder.enter_generation(4)
+    recorder.begin_world(1)
+    train(recorder, FIRST_STEPS, data_s=1000.0)
+    train(recorder, LEAST_STEPS + 1)
+    times = taken(windows)
+    assert times.generation == 4
+    assert times.data_s < 2
+
+
+def test_a_script_that_distributes_its_data_itself_waits_for_its_own_loader(
+    recorder: PhaseRecorder, windows: StepWindows
+) -> None:
+    windows.measure(SHORTEST_S)
+    train(recorder, FIRST_STEPS + LEAST_STEPS + 1, samples=0)
+    times = taken(windows)
+    assert times.samples == 0
+    assert of_parts(times)[StepPart.DATA] == 1 + 32
+
+
+def test_a_loader_of_another_thread_changes_nothing(
+    recorder: PhaseRecorder, windows: StepWindows
+) -> None:
+    windows.measure(SHORTEST_S)
+    recorder.begin_step(0, 8)
+
+    def other() -> None:
+        recorder.enter(recorder.enter_batch())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    train(recorder, FIRST_STEPS + LEAST_STEPS + 1)
+    assert of_parts(taken(windows))[StepPart.DATA] == 1
+
+
+def test_a_step_costs_microseconds(windows: StepWindows) -> None:
+    """What measuring adds to a step: to each of its phases, to its end, and its part of what the
+    end of a window costs."""
+    windows.measure(10.0)
+    parts_s = parts(0.01, 0.02)
+
+    def step(number: int) -> None:
+        for part in (0, 1, 2, 1, 4, 1, 4, 3):
+            parts_s[part] += 0.001
+        windows.add(parts_s, 8, number * S // 100)
+        for part in StepPart:
+            parts_s[part] = 0.0
+
+    slowness = max(1.0, min(_timed(_call_100_times) for _ in range(20)) / CALLS_S)
+    best_s = min(_timed(step) for _ in range(10))
+    assert windows.take() is not None, "windows have ended"
+    assert best_s < MOST_PER_STEP_S * slowness, f"{best_s * 1e6:.1f} us"
+
+
+def _timed(step: Callable[[int], None]) -> float:
+    """Seconds of CPU: others use the machine, too."""
+    began_s = time.thread_time()
+    for number in range(STEPS):
+        step(number)
+    return (time.thread_time() - began_s) / STEPS
+
+
+def _call_100_times(number: int) -> None:
+    for _ in range(100):
+        _nothing(number)
+
+
+def _nothing(number: int) -> None:
+    pass

@@ -1,0 +1,267 @@
+"""What the leader makes of the step times that nodes publish, and what a node publishes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from membership_nodes import node, world
+
+from elastic.clock import ManualClock
+from elastic.errors import RecordError
+from elastic.events import Event, StragglerFound, StragglerRecovered
+from elastic.leadership.straggler_judge import StragglerJudge
+from elastic.membership.decision import Policy
+from elastic.membership.records import (
+    Keys,
+    NodeState,
+    NodeStepTimes,
+    WorldRecord,
+    decode,
+    encode,
+)
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus
+from elastic.node.step_times import StepTimesReport
+from elastic.secure_channel.keys import SecretKey
+from elastic.store.keyvalue import Entry
+from elastic.stragglers.facts import RankStepTimes, StepTimes
+from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.tuning.agent_options import AgentOptions
+
+KEYS = Keys.of("/elastic", "job")
+WORLD = replace(world("n1", "n2", "n3"), generation=7)
+PRESENT = WORLD.node_ids
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.events: list[tuple[int, Event]] = []
+
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        self.events.append((level, event))
+
+
+def context(journal: Journal, action: str = "report", nproc: int = 1) -> NodeContext:
+    record = node("n1", NodeState.READY, in_process=True, running=WORLD)
+    return NodeContext(
+        store=MemoryStore(),
+        keys=KEYS,
+        secret=RunSecret(SecretKey.generate(), KEYS.root),
+        options=AgentOptions(straggler_action=action, straggler_factor=1.5),
+        policy=Policy(min_nodes=1, max_nodes=3),
+        status=NodeStatus(replace(record, nproc=nproc), KEYS, 0.0),
+        clock=ManualClock(),
+        journal=journal,
+        post=lambda message: None,
+    )
+
+
+def times(window: int, compute_s: float = 0.1, generation: int = 7) -> StepTimes:
+    return StepTimes(
+        generation=generation,
+        window=window,
+        steps=10,
+        samples=80,
+        data_s=0.01,
+        compute_s=compute_s,
+        collective_s=0.02,
+        checkpoint_s=0.0,
+        script_s=0.005,
+    )
+
+
+class Leader:
+    def __init__(self, action: str = "report") -> None:
+        self.journal = Journal()
+        self.judge = StragglerJudge(context(self.journal, action))
+        self.window = 0
+
+    def hears(self, name: str, *of_ranks: StepTimes, of: WorldRecord = WORLD) -> None:
+        ranks = tuple(RankStepTimes(local_rank=i, times=t) for i, t in enumerate(of_ranks))
+        record = NodeStepTimes(node_id=f"id-{name}", ranks=ranks)
+        entry = Entry(KEYS.step_times_of(f"id-{name}"), encode(record), 1, 1)
+        assert self.judge.put(entry) is None
+        self.judge.judge(of, PRESENT)
+
+    def windows(self, count: int, *, slow: str = "", generation: int = 7) -> None:
+        """All nodes of the world end so many windows."""
+        of = replace(WORLD, generation=generation)
+        for _ in range(count):
+            self.window += 1
+            for name in ("n1", "n2", "n3"):
+                compute_s = 0.3 if name == slow else 0.1
+                self.hears(name, times(self.window, compute_s, generation), of=of)
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for _, event in self.journal.events]
+
+
+def test_a_straggler_is_found_with_its_numbers_and_recovers() -> None:
+    leader = Leader()
+    leader.windows(2, slow="n2")
+    assert leader.events == []
+    leader.windows(3, slow="n2")
+    ((level, found),) = leader.journal.events
+    assert level == logging.WARNING
+    assert isinstance(found, StragglerFound)
+    assert (found.generation, found.rank, found.node) == (7, 1, "n2")
+    assert (found.cause, found.windows) == ("compute", 3)
+    assert (found.data_s, found.compute_s, found.collective_s) == (0.01, 0.3, 0.02)
+    assert (found.checkpoint_s, found.script_s) == (0.0, 0.005)
+    assert (found.typical_data_s, found.typical_compute_s, found.lag_s) == (0.01, 0.1, 0.2)
+    assert found.factor == pytest.approx(0.31 / 0.11, abs=1e-3)
+    assert found.reason.startswith("rank 1 on n2 took 2.8 times as long per sample")
+    leader.windows(2)
+    assert len(leader.events) == 1
+    leader.windows(1)
+    recovered = leader.events[-1]
+    assert isinstance(recovered, StragglerRecovered)
+    assert (recovered.rank, recovered.node, recovered.factor) == (1, "n2", 1.0)
+
+
+def test_a_window_counts_once_and_only_with_those_of_all_ranks() -> None:
+    leader = Leader()
+    leader.windows(2, slow="n2")
+    for _ in range(5):
+        leader.hears("n2", times(2, 0.3))  # the store's watch may bring it again
+        leader.hears("n1", times(3))
+        leader.hears("n2", times(3, 0.3))
+    assert leader.events == [], "n3 has not ended its window"
+    leader.hears("n3", times(3))
+    assert len(leader.events) == 1
+
+
+def test_windows_of_another_world_are_not_compared() -> None:
+    leader = Leader()
+    leader.windows(2, slow="n2")
+    for window in (3, 4, 5, 6):
+        for name in ("n1", "n2", "n3"):
+            leader.hears(name, times(window, 0.3 if name == "n2" else 0.1, generation=6))
+    assert leader.events == []
+
+
+def test_the_count_goes_on_in_the_next_world() -> None:
+    leader = Leader()
+    leader.windows(2, slow="n2")
+    leader.windows(1, slow="n2", generation=8)
+    (found,) = leader.events
+    assert isinstance(found, StragglerFound)
+    assert found.generation == 8
+
+
+def test_only_exclude_lets_anybody_be_left_out() -> None:
+    leader = Leader("report")
+    leader.windows(3, slow="n2")
+    assert leader.judge.stragglers() == {}
+    leader = Leader("exclude")
+    leader.windows(3, slow="n2")
+    (found,) = leader.events
+    assert isinstance(found, StragglerFound)
+    assert leader.judge.stragglers() == {"id-n2": found.reason}
+    leader.windows(3)
+    assert leader.judge.stragglers() == {}, "it has recovered"
+
+
+def test_one_of_two_ranks_is_never_left_out() -> None:
+    leader = Leader("exclude")
+    two = replace(world("n1", "n2"), generation=7)
+    for window in (1, 2, 3):
+        leader.hears("n1", times(window), of=two)
+        leader.hears("n2", times(window, 0.3), of=two)
+    assert len(leader.events) == 1
+    assert leader.judge.stragglers() == {}
+
+
+def test_who_has_no_key_any_more_is_forgotten() -> None:
+    leader = Leader("exclude")
+    leader.windows(3, slow="n2")
+    assert "id-n2" in leader.judge.stragglers()
+    leader.hears("n1", times(9))
+    assert "id-n2" in leader.judge.stragglers(), "it waits outside of the world"
+    leader.judge.put(Entry(KEYS.step_times_of("id-n1"), _record("id-n1", 10), 1, 1))
+    leader.judge.judge(WORLD, ("id-n1", "id-n3"))
+    assert leader.judge.stragglers() == {}
+
+
+def _record(node_id: str, window: int) -> bytes:
+    ranks = (RankStepTimes(local_rank=0, times=times(window)),)
+    return encode(NodeStepTimes(node_id=node_id, ranks=ranks))
+
+
+def test_turned_off_nothing_is_judged() -> None:
+    leader = Leader("off")
+    leader.windows(5, slow="n2")
+    assert leader.events == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"steps":10', b'"steps":0', "steps=0"),
+        (b'"data_s":0.01', b'"data_s":-1.0', "data_s=-1"),
+        (b'"samples":80', b'"samples":"80"', "samples='80'"),
+        (b'"version":1', b'"version":2', "version 2"),
+    ],
+)
+def test_a_record_that_cannot_be_right_is_refused_and_not_compared(
+    old: bytes, new: bytes, said: str
+) -> None:
+    leader = Leader()
+    leader.windows(2, slow="n2")
+    broken = _record("id-n2", 3).replace(old, new)
+    assert broken != _record("id-n2", 3)
+    error = leader.judge.put(Entry(KEYS.step_times_of("id-n2"), broken, 1, 1))
+    assert isinstance(error, RecordError)
+    assert said in str(error)
+    leader.hears("n1", times(3))
+    leader.hears("n3", times(3))
+    assert leader.events == []
+
+
+def test_after_a_restart_of_the_store_only_what_it_has_counts() -> None:
+    leader = Leader()
+    leader.windows(2, slow="n2")
+    assert leader.judge.reset([Entry("bad", b"{}", 1, 1)]) != []
+    leader.hears("n1", times(3))
+    leader.hears("n2", times(3, 0.3))
+    assert leader.events == []
+    leader.judge.delete(KEYS.step_times_of("id-n1"))
+    leader.hears("n3", times(3))
+    assert leader.events == [], "n1's record is gone"
+    leader.hears("n1", times(3))
+    assert len(leader.events) == 1
+
+
+def test_a_node_publishes_once_a_window_for_all_its_workers() -> None:
+    at = context(Journal(), nproc=2)
+    report = StepTimesReport(at)
+    lease = at.store.lease(4.0, on_lost=lambda: None)
+    key = KEYS.step_times_of("id-n1")
+
+    def revision() -> int:
+        report.publish(lease)
+        entry = at.store.get(key)
+        return entry.mod_revision if entry is not None else 0
+
+    report.on_report(101, 1, times(1))
+    assert revision() == 0, "the other worker has not ended its window"
+    report.on_report(100, 0, times(1, 0.2))
+    first = revision()
+    entry = at.store.get(key)
+    assert entry is not None
+    assert entry.lease_id == lease.id
+    assert decode(NodeStepTimes, key, entry.value).ranks == (
+        RankStepTimes(local_rank=0, times=times(1, 0.2)),
+        RankStepTimes(local_rank=1, times=times(1)),
+    )
+    assert revision() == first, "nothing new"
+    report.on_report(100, 0, times(2))
+    assert revision() == first
+    report.on_ended(101)
+    report.on_report(102, 1, times(1))
+    assert revision() > first
+    lease.close()
