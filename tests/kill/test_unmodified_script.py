@@ -71,7 +71,7 @@ def test_a_node_whose_gpu_fails_is_quarantined_and_the_others_go_on(job: Trainin
         for event in read_journal(job.folder / "journal")
         if event["event"] == "failure-judged" and event["generation"] >= generation
     )
-    assert (judged["node"], judged["action"]) == (faulty.name, "exclude-node")
+    assert (judged["failed"], judged["action"]) == (faulty.name, "exclude-node")
     assert error in judged["evidence"]
     faulty.kill()
 
