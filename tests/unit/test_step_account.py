@@ -16,7 +16,7 @@ from elastic.telemetry.journal import Journal
 from elastic.training.step_account import StepAccount
 from elastic.tuning.worker_intervals import STEP_TIMES_S
 
-MOST_US = 50.0  # issue 19: per step, all telemetry
+MOST_US = 50.0  # per step, all telemetry
 
 
 class Job:
