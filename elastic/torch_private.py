@@ -136,7 +136,7 @@ def operation_of(work: Any) -> int:
 def flight_recorder_dumps() -> tuple[bytes, ...]:
     """What torch's flight recorders hold, as JSON: nothing has to be unpickled, and no stacks are
     taken. NCCL's is one of its own, and there only where torch has NCCL
-    (torch/csrc/distributed/c10d/init.cpp, 2.11 to 2.15)."""
+    (torch/csrc/distributed/c10d/init.cpp)."""
     c10d = import_module("torch._C._distributed_c10d")
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     return tuple(bytes(getattr(c10d, name)()) for name in names if hasattr(c10d, name))

@@ -1,7 +1,7 @@
 """torch's flight recorder: the collectives that each rank began lately, and where ranks differ.
 
 Pure. torch keeps the last 2000 collectives of each process, of gloo and of NCCL, and dumps them as
-JSON (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``; torch 2.11 to 2.15). That
+JSON (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``). That
 form has no stacks, so no lock of the interpreter is waited for, and nothing is unpickled.
 
 The page says which collective a rank waits in; the recorder also has those before it, and those of

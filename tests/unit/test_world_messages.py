@@ -105,12 +105,14 @@ def test_a_worker_without_a_world_yet_says_so() -> None:
     assert (world.generation, world.nonce, world.lineage, world.size) == (0, "", (), 1)
 
 
-def test_the_group_is_that_of_the_message() -> None:
+def test_the_group_is_that_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_PEER_SILENCE_S", "4.5")
     spec = group_spec(MESSAGE)
     told = {**vars(MESSAGE.world), **vars(MESSAGE.assignment)}
     for field in fields(spec):
-        if field.name not in ("store_key", "store_tls"):
+        if field.name not in ("store_key", "store_tls", "silence_s"):
             assert getattr(spec, field.name) == told[field.name], field.name
+    assert spec.silence_s == 4.5
     assert spec.store_key == KEY and spec.store_tls == TlsFiles("/ca", "/cert", "/key")
     assert group_spec(replace(MESSAGE, store_tls=None)).store_tls is None
 
