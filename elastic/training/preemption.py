@@ -101,11 +101,17 @@ class Preemption:
 
     def _save_finally(self) -> None:
         self._halt.is_preempted = True
-        until_s = SYSTEM_CLOCK.monotonic() + leaving_s()
-        while SYSTEM_CLOCK.monotonic() < until_s:
+        now_s = SYSTEM_CLOCK.monotonic()
+        until_s, abort_s = now_s + leaving_s(), now_s + min(BOUNDARY_S, leaving_s() / 2)
+        while (now_s := SYSTEM_CLOCK.monotonic()) < until_s:
             if self._is_waiting_for_world:
                 self._roll_back_and_save(leaving_s(), is_stopped=False)
                 return
+            if now_s >= abort_s and self._lifecycle.is_changing:
+                # The next world lacks a member that is gone, and no other world will come: the main
+                # thread gives its building up, and waits for a world.
+                self._group.abort()
+                abort_s = now_s + BOUNDARY_S
             SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
 
     def _roll_back_and_save(self, budget_s: float, *, is_stopped: bool) -> None:

@@ -23,7 +23,10 @@ UID = 10001
 _UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _PYTHON = (sys.base_prefix, sys.prefix)
-_PACKAGES = tuple(str(REPOSITORY / name) for name in ("elastic", "checkpoints", "examples"))
+_PACKAGES = tuple(
+    str(REPOSITORY / name)
+    for name in ("elastic", "checkpoints", "examples", "torch_elastic_harness.py")
+)
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -145,6 +148,9 @@ def _script(
             lines.append(f"ln -s {shlex.quote(os.readlink(path))} {at}{path}")
         elif os.path.isdir(path):
             lines.append(f"bind {shlex.quote(path)}")
+        elif os.path.isfile(path):
+            name = shlex.quote(path)
+            lines.append(f"touch {at}{name}; mount --bind {name} {at}{name}")
     lines += [f"touch {at}/dev/{d}; mount --bind /dev/{d} {at}/dev/{d}" for d in _DEVICES]
     for inside, outside in mounts.items():
         lines.append(

@@ -57,7 +57,7 @@ def test_a_slow_rank_is_named_with_its_cause_and_replaced_by_a_node_that_waits(
         (folder / "slow-data").write_text(names[1])
         job.wait_for(lambda: of_rank(job, "straggler-found", 1), PATIENCE_S, "slow data")
         found = of_rank(job, "straggler-found", 1)[0]
-        assert (found["node"], found["cause"]) == (names[1], "data wait")
+        assert (found["of_node"], found["cause"]) == (names[1], "data wait")
         assert found["data_s"] > 3 * found["compute_s"]
         assert found["factor"] >= 3
         assert "of data wait in a step" in found["reason"]
@@ -68,7 +68,7 @@ def test_a_slow_rank_is_named_with_its_cause_and_replaced_by_a_node_that_waits(
         (folder / "slow-compute").write_text(names[2])
         job.wait_for(lambda: of_rank(job, "straggler-found", 2), PATIENCE_S, "a slow forward pass")
         found = of_rank(job, "straggler-found", 2)[-1]
-        assert (found["node"], found["cause"]) == (names[2], "compute")
+        assert (found["of_node"], found["cause"]) == (names[2], "compute")
         assert job.generation() == generation, "nobody waits who could take its place"
 
         job.start_node("spare")
