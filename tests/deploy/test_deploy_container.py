@@ -111,10 +111,17 @@ def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:
 def test_sigterm_ends_a_pod_that_has_only_just_started(start: Start) -> None:
     """As PID 1 itself, Python would not have a handler yet, and the kernel drops the signal."""
     with start() as container:
-        # Until dumb-init has its handlers, a few instructions long, PID 1 loses signals.
+        # Until dumb-init has its handlers, and its child a session of its own, a few instructions
+        # long, PID 1 loses signals: it sends them to the child's process group.
         eventually(lambda: catches_sigterm(container), "dumb-init is PID 1")
+        eventually(lambda: has_session_leader(container), "its child has a session")
         container.terminate()
         assert container.wait(timeout_s=90) in (PREEMPTED, TERMINATED), container.output
+
+
+def has_session_leader(container: Container) -> bool:
+    children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+    return any(os.getsid(int(child)) == int(child) for child in children)
 
 
 def catches_sigterm(container: Container) -> bool:
