@@ -106,7 +106,7 @@ def _events() -> Iterator[str]:
 
 
 def _comment(lines: list[str], statement: ast.stmt) -> str:
-    """What stands behind a line."""
+    """What follows on a line."""
     line = lines[statement.lineno - 1]
     return line.partition("  # ")[2].replace("|", "\\|")
 

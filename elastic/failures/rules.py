@@ -291,7 +291,7 @@ RULES: tuple[Rule, ...] = (
         r"expected scalar type \w+ but found",
         r"(input|output) channels?, but got",
     ),
-    # -- what is left of the fabric ------------------------------------------------------------
+    # -- the rest of the fabric ----------------------------------------------------------------
     _rule(
         "transport",
         Action.RESTART,

@@ -61,7 +61,7 @@ def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
     if source.signum == NO_SIGNAL or not _catches(pid, source.signum):
         return ""  # the signal would end it: another program runs in this process by now
     if is_stopped(pid):
-        return ""  # its handler would not run, and whoever takes stacks is waited for
+        return ""  # its handler would not run, and the caller would wait for it
     path = f"/proc/{pid}/fd/{source.fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):

@@ -16,7 +16,7 @@ class Activity(str, Enum):
     STARTUP = "start-up"  # from a process's start to its first step
     WAITING_FOR_NODES = "waiting for nodes"  # below the minimum of nodes: nothing can be trained
     DATA = "data wait"  # the main thread waits for a batch
-    CHECKPOINT = "checkpoint stall"  # training stands still for a save
+    CHECKPOINT = "checkpoint stall"  # training pauses for a save
     EVALUATION = "evaluation"  # forward passes of a model in eval mode
     RECOMPUTED = "recomputed steps"  # steps that a recovery has thrown away
     DETECTION = "detection"  # from the end of the last step until a failure was noticed

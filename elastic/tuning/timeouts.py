@@ -54,7 +54,7 @@ PEER_SILENCE = "ELASTIC_PEER_SILENCE_S"
 _LEASES_TO_TAKEOVER = 4.0
 # A TCP connection whose other machine acknowledges nothing is given up after so many leases: later
 # than the lease of a machine that is gone, which says more, and soon enough for a connection that
-# alone is broken. Whoever raises lease_s to ride out gaps in the network raises both.
+# alone is broken. Raising lease_s to tolerate gaps in the network raises both.
 _LEASES_TO_SILENCE = 1.5
 # Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
 # their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
@@ -100,7 +100,7 @@ class Timeouts:
     hang_timeout_s: float = 3.5
     # outside of a step, where evaluations and checkpoints are, this.
     hang_script_timeout_s: float = 900.0
-    # A collective fails after so long, whoever is missing from it: the process group's timeout. The
+    # A collective fails after so long, whichever rank is missing: the process group's timeout. The
     # second line behind the detection of hangs, so by default at least twice
     # hang_script_timeout_s, and long enough for an evaluation on one rank.
     collective_timeout_s: float = 1800.0

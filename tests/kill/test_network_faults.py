@@ -1,4 +1,4 @@
-"""The network fails, and no end of a connection is told: one node's packets are lost to its peers,
+"""The network fails, and no end of a connection knows: one node's packets are lost to its peers,
 to etcd, to both, in one direction, in part, or late, or only those of established connections.
 
 The others go on or wait, two worlds never make progress at once, and every node whose network is

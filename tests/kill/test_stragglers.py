@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "stragglers.py"
 WORKLOAD = Workload(samples=1000, batch=24, epochs=12, step_s=0.02, save_every=50)
-# A worker that is told to be slow is eight times slower. A factor this high is out of reach for one
+# A worker ordered to be slow is eight times slower. A factor this high is out of reach for one
 # that only has to share its core with the rest of a busy machine.
 CONF = {"straggler_action": "exclude", "straggler_factor": 3, "straggler_window_s": 0.5}
 

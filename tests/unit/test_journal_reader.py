@@ -93,7 +93,7 @@ def test_what_is_no_file_and_what_may_not_be_read_are_passed_over(tmp_path: Path
     write(tmp_path, "a", opened(0.0, "a"))
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would block for ever
+    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would block forever
     assert [r.name for r in read(tmp_path).records] == ["journal-opened"]
 
 

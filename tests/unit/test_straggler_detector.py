@@ -105,7 +105,7 @@ def test_a_slow_node_of_eight_ranks_is_found_rank_by_rank() -> None:
 
 
 def test_what_is_long_on_one_rank_by_nature_is_no_reason() -> None:
-    """Evaluation and logging on rank 0, its checkpoint; and whoever waits is not slow."""
+    """Evaluation and logging on rank 0, its checkpoint; and a rank that waits is not slow."""
     first = window(0)
     for times in (
         replace(first.times, collective_s=5.0),

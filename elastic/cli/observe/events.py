@@ -22,7 +22,7 @@ from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 from elastic.telemetry.merging import merge
 from elastic.tuning.worker_intervals import FOLLOW_S
 
-# What stands at the beginning of a line, or tells people nothing.
+# What begins each line, or is of no use to people.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 

@@ -1,6 +1,6 @@
 """An emulated network for tests: each node in a network namespace, every packet through a switch.
 
-- :mod:`elastic.testing.network.emulated`: makes the namespaces, and is told what goes wrong
+- :mod:`elastic.testing.network.emulated`: makes the namespaces, and orders what goes wrong
 - :mod:`elastic.testing.network.switch`: the process that forwards packets, late or not at all
 - :mod:`elastic.testing.network.packets`: what the switch reads of a packet
 

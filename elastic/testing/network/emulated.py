@@ -6,7 +6,7 @@
         network.cut(one.address, two.address)
         network.heal()
 
-What is lost is lost silently: no end of a connection is told. ``network.host`` is the address of
+Losses are silent: neither end of a connection is notified. ``network.host`` is the address of
 this process's own namespace on it.
 """
 

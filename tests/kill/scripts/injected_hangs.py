@@ -1,4 +1,4 @@
-"""A job that hangs where and how it is told: any action in any place of a training step.
+"""A job that hangs where and how it is ordered to: any action in any place of a training step.
 
 The file ``inject`` in the folder is the order: node, action and place, one word each. The process
 that comes to that place takes it by deleting it, and writes its pid and the time to ``injected``.
@@ -28,18 +28,18 @@ FOR_EVER_S = 1e6
 
 
 class Injections:
-    """What this process, or a data worker of it, is told to do."""
+    """What this process, or a data worker of it, is ordered to do."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
 
     def take(self, action: str, place: str) -> bool:
-        """Whether it is told to do exactly that; once."""
+        """Whether it is ordered to do exactly that; once."""
         return self._taken(place, action) is not None
 
     def at(self, place: str) -> None:
-        """The process is at ``place``: hang if it is told to hang there."""
+        """The process is at ``place``: hang if it is ordered to hang there."""
         action = self._taken(place)
         if action is not None:
             ACTIONS[action](self.folder)
