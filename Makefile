@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 # What took longest is said at the end.
 SLOWEST := --durations=25 --durations-min=1
-# Two files at a time.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST)
+# Two files at a time; three of those whose nodes mostly wait.
+BY_FILE := --dist loadfile --no-loadscope-reorder $(SLOWEST)
+PYTEST := $(BIN)/pytest -n 2 $(BY_FILE)
 
 .PHONY: demo test beside check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-bench format clean
 
@@ -25,17 +26,18 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for room in unit property contract integration idioms kill deploy security gpu; do \
-	  MYPYPATH=tests/$$room:tests:tests/unit $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
+	  MYPYPATH=tests/$$room:tests/$$room/scripts:tests:tests/unit $(BIN)/mypy --explicit-package-bases tests/$$room || exit 1; \
 	done
 	MYPYPATH=benchmarks:benchmarks/scripts $(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports
 
-# What nodes do in a test is mostly waiting: the rest runs beside them, out of their way.
+# What nodes do in a test is mostly waiting: the rest runs beside them, out of their way. The nodes are
+# done first, and the rest then takes both cores.
 test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
 
 beside: $(STAMP)
-	nice -n 5 $(MAKE) --no-print-directory check docs unit PYTEST="$(BIN)/pytest $(SLOWEST)"
+	nice -n 5 $(MAKE) --no-print-directory check docs unit
 
 # In build/site. A broken link, or a public name without a docstring and an entry, fails; no network is needed.
 docs: $(STAMP)
@@ -45,7 +47,7 @@ unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster and not gpu"
 
 cluster: $(STAMP)
-	$(PYTEST) -m "cluster and not soak"
+	$(BIN)/pytest -n 3 $(BY_FILE) -m "cluster and not soak"
 
 # Environments of their own, in ~/.cache: 25 GB on first use, then about 5 minutes for each.
 compat: $(STAMP)

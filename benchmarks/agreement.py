@@ -51,8 +51,7 @@ def main() -> None:
     )
     for process in ranks:
         process.join()
-    report = Report("agreement", args.seed, rows)
-    print(report.to_json()) if args.json else report.print_table()
+    Report("agreement", args.seed, rows).show(as_json=args.json)
 
 
 def _train(rank: int, port: int, args: argparse.Namespace, found) -> None:  # type: ignore[no-untyped-def]

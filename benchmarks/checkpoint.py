@@ -81,8 +81,7 @@ def main() -> None:
         with folder_in(args.disk) as folder:
             bench.disk(folder)
     bench.note("unloadable or mixed after a kill", "elastic", bad, f"of {kills}")
-    report = Report("checkpoint", args.seed, bench.rows())
-    print(report.to_json()) if args.json else report.print_table()
+    Report("checkpoint", args.seed, bench.rows()).show(as_json=args.json)
 
 
 class Bench:

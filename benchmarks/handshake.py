@@ -30,7 +30,7 @@ from recovery_job import a_job
 from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Handler
-from elastic.secure_channel.handshake import MAX_FRAME
+from elastic.secure_channel.handshake import MAX_FRAME, Credentials
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
@@ -154,11 +154,9 @@ def hub(tls: Tls | None, *, detaches: bool = False) -> Iterator[int]:
     port, handler = int(listener.getsockname()[1]), Answering(detaches)
     made = Hub(
         *("benchmark", listener, handler),
-        key=lambda: KEY,
-        identity="server",
+        credentials=Credentials(key=lambda: KEY, identity="server", tls=tls),
         limits=LIMITS,
         report=say,
-        tls=tls,
     )
     handler.hub = made
     made.start()
@@ -254,11 +252,7 @@ def main() -> None:
             if options.kills:
                 measure_kills(tls, options.kills, random.Random(options.seed), rows)
         finally:
-            report = Report("handshake", options.seed, tuple(rows))
-            if options.json:
-                print(report.to_json())
-            else:
-                report.print_table()
+            Report("handshake", options.seed, tuple(rows)).show(as_json=options.json)
 
 
 if __name__ == "__main__":

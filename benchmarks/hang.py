@@ -2,8 +2,8 @@
 
     python benchmarks/hang.py                       a table
     python benchmarks/hang.py --json                the object of DESIGN section 10
-    python benchmarks/hang.py --times 1             less of it
-    python benchmarks/hang.py --torchft 0 --torchft-tight 0    without torchft
+    python benchmarks/hang.py --times 1 --torchft 0 --torchft-tight 0    two minutes of it
+    python benchmarks/hang.py --json > benchmarks/results/hang.json      what is published
 
 Three nodes on this machine, one worker each, gloo, min 2, max 3. The script is
 benchmarks/scripts/hanging.py: 1.05 million parameters, AdamW, steps of about 20 ms with a barrier
@@ -56,6 +56,7 @@ from elastic.hangs.stacks import StackSource
 from elastic.hangs.watch import HangWatch
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
+from elastic.testing.node import TorchrunOptions
 from elastic.tuning.timeouts import HANG_TICK_S, LEAST_HANG_TIMEOUT_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "hanging.py"
@@ -105,11 +106,14 @@ class HangingJob:
         others = {node.name for node in cluster.running} - {victim.name}
         try:
             cluster.wait_for(lambda: cluster.training_nodes()[0] > generation, CAP_S, case)
-        except ClusterTimeout:
+        except ClusterTimeout as error:
             self.failed[case] += 1
-            raise
+            say(f"{case}: {error}")
+            victim.kill()  # the next case finds three nodes again
+            return
         time.sleep(SETTLE_S)
         self.pauses_s[case].append(self._pause_s(others, began_s))
+        say(f"{case}: {self.pauses_s[case][-1]:.2f} s")
         if case == "stopped node":
             victim.kill()
 
@@ -133,10 +137,8 @@ def measure(times: int, conf: Mapping[str, object], subject: str, seed: int) -> 
             [etcd.endpoint],
             SCRIPT,
             Path(folder),
+            TorchrunOptions(min_nodes=2, max_nodes=3, conf=settings),
             args=arguments,
-            min_nodes=2,
-            max_nodes=3,
-            conf=settings,
         ) as cluster:
             job = HangingJob(cluster, rng)
             events = list(CASES) * times
@@ -199,7 +201,7 @@ def cost_of_look(looks: int = 2000) -> list[float]:
     )
     watch.add(os.getpid(), 0, recorder.start(), StackSource(-1, 0))
     watch.post(lambda: None)
-    watch._do_tasks()
+    watch.run_tasks()
     return [_timed(lambda number: watch.tick(), looks // 10) for _ in range(10)]
 
 
@@ -218,21 +220,26 @@ def main() -> None:
     parser.add_argument("--torchft-tight", type=int, default=3, help="stops, tightest settings")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    rows = measure(options.times, {}, "defaults", options.seed)
-    shortest = {"hang_timeout_s": LEAST_HANG_TIMEOUT_S}
-    rows += measure(
-        options.times, shortest, f"hang_timeout_s={LEAST_HANG_TIMEOUT_S:g}", options.seed
-    )
-    rng = random.Random(options.seed)
-    rows += measure_torchft(options.torchft, options.torchft_tight, rng)
+    rows: list[Row] = []
+    try:
+        measure_all(options, rows)
+    finally:  # what was measured until a failure has taken long enough
+        Report("hang", options.seed, tuple(rows)).show(as_json=options.json)
+
+
+def measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Add the requested measurements to ``rows``."""
     micro = 1e6
     rows.append(Row("cost per step", "worker", "us", tuple(s * micro for s in cost_of_step())))
     rows.append(Row("cost of a look", "agent", "us", tuple(s * micro for s in cost_of_look())))
-    report = Report("hang", options.seed, tuple(rows))
-    if options.json:
-        print(report.to_json())
-    else:
-        report.print_table()
+    shortest = {"hang_timeout_s": LEAST_HANG_TIMEOUT_S}
+    for conf in ({}, shortest):
+        subject = ", ".join(f"{k}={v:g}" for k, v in conf.items()) or "defaults"
+        say(subject)
+        rows += measure(options.times, conf, subject, options.seed)
+    if options.torchft or options.torchft_tight:
+        rng = random.Random(options.seed)
+        rows += measure_torchft(options.torchft, options.torchft_tight, rng)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,13 @@ class Report:
         order = ("benchmark", "machine", "versions", "seed", "rows")
         return json.dumps({key: data[key] for key in order}, indent=1)
 
+    def show(self, *, as_json: bool) -> None:
+        """On stdout: one object, or a table."""
+        if as_json:
+            print(self.to_json())
+        else:
+            self.print_table()
+
     def print_table(self) -> None:
         table = Table(title=f"{self.benchmark} ({self.machine['cpus']} CPUs)")
         for column in ("case", "subject", "runs", "failed", "median", "p95", "min", "max"):

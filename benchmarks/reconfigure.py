@@ -70,8 +70,7 @@ def main() -> None:
             process.kill()
             process.join()
     rows = tuple(Row(*key, tuple(values)) for key, values in samples.items())
-    report = Report("reconfigure", 0, rows)
-    print(report.to_json()) if args.json else report.print_table()
+    Report("reconfigure", 0, rows).show(as_json=args.json)
 
 
 def _add(samples: dict[tuple[str, str, str], list[float]], more: Any) -> None:

@@ -230,11 +230,16 @@ def ours_at(etcd: EmbeddedEtcd) -> list[str]:
 
 
 def timed_run(
-    backend: list[str], script: Path, *arguments: str, timeout_s: float = 300.0
+    backend: list[str],
+    script: Path,
+    *arguments: str,
+    workers: int = 3,
+    timeout_s: float = 300.0,
 ) -> dict[str, Any]:
-    """Three workers on one node; what rank 0 printed."""
+    """So many workers on one node; what rank 0 printed."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=3"),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1"),
+        f"--nproc-per-node={workers}",
         *backend,
         f"--rdzv-id=steady-{time.time_ns()}",
         *(str(script), *arguments),
@@ -304,11 +309,7 @@ def main() -> None:
     try:
         measure(options, rows)
     finally:  # what was measured until a failure has taken long enough
-        report = Report("recovery", options.seed, tuple(rows))
-        if options.json:
-            print(report.to_json())
-        else:
-            report.print_table()
+        Report("recovery", options.seed, tuple(rows)).show(as_json=options.json)
 
 
 def measure(options: argparse.Namespace, rows: list[Row]) -> None:

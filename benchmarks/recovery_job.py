@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.journal import read_journal
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, TorchrunOptions
 
 SCRIPT = Path(__file__).parent / "scripts" / "mlp.py"
 TURNS_SCRIPT = SCRIPT.with_name("mlp_turns.py")
@@ -147,10 +147,8 @@ def a_job(
             [etcd.endpoint],
             SCRIPT,
             folder,
+            TorchrunOptions(conf={"quarantine_s": 0.5, "failure_budget": 100_000, **(conf or {})}),
             args=[f"--loader-workers={loader_workers}", f"--stop={folder / 'stop'}"],
-            min_nodes=1,
-            max_nodes=3,
-            conf={"quarantine_s": 0.5, "failure_budget": 100_000, **(conf or {})},
         ) as cluster:
             cluster.start_nodes(3)
             yield Job(cluster, suffix, rng)

@@ -1,8 +1,10 @@
 """torchft from PyPI on the same model and machine: what the death of a replica costs there.
 
-torchft gets a separate virtual environment, kept between runs in the user's cache folder. Each
-of three replicas is a torchrun with one worker, as torchft's own example starts them; the
-lighthouse is a separate process that is never killed. A replica dies with all its processes.
+torchft gets a separate virtual environment, kept between runs in the user's cache folder. It sees
+the packages of this one behind its own, so that both run on the same torch, and gigabytes of it are
+not installed twice. Each of three replicas is a torchrun with one worker, as torchft's own example
+starts them; the lighthouse is a separate process that is never killed. A replica dies with all its
+processes.
 
 Two settings: ``torchft default`` is what the package comes with, ``torchft tight`` the shortest
 times with which three replicas train here without losing each other.
@@ -19,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import uuid
@@ -31,7 +34,7 @@ from elastic.testing.node import LocalNode
 from elastic.testing.processes import TOKEN, kill_at_once
 
 SCRIPT = Path(__file__).parent / "scripts" / "mlp_torchft.py"
-PACKAGES = ("torch==2.13.0", "torchft-nightly", "numpy")
+PACKAGES = ("torchft-nightly", "numpy")
 SETTLE_S = 0.7
 
 
@@ -81,6 +84,8 @@ def prepare(say: Callable[[str], None]) -> tuple[Path, str]:
         say(f"installing torchft in {folder}")
         shutil.rmtree(folder, ignore_errors=True)
         _call([sys.executable, "-m", "venv", str(folder)])
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
         _call([str(python), "-m", "pip", "install", "--quiet", *PACKAGES])
         (folder / "complete").touch()
     ask = "import torchft, importlib.metadata as m; print(m.version('torchft-nightly'))"
@@ -114,6 +119,8 @@ class Replicas:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("ELASTIC_")},
             "OMP_NUM_THREADS": "1",
+            # This project's hook, which importing torch installs (docs/decisions/0032).
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
         }
         self._lighthouse = self._start_lighthouse()

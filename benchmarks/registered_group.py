@@ -134,8 +134,7 @@ def main() -> None:
             for *key, values in json.loads(found.read_text()):
                 samples[tuple(key)].extend(values)
     rows = tuple(Row(key[0], key[1], key[2], tuple(values)) for key, values in samples.items())
-    report = Report("registered_group", 0, rows)
-    print(report.to_json()) if args.json else report.print_table()
+    Report("registered_group", 0, rows).show(as_json=args.json)
 
 
 def _free_port() -> int:

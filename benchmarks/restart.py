@@ -60,7 +60,7 @@ from measurement import Report, Row
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.ledger import RunLedger, read_ledger
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, TorchrunOptions
 from elastic.testing.reaper import reap_descendants
 
 SCRIPT = Path(__file__).parent.parent / "tests" / "kill" / "scripts" / "plain_ddp.py"
@@ -127,11 +127,13 @@ def a_cluster(endpoints: list[str], backend: str) -> Iterator[LocalCluster]:
             endpoints,
             SCRIPT,
             folder,
+            TorchrunOptions(
+                min_nodes=2,
+                max_nodes=3,
+                backend=backend,
+                conf={"mode": "restart"} if backend == "etcd-v3" else {},
+            ),
             args=arguments,
-            min_nodes=2,
-            max_nodes=3,
-            backend=backend,
-            conf={"mode": "restart"} if backend == "etcd-v3" else None,
         ) as cluster:
             yield cluster
     finally:
@@ -292,11 +294,7 @@ def main() -> None:
         c10d.append(measure_c10d(options.cap_s))
         say(f"torchrun c10d {number + 1} of {options.peers}: {c10d[-1]}")
 
-    report = Report("restart", seed=0, rows=tuple(rows_of(elastic, c10d)))
-    if options.json:
-        print(report.to_json())
-    else:
-        report.print_table()
+    Report("restart", seed=0, rows=tuple(rows_of(elastic, c10d))).show(as_json=options.json)
 
 
 if __name__ == "__main__":

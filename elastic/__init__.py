@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from elastic.training.checkpointing.options import Checkpoints
     from elastic.training.data.loader import ElasticLoader
     from elastic.training.data.sampler import ElasticSampler
+    from elastic.training.observers.tensorboard import TensorBoard
+    from elastic.training.observers.writer import MetricsWriter
     from elastic.training.run import Run, join
     from elastic.training.step import Step
     from elastic.world.world import World
@@ -24,9 +26,11 @@ __all__ = [
     "ElasticError",
     "ElasticLoader",
     "ElasticSampler",
+    "MetricsWriter",
     "NoWorld",
     "Run",
     "Step",
+    "TensorBoard",
     "TrainingError",
     "World",
     "join",
@@ -39,9 +43,11 @@ _HOMES = {
     "ElasticError": "elastic.errors",
     "ElasticLoader": "elastic.training.data.loader",
     "ElasticSampler": "elastic.training.data.sampler",
+    "MetricsWriter": "elastic.training.observers.writer",
     "NoWorld": "elastic.errors",
     "Run": "elastic.training.run",
     "Step": "elastic.training.step",
+    "TensorBoard": "elastic.training.observers.tensorboard",
     "TrainingError": "elastic.errors",
     "World": "elastic.world.world",
     "join": "elastic.training.run",

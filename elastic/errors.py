@@ -23,7 +23,8 @@
     ├── WorldLost                    1   the present world is over; run.retry goes on in the next
     │   ├── Superseded               1   a newer world came while a group was being built
     │   ├── GroupBuildFailed         1   the ranks of a world did not get together
-    │   └── GroupAborted             1   a collective was under way when its group was taken down
+    │   ├── GroupAborted             1   a collective was under way when its group was taken down
+    │   └── ReplicaLost              1   another rank of this rank's replica is gone
     └── TrainingError                1   misuse inside a worker
         ├── NoWorld                  1   asked for the world before there is one
         ├── WorldChanged             1   the world has changed; run.retry goes on in the next one
@@ -152,6 +153,11 @@ class GroupBuildFailed(WorldLost):
 
 class GroupAborted(WorldLost):
     """A collective was under way when its group was taken down."""
+
+
+class ReplicaLost(WorldLost):
+    """A rank of this rank's replica is gone, and with it a part of the only state that this
+    process can use. It ends; a new one receives its shards from another replica."""
 
 
 class TrainingError(ElasticError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -105,6 +106,17 @@ def default_group() -> dist.ProcessGroup:
     return distributed_c10d._get_default_group()
 
 
+def forget_meshes() -> None:
+    """Have DTensor forget what it knows of meshes: a DeviceMesh equals any other one of as many
+    ranks, and the result of an operation carries the mesh that it was first called with
+    [measured, torch 2.13: a Parameter made of a DTensor on a new mesh is on the old one]."""
+    if "torch.distributed.tensor" in sys.modules:  # importing it takes a second
+        debug = import_module("torch.distributed.tensor.debug")
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)
+        if clear is not None:
+            clear()
+
+
 def forget_group_count() -> None:
     """Have the next default group be named like the first: all ranks must name it alike."""
     distributed_c10d._world.group_count = 0
@@ -163,6 +175,23 @@ def give_group(reducer: Any, group: dist.ProcessGroup) -> None:
 def remove_hooks(reducer: Any) -> None:
     """Take the reducer's hooks off the parameters."""
     reducer._remove_autograd_hooks()
+
+
+# Sharded models ------------------------------------------------------------------------------
+
+
+def reduce_scatter(output: torch.Tensor, given: torch.Tensor, **options: Any) -> dist.Work | None:
+    """Of whole tensors; torch 2.13 has renamed it, and warns of the older name."""
+    named: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = named(output, given, **options)
+    return work
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of FSDP over tensor parallelism. Not among :data:`NAMES`: where torch has
+    another one, no tensor has this."""
+    types = import_module("torch.distributed.tensor.placement_types")
+    return types._StridedShard(dim, split_factor=split_factor)
 
 
 # The backward pass ---------------------------------------------------------------------------
@@ -259,6 +288,57 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
     Not among :data:`NAMES`: a torch without FSDP1 has no tensors with this mark.
     """
     return getattr(tensor, "_is_flat_param", False) is True
+
+
+# FSDP2 ---------------------------------------------------------------------------------------
+#
+# Not among :data:`NAMES`: to import it takes a second. tests/integration/test_sharded_options.py
+# fails on a torch that has other names.
+
+
+def fsdp_holds_gradients(part: Any) -> bool:
+    """Whether a module of ``fully_shard`` has gradients of passes that reduced none
+    (``set_requires_gradient_sync(False)``)."""
+    for group in _fsdp_groups(part):
+        for parameter in group.fsdp_params:
+            if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                return True
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None and unsharded.grad is not None:
+                return True
+    return False
+
+
+def fsdp_settings(part: Any) -> list[str]:
+    """The methods by which the script has changed how a module of ``fully_shard`` reduces."""
+    changed = []
+    for group in _fsdp_groups(part):
+        if getattr(group, "gradient_divide_factor", None) is not None:
+            changed.append("set_gradient_divide_factor")
+        if getattr(group, "_all_reduce_hook", None) is not None:
+            changed.append("set_all_reduce_hook")
+        scatter = type(getattr(group, "_reduce_scatter_comm", None)).__name__
+        if scatter not in ("DefaultReduceScatter", "NoneType"):
+            changed.append("set_custom_reduce_scatter")
+    return changed
+
+
+def fsdp_originals(part: Any) -> list[tuple[torch.Tensor, object]]:
+    """The sharded parameters of a module of ``fully_shard``, and what is the same for two of them
+    that were one before; the latter is None where torch does not know it."""
+    return [
+        (parameter.sharded_param, getattr(parameter, "_orig_param_uid", None))
+        for group in _fsdp_groups(part)
+        for parameter in group.fsdp_params
+    ]
+
+
+def _fsdp_groups(part: Any) -> list[Any]:
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # one, in older versions
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 # torch.compile -------------------------------------------------------------------------------

@@ -26,6 +26,12 @@ if [ ! -x "$venv/bin/pip" ]; then
   fi
   "$python" -m venv "$venv"
 fi
+# A browser for the tests of `elastic dashboard`, which are skipped where it cannot be had.
+if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  { apt-get update -q &&
+    apt-get install -qy --no-install-recommends chromium chromium-driver; } >/dev/null ||
+    echo "bootstrap: chromium and chromium-driver cannot be installed: browser tests are skipped" >&2
+fi
 # compat: a plain path entry. The default import hook of an editable install comes after the search
 # path, where a user's folder named checkpoints/ beside the script would hide our package.
 "$venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt \

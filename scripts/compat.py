@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir")
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "psutil", "cryptography", "fsspec")
-INSTALLED = "installed.json"  # in an environment: the requirements that it has
+INSTALLED = "installed.json"  # in an environment: the requirements, and the wheel's, that it has
 
 
 @dataclass(frozen=True)
@@ -215,14 +216,20 @@ def find_python(version: str) -> str | None:
     return None
 
 
+def copy_sources(into: Path) -> None:
+    """All that a wheel is built of."""
+    packages = [init.parent.name for init in ROOT.glob("[!.]*/__init__.py")]
+    for name in (*packages, "examples"):  # the demo's script is a link to an example
+        shutil.copytree(ROOT / name, into / name, symlinks=True)
+    modules = [path.name for path in ROOT.glob("*.py")]
+    for name in (*modules, "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, into)
+
+
 def build_wheel(folder: Path) -> Path:
     """The wheel of this tree, built from a copy of it: builds leave files beside the sources."""
     with tempfile.TemporaryDirectory() as scratch:
-        packages = [init.parent.name for init in ROOT.glob("[!.]*/__init__.py")]
-        for name in (*packages, "examples"):  # the demo's script is a link to an example
-            shutil.copytree(ROOT / name, Path(scratch, name), symlinks=True)
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, scratch)
+        copy_sources(Path(scratch))
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir"]
         subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=scratch, check=True)
     (wheel,) = folder.glob("*.whl")
@@ -239,13 +246,22 @@ def make(environment: Environment, folder: Path, wheel: Path) -> Path:
         subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     extra = f"torch-elastic-harness[demo] @ {wheel.as_uri()}"
     wanted = [*environment.requirements, *TOOLS]
-    if not marker.exists() or json.loads(marker.read_text()) != wanted:
+    needed = [*wanted, *requirements_of(wheel)]
+    if not marker.exists() or json.loads(marker.read_text()) != needed:
         constraints = _constraints(environment, folder)
         subprocess.run([python, *PIP, *constraints, *wanted, extra], check=True)
-        marker.write_text(json.dumps(wanted))
+        marker.write_text(json.dumps(needed))
     reinstall = ("--no-deps", "--force-reinstall", str(wheel))
     subprocess.run([python, *PIP, *reinstall], check=True)
     return python
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What the wheel needs, its extras included."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    return [line for line in lines if line.startswith("Requires-Dist:")]
 
 
 def _constraints(environment: Environment, folder: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 python scripts/events_table.py          # write the page
 
-What it says is in elastic/events.py: the docstring of an event is its meaning, the comment behind a
+What it says is in elastic/events/: the docstring of an event is its meaning, the comment behind a
 field (or above it) that of the field. What every line holds is in elastic/telemetry/journal.py.
 """
 
@@ -19,11 +19,14 @@ from elastic.tuning.worker_intervals import STEP_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "events.md"
-SOURCE = ROOT / "elastic" / "events.py"
+SOURCES = [
+    ROOT / "elastic" / "events" / f"{name}.py"
+    for name in ("journal", "membership", "agent", "training", "checkpoints")
+]
 ACTIVITIES = ROOT / "elastic" / "telemetry" / "activities.py"
 
 INTRODUCTION = f"""\
-<!-- Written by scripts/events_table.py from elastic/events.py: edit that. -->
+<!-- Written by scripts/events_table.py from elastic/events/: edit that. -->
 # Events
 
 With `ELASTIC_JOURNAL=FOLDER` in the environment of its agents, every process of a job writes what
@@ -88,9 +91,14 @@ def _activities() -> Iterator[str]:
 
 
 def _events() -> Iterator[str]:
-    lines = SOURCE.read_text().splitlines()
+    for source in SOURCES:
+        yield from _events_of(source)
+
+
+def _events_of(source: Path) -> Iterator[str]:
+    lines = source.read_text().splitlines()
     for node in ast.parse("\n".join(lines)).body:
-        if not isinstance(node, ast.ClassDef) or node.name == "Event":
+        if not isinstance(node, ast.ClassDef):
             continue
         name = kebab_name(getattr(events, node.name))
         meaning = " ".join((ast.get_docstring(node) or "").replace("``", "`").split())

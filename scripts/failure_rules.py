@@ -42,6 +42,14 @@ A worker that was ended by SIGKILL while the kernel's OOM killer was active in i
 more than that a peer is gone: the failure of another node is looked for (in restart mode for a
 second), and they are never counted as the script's own.
 
+The agent also reads what the kernel's log (`/dev/kmsg`) has said since its workers were started;
+*kernel log* marks rules that look there, too. A certain fault of the machine (Xid of hardware,
+uncorrectable memory errors) explains any end but a mistake of the script; errors of a disk explain
+an end that nothing else does; an OOM kill, or a fault of the script's kernels on a GPU, explains
+that of a process which left no error of its own. Reading needs `CAP_SYSLOG` or
+`kernel.dmesg_restrict=0`, and in a container `/dev/kmsg`. The event `worker-died` has the lines, or
+says why there are none.
+
 The first rule that matches decides. *Local* causes depend on evidence: if workers of the job
 have trained on other nodes, only this node is excluded; if none has, the cause is the job's
 (or, for drivers and devices, the job restarts rather than excluding one node after the other).
@@ -62,6 +70,7 @@ def judged(example: dict[str, Any]) -> Action:
         exit_code=example["exit_code"],
         works_elsewhere=example["works_elsewhere"],
         is_oom_kill=example["is_oom_kill"],
+        kernel_log=tuple(example.get("kernel_log", ())),
     )
     return judge_failure(facts).action
 
@@ -81,15 +90,17 @@ def scores(examples: list[dict[str, Any]]) -> dict[Action, tuple[int, float, flo
 def _row(rule: Rule) -> str:
     local = "yes" if rule.is_local else ""
     consequence = "yes" if rule.is_consequence else ""
-    cells = (rule.name, rule.action.value, rule.confidence.value, local, consequence, rule.reason)
+    in_kernel_log = "yes" if rule.reads_kernel_log else ""
+    marks = (local, consequence, in_kernel_log)
+    cells = (rule.name, rule.action.value, rule.confidence.value, *marks, rule.reason)
     return f"| {' | '.join(cells)} |"
 
 
 def page() -> str:
     examples = corpus()
     rules = [
-        "| rule | verdict | confidence | local | consequence | meaning |",
-        "|---|---|---|---|---|---|",
+        "| rule | verdict | confidence | local | consequence | kernel log | meaning |",
+        "|---|---|---|---|---|---|---|",
     ]
     rules += [_row(rule) for rule in RULES]
     table = ["| verdict | examples | precision | recall |", "|---|---|---|---|"]

@@ -10,6 +10,7 @@ in the table.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def imported_by(tree: ast.Module, known: dict[str, Path]) -> set[str]:
     return found
 
 
+@functools.cache  # a second of CPU time
 def file_imports() -> Imports:
     """Which file imports which."""
     known = modules()

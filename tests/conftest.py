@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +17,29 @@ settings.load_profile("busy")
 
 pytest_plugins = ["etcd_fixtures"]
 
+# Files of a minute and more, most of it waiting.
+LONGEST = (
+    "test_hangs.py",
+    "test_injected_hangs.py",
+    "test_cli_demo_real.py",
+    "test_in_process_phases.py",
+    "test_pod_lifecycle.py",
+    "test_network_faults.py",
+    "test_deaths.py",
+    "test_in_process.py",
+    "test_cut_from_etcd.py",
+    "test_save_matrix.py",
+    "test_in_process_on_streams.py",
+    "test_etcd_outages.py",
+    "test_frozen_agents.py",
+    "test_siblings.py",
+    "test_partitions.py",
+)
+
+# Modules whose objects the garbage collector leaves alone, and how many new ones are worth a look.
+MODULES_WORTH_FREEZING = 100
+_frozen_modules: set[str] = set()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -20,9 +47,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For ``-m "cluster ..."``, files without such a test are not read: importing all of them, and
+    what they import, takes each of several processes 8 s of CPU time."""
+    wants_clusters = str(config.option.markexpr).startswith("cluster")
+    if wants_clusters and collection_path.name.startswith("test_") and collection_path.is_file():
+        return True if "mark.cluster" not in collection_path.read_text() else None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first, so that with two at a time nobody waits long for the last one: those that
-    kill, then those of workers, processes and command lines, which the alphabet has at its end."""
+    """Long files first, so that with several at a time nobody waits long for the last one: the
+    LONGEST, then those that kill, then those of workers, processes and command lines, which the
+    alphabet has at its end."""
     seed = config.getoption("--shuffle")
     if seed is not None:
         # Not random.shuffle: a test keeps its place whichever others are selected.
@@ -31,6 +68,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     items.sort(key=lambda item: str(item.path), reverse=True)
     items.sort(key=lambda item: "kill" not in item.path.parts)
+    items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_no_garbage() -> Iterator[None]:
+    """What was imported before a file's tests is left out of what the garbage collector goes
+    through in them.
+
+    Everything that torch, pytest and Hypothesis have made by then is a million objects or more.
+    Each full collection, and each ``gc.get_referrers`` of a training loop that begins, goes
+    through all of them, for a tenth of a second: a third of the CPU time of files that train much.
+    """
+    are_new = len(sys.modules) - len(_frozen_modules) > MODULES_WORTH_FREEZING
+    if are_new or not gc.get_freeze_count():  # a fork may have ended that: elastic/link/forks.py
+        _frozen_modules.update(sys.modules)
+        gc.collect()
+        gc.freeze()
+    yield
 
 
 def _digest(text: str) -> bytes:

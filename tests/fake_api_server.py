@@ -52,7 +52,7 @@ class FakeApiServer:
             timeout = 10
 
             def do_PATCH(self) -> None:
-                fake._patch(self)
+                fake.patch(self)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -90,7 +90,7 @@ class FakeApiServer:
         self._thread.join()
         self._server.server_close()
 
-    def _patch(self, request: BaseHTTPRequestHandler) -> None:
+    def patch(self, request: BaseHTTPRequestHandler) -> None:
         self.requests += 1
         body = request.rfile.read(int(request.headers.get("Content-Length", "0")))
         if self.faults:

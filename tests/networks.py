@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 INTERFACE = "eth0"
 DECOY = "aa0"
+FAST = "fast0"
 
 
 def available() -> bool:
@@ -92,6 +93,31 @@ class Network:
             ("link", "set", "lo", "up"),
         ):
             _ip("-n", space, *command)
+
+
+def add_fast_link(one: Machine, other: Machine, *, slow_mbit: int) -> tuple[str, str]:
+    """Connect two machines by another cable, and slow the network that both are on. Returns their
+    addresses on the cable."""
+    addresses = ("172.30.0.1", "172.30.0.2")
+    _ip(
+        *("-n", one.namespace, "link", "add", FAST, "type", "veth"),
+        *("peer", "name", FAST, "netns", other.namespace),
+    )
+    for machine, address in zip((one, other), addresses, strict=True):
+        space = machine.namespace
+        _ip("-n", space, "address", "add", f"{address}/30", "dev", FAST)
+        _ip("-n", space, "link", "set", FAST, "up")
+        _tc(
+            *("-n", space, "qdisc", "add", "dev", INTERFACE, "root"),
+            *("tbf", "rate", f"{slow_mbit}mbit", "burst", "64kb", "latency", "100ms"),
+        )
+    return addresses
+
+
+def _tc(*arguments: str) -> None:
+    done = subprocess.run(["tc", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"tc {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def _ip(*arguments: str) -> None:

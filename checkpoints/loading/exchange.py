@@ -25,10 +25,10 @@ from checkpoints.tensors.dtypes import BY_NAME
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_ALONE_BYTES = (
+ALONE_BYTES = (
     1 << 20
 )  # from this size on, a chunk is sent from and received into its buffer directly
-_PACKED_BYTES = 16 << 20
+PACKED_BYTES = 16 << 20
 _IN_FLIGHT = 4  # concurrent messages: bounds the memory for packed ones
 _ALIGNMENT = 64
 _SIZE_BYTES = 8
@@ -87,14 +87,18 @@ class Exchange:
             yield here
         except Exception as error:  # noqa: BLE001  reported to all ranks and raised below
             failure = error
-        mine = {"failure": failure and _as_json(failure), "fact": here.fact, "files": here.files}
+        mine = {
+            "failure": failure and error_as_json(failure),
+            "fact": here.fact,
+            "files": here.files,
+        }
         reports = self._all_reports(mine)
         for rank, report in enumerate(reports):
             if report["failure"] is None:
                 continue
             if rank == self.rank and failure is not None:
                 raise failure
-            raise _from_json(report["failure"], rank) from failure
+            raise error_from_json(report["failure"], rank) from failure
         for rank, report in enumerate(reports):
             if report["fact"] != reports[0]["fact"]:
                 raise LoadError(
@@ -201,10 +205,10 @@ def _messages(share: Sequence[Item]) -> Iterator[list[Item]]:
     packed: list[Item] = []
     size = 0
     for item in share:
-        if _size(item) >= _ALONE_BYTES:
+        if _size(item) >= ALONE_BYTES:
             yield [item]
             continue
-        if packed and size + _room(item) > _PACKED_BYTES:
+        if packed and size + _room(item) > PACKED_BYTES:
             yield packed
             packed, size = [], 0
         packed.append(item)
@@ -229,7 +233,7 @@ def _room(item: Item) -> int:
     return -(-_size(item) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _as_json(error: Exception) -> dict[str, Any]:
+def error_as_json(error: Exception) -> dict[str, Any]:
     found: dict[str, Any] = {"type": type(error).__name__, "message": repr(error), "hint": ""}
     if isinstance(error, LoadError):
         found.update(message=error.message, hint=error.hint)
@@ -240,7 +244,7 @@ def _as_json(error: Exception) -> dict[str, Any]:
     return found
 
 
-def _from_json(found: Mapping[str, Any], rank: int) -> LoadError:
+def error_from_json(found: Mapping[str, Any], rank: int) -> LoadError:
     """The error of another rank, with its rank in the message."""
     kind = getattr(errors, found["type"], LoadError)
     error: LoadError

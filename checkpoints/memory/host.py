@@ -5,7 +5,9 @@ folder. A file in it, readable by this user only and updated with the world, hol
 the other nodes and the key to their memory (:func:`memory_roots`)::
 
     host = MemoryHost(
-        folder, host="10.0.0.7", key=job_key, identity="node-7",
+        folder,
+        host="10.0.0.7",
+        credentials=Credentials(key=job_key, identity="node-7"),
         neighbours=lambda: Neighbours(others, next_one),
     )
     …
@@ -22,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from checkpoints.intervals import PEER_REQUEST_S
@@ -32,6 +35,7 @@ from checkpoints.memory.replication import ReplicationOutcome, Replicator
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.storage.roots import Root
 from elastic.secure_channel import private_files
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Report
 from elastic.secure_channel.tls import Tls, TlsFiles
@@ -42,19 +46,37 @@ KEEP: RetentionFunction = LatestN(3)  # the ranks may be two saves apart
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The other nodes of the current world, and which of them receives this node's replicas."""
+    """The other nodes of the current world, and which of them receives this node's replicas.
+
+    ``further`` are those after the successor: they receive more replicas, where there are more.
+    """
 
     peers: tuple[PeerAddress, ...] = ()
     successor: PeerAddress | None = None
+    further: tuple[PeerAddress, ...] = ()
+
+    def receiver(self, number: int) -> PeerAddress | None:
+        """The node that receives replica ``number``, from 0; None if there is none."""
+        if number == 0:
+            return self.successor
+        return self.further[number - 1] if number <= len(self.further) else None
+
+
+def _of_nobody() -> Credentials:
+    """What no peer can connect with."""
+    key = SecretKey.generate()
+    return Credentials(key=lambda: key)
 
 
 class MemoryHost:
     """Creates ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
 
-    ``limit_bytes`` limits own parts and replicas, each. ``neighbours`` and ``key`` are called
-    periodically and by :meth:`look`. All hosts of a job share one key, and each has its own
-    ``identity``. Without a key no peer can connect. With ``tls`` all
-    connections to and from other hosts use it, those of this node's workers included.
+    ``limit_bytes`` limits own parts and, of each other node, replicas. ``replicas`` is the number
+    of nodes that receive this node's parts: as many adjacent ones may be lost at once.
+    ``neighbours`` and the key of ``credentials`` are called periodically and by :meth:`look`. All
+    hosts of a job share one key, and each has its own identity. Without credentials no peer can
+    connect. With TLS all connections to and from other hosts use it, those of this node's workers
+    included.
     """
 
     def __init__(
@@ -62,10 +84,9 @@ class MemoryHost:
         folder: str | os.PathLike[str],
         *,
         host: str = "",
-        key: Callable[[], SecretKey] | None = None,
-        identity: str = "",
-        tls: Tls | None = None,
+        credentials: Credentials | None = None,
         limit_bytes: int | None = None,
+        replicas: int = 1,
         neighbours: Callable[[], Neighbours] = Neighbours,
         report: Report = lambda line: None,
         on_outcome: Callable[[ReplicationOutcome], object] = lambda outcome: None,
@@ -74,36 +95,43 @@ class MemoryHost:
         self._folder = Path(folder)
         self._limit_bytes = limit_bytes
         self._neighbours = neighbours
-        alone = SecretKey.generate()
-        self._key = key if key is not None else lambda: alone
-        self._tls = tls
+        credentials = credentials or _of_nobody()
+        self._key = credentials.key
+        self._tls = credentials.tls
         self._known = Neighbours()
         self._known_key = self._key()
         self._lock = threading.Lock()
         self._folder.mkdir(mode=0o700)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            own, copies = (
-                NodeMemory(self._folder / name, limit_bytes=limit_bytes) for name in (OWN, COPIES)
-            )
+            own = NodeMemory(self._folder / OWN, limit_bytes=limit_bytes)
+            most = limit_bytes * replicas if limit_bytes is not None else None
+            copies = NodeMemory(self._folder / COPIES, limit_bytes=most)
             for memory in (own, copies):
                 memory.make_folder("")
             self._write()
             self._server = PeerServer(
                 own,
                 copies,
-                key=self._key,
-                identity=identity,
+                credentials=credentials,
                 host=host,
                 keep=KEEP,
-                tls=tls,
                 report=report,
                 on_error=on_error,
             )
             undo.callback(self._server.close)
-            self._copier = Replicator(
-                own, self.look, key=self._key, tls=tls, on_outcome=on_outcome, on_error=on_error
-            )
+            self._copiers: list[Replicator] = []
+            for number in range(replicas):
+                copier = Replicator(
+                    own,
+                    partial(self._receiver, number),
+                    key=self._key,
+                    tls=self._tls,
+                    on_outcome=on_outcome,
+                    on_error=on_error,
+                )
+                undo.callback(copier.close)
+                self._copiers.append(copier)
             undo.pop_all()
 
     @property
@@ -115,18 +143,22 @@ class MemoryHost:
         return self._server.port
 
     def look(self) -> PeerAddress | None:
-        """Refresh the neighbours and publish them to the workers; returns the replication
+        """Refresh the neighbours and publish them to the workers; returns the first replication
         target."""
+        return self._receiver(0)
+
+    def _receiver(self, number: int) -> PeerAddress | None:
         with self._lock:
             found, key = self._neighbours(), self._key()
             if (found, key) != (self._known, self._known_key):
                 self._known, self._known_key = found, key
                 self._write()
-            return found.successor
+            return found.receiver(number)
 
     def close(self) -> None:
         """Stop the server and the replication, join their threads, free the memory."""
-        self._copier.close()
+        for copier in self._copiers:
+            copier.close()
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -35,10 +35,9 @@ from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.hub import Hub
-from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits, Report
-from elastic.secure_channel.tls import Tls
 
 MAX_REQUEST = 16 << 10
 MAX_ANSWER = 4 << 20
@@ -66,12 +65,10 @@ class PeerServer(Handler):
         own: NodeMemory,
         copies: NodeMemory,
         *,
-        key: Callable[[], SecretKey],
-        identity: str,
+        credentials: Credentials,
         host: str = "",
         keep: RetentionFunction = LatestN(3),  # noqa: B008  frozen
         limits: Limits = LIMITS,
-        tls: Tls | None = None,
         report: Report = lambda line: None,
         on_error: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
@@ -88,11 +85,9 @@ class PeerServer(Handler):
             "checkpoint-peer-server",
             listener,
             self,
-            key=key,
-            identity=identity,
+            credentials=credentials,
             limits=limits,
             report=report,
-            tls=tls,
             on_error=on_error,
         )
         self._hub.start()

@@ -38,7 +38,7 @@ from checkpoints.saving.outcome import (
     WriterGroup,
     WriterThreadDied,
 )
-from checkpoints.saving.save import check_json, check_world, lineage_of
+from checkpoints.saving.save import buffer_wait_s, check_json, check_world, lineage_of
 from checkpoints.saving.staging import StagingBuffer, StagingPool
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
@@ -69,7 +69,8 @@ class Engine:
     means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
     ``deadline_s`` limits the time until any writer commits a save. While both buffers are in use, a
     save is skipped and counted with ``busy="skip"``; with ``"wait"`` it waits for a buffer, at most
-    until the deadline.
+    until the deadline. By default one writer skips and several wait: where each rank skips by its
+    own buffers, a save lacks the shares of those that skipped it, and is never committed.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Engine:
         keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
         fence: Callable[[], bool] | None = None,
         deadline_s: float = SAVE_DEADLINE_S,
-        busy: Literal["skip", "wait"] = "skip",
+        busy: Literal["skip", "wait"] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,8 +120,7 @@ class Engine:
         self.submit(grow) if background else grow()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Run ``task`` on the writer thread, in order with the saves. An exception ends the
-        thread."""
+        """Run ``task`` on the writer thread, after earlier saves. An exception ends the thread."""
         self._check_alive()
         self._jobs.put(task)
 
@@ -137,17 +137,20 @@ class Engine:
 
         Every rank of ``world`` calls it for the same steps. Once it returns, the tensors may
         change. ``wait_s`` limits the wait for a free buffer and overrides ``busy``. Raises
-        :class:`ArgumentError` or :class:`StateError` for caller mistakes; every other failure is
-        in the outcome of the handle.
+        :class:`ArgumentError` or :class:`StateError` for caller mistakes, ``busy="skip"`` with
+        several writers among them; every other failure is in the outcome of the handle.
         """
         self._check_alive()
         check_world(world.rank, world.size)
+        if wait_s is None:
+            wait_s = buffer_wait_s(self._busy, world.size, self._deadline_s)
         check_json(data_position)
         name = CheckpointName(step, world.generation, world.nonce)
         lineage = lineage_of(name, world.lineage)
         handle = SaveHandle(str(name), step)
         began_s = self._monotonic()
-        buffer = self._buffer(wait_s)
+        self._abandon_overdue()
+        buffer = self._buffers.acquire(wait_s)
         if buffer is None:
             self.skipped += 1
             stall_s, reason = self._monotonic() - began_s, "earlier saves occupy all buffers"
@@ -195,6 +198,11 @@ class Engine:
         with self._lock:
             return len(self._open)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the writer thread runs: until :meth:`close`, or an error."""
+        return self._thread.is_alive()
+
     def outcomes(self) -> tuple[SaveOutcome, ...]:
         """The saves that ended since the last call. Call it every step: it detects hung saves."""
         self._abandon_overdue()
@@ -225,26 +233,20 @@ class Engine:
         A hung writer thread is leaked: it is a daemon and never commits.
         """
         if self._closed:
-            return not self._thread.is_alive()
+            return not self.is_alive
         self._closed = True
         finished = self._died is not None or self.wait(timeout_s)
         self._abandon(lambda job: True, "the engine was closed")
         self._jobs.put(None)
         self._thread.join(timeout=PART_POLL_S * 10 if finished else 0.0)
         self._report_death()
-        return finished and not self._thread.is_alive()
+        return finished and not self.is_alive
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _buffer(self, wait_s: float | None) -> StagingBuffer | None:
-        self._abandon_overdue()
-        if wait_s is None:
-            wait_s = self._deadline_s if self._busy == "wait" else 0.0
-        return self._buffers.acquire(wait_s)
 
     def _check_alive(self) -> None:
         self._report_death()

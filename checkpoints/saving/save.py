@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from checkpoints.catalog.commit import is_committed
 from checkpoints.errors import ArgumentError, StateError
@@ -86,6 +86,21 @@ def save(
         data=data,
     )
     return write_and_commit(storage, attempt, keep=keep, fence=fence, clock=clock)
+
+
+def buffer_wait_s(busy: Literal["skip", "wait"] | None, writers: int, deadline_s: float) -> float:
+    """How long a save of ``writers`` ranks waits for a free buffer.
+
+    Raises :class:`ArgumentError` if each of several writers were to skip alone.
+    """
+    if busy == "skip" and writers > 1:
+        raise ArgumentError(
+            f'busy="skip" with {writers} writers: each would skip by its own buffers, and a save '
+            'that lacks a share is never committed. Leave busy out or use busy="wait"; if all '
+            "ranks have agreed on Engine.has_free_buffer, pass wait_s=0.0 to save_async"
+        )
+    waits = busy == "wait" or (busy is None and writers > 1)
+    return deadline_s if waits else 0.0
 
 
 def check_world(rank: int, world_size: int) -> None:

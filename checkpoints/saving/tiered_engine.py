@@ -78,7 +78,7 @@ class TieredEngine:
         *,
         began_at_step: int = 0,
         deadline_s: float = SAVE_DEADLINE_S,
-        busy: Literal["skip", "wait"] = "skip",
+        busy: Literal["skip", "wait"] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

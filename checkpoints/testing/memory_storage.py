@@ -105,6 +105,10 @@ class MemoryStorage:
         folder, _, name = path.rpartition("/")
         return self._folder(folder), name
 
+    def contents(self, path: str) -> bytearray:
+        """The bytes of a file themselves, for a test to damage."""
+        return self._file(path).content
+
     def _file(self, path: str) -> _MemoryFile:
         folder, name = self._parent(path)
         node = folder.names.get(name)

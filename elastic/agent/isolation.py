@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from elastic.agent.workers import Workers
+from elastic.agent.supervision.workers import Workers
 from elastic.errors import StoreUnreachable
 from elastic.node.context import NodeContext
 from elastic.tuning.agent_intervals import FROZEN_S, STORE_AWAY_S

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.membership.records import Node
+from elastic.node.context import NodeContext
 from elastic.store.keyvalue import WatchEvent
 
 
@@ -67,3 +68,9 @@ class ChangeNode:
 @dataclass(frozen=True)
 class Close:
     """End in order."""
+
+
+def publish_change(context: NodeContext, change: Callable[[Node], Node]) -> None:
+    """Change the node's record at once, for the calling thread to see, and have it published."""
+    context.status.change_node(change)
+    context.post(ChangeNode(lambda node: node))

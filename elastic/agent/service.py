@@ -1,47 +1,33 @@
 """The node's side of the protocol as torchrun's main thread sees it.
 
 Arrive, wait for a world, enter it, ask whether there is a newer one, leave or finish. The work
-happens on the thread of :mod:`elastic.agent.loop`; the two meet on the board.
+happens on the thread of :mod:`elastic.agent.loop`; the two share the node's status.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from elastic.agent.leaving import Leaving
+from elastic.agent.admission import refuse_if_it_cannot_mix
+from elastic.agent.ending.leaving import Leaving
+from elastic.agent.ending.parking import park
 from elastic.agent.loop import NodeLoop
-from elastic.agent.messages import ChangeNode, WorkersStart
-from elastic.agent.parking import park
-from elastic.agent.workers import IN_PROCESS
+from elastic.agent.messages import ChangeNode, WorkersStart, publish_change
 from elastic.agent.world_wait import WorldWait
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import NodeRefused, RecordError
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.hangs.watch import Supervised
 from elastic.health.endpoints import Routes, routes_of
-from elastic.membership.decision import Policy, refusal
-from elastic.membership.records import (
-    Done,
-    Keys,
-    Member,
-    Node,
-    NodeState,
-    WorldRecord,
-    decode,
-)
+from elastic.membership.records import Done, Member, Node, NodeState, WorldRecord
+from elastic.metrics import page as metrics_page
+from elastic.metrics.counting import NodeMetrics
+from elastic.metrics.page import MetricsPage
+from elastic.metrics.readings import NodeReadings
+from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OOM_KILL, OomKillCounter
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus
-from elastic.secure_channel.tls import Tls
-from elastic.store.keyvalue import Entry, KeyValue
-from elastic.telemetry.journal import EventSink
-from elastic.tuning.agent_intervals import (
-    FINISH_WITHOUT_STORE_S,
-    MAIN_THREAD_SLICE_S,
-)
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.agent_intervals import FINISH_WITHOUT_STORE_S, MAIN_THREAD_SLICE_S
 
 
 class NodeService:
@@ -49,54 +35,28 @@ class NodeService:
 
     def __init__(
         self,
+        context: NodeContext,
         *,
-        store: KeyValue,
-        keys: Keys,
-        secret: RunSecret,
-        node: Node,
-        options: AgentOptions,
-        journal: EventSink,
-        clock: Clock = SYSTEM_CLOCK,
         last_contact_s: Callable[[], float] | None = None,
         oom_kills: OomKillCounter | None = None,
-        tls: Tls | None = None,
+        metrics: NodeMetrics | None = None,
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._options = options
-        self._journal = journal
-        self._clock = clock
+        self._at = context
+        self._journal = context.journal
         self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
-        node = replace(node, tls=tls is not None)  # for all to see who can mix
-        self._status = NodeStatus(node, keys, clock.monotonic())
-        self._loop = NodeLoop(
-            store=store,
-            keys=keys,
-            secret=secret,
-            options=options,
-            policy=Policy(
-                min_nodes=node.min_nodes,
-                max_nodes=node.max_nodes,
-                last_call_s=options.last_call_s,
-                join_window_s=options.join_window_s,
-                join_timeout_s=options.join_timeout_s,
-                takeover_s=options.takeover_s,
+        self._status = context.status
+        self.loop = NodeLoop(
+            context, oom_kills=self._oom_kills, last_contact_s=last_contact_s, metrics=metrics
+        )
+        self._readings = NodeReadings(
+            status=self._status,
+            metrics=metrics if metrics is not None else NodeMetrics(context.clock),
+            node_states=self.loop.node_states,
+            etcd_contact_age_s=lambda: (
+                context.clock.monotonic() - last_contact_s() if last_contact_s is not None else None
             ),
-            status=self._status,
-            clock=clock,
-            journal=journal,
-            last_contact_s=last_contact_s,
-            oom_kills=self._oom_kills,
-            tls=tls,
         )
-        self._wait = WorldWait(
-            store=store,
-            keys=keys,
-            options=options,
-            status=self._status,
-            loop=self._loop,
-            clock=clock,
-        )
+        self.world_wait = WorldWait(context, self.loop)
 
     @property
     def node_id(self) -> str:
@@ -111,6 +71,15 @@ class NodeService:
     def running(self) -> WorldRecord | None:
         """The world that this node's workers run."""
         return self._status.node.running
+
+    @property
+    def told(self) -> WorldRecord | None:
+        """The newest world with this node that its workers know: they run it, or are about to."""
+        return self._status.told or self._status.node.running
+
+    def before_telling(self, act: Callable[[], object]) -> None:
+        """Call ``act`` before workers are told a new world, on the node's thread."""
+        self._status.before_telling = act
 
     def position(self) -> dict[str, int | None]:
         """Which world this node's workers run, and the step that they have reported."""
@@ -131,9 +100,9 @@ class NodeService:
 
     def start(self) -> None:
         """Listen and begin to learn; the node registers with its first arrival."""
-        port = self._loop.liveness_port
+        port = self.loop.liveness_port
         self._status.change_node(lambda node: replace(node, liveness_port=port))
-        self._loop.start()
+        self.loop.start()
 
     def arrive(
         self,
@@ -152,18 +121,21 @@ class NodeService:
         """
         node = self._status.node
         if node.running is None:
-            self._refuse_if_it_cannot_mix(node)
+            refuse_if_it_cannot_mix(self._at.store, self._at.keys, replace(node, nproc=nproc))
         self._status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
         is_oom_kill = failure_exit_code == -signal.SIGKILL and (
             node.failure_is_oom_kill or self._oom_kills.has_killed()
         )
+        kernel_log = self._at.kernel_log.said().lines if failure_exit_code is not None else ()
         if is_oom_kill and OOM_KILL not in (failure or ""):
             failure = f"{failure or 'a worker was ended by SIGKILL'}: {OOM_KILL}"
+        is_recovery = after > 0 and failure is None  # of others: the leader's log says whose
         self._journal.emit(
-            NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code)
+            NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code),
+            level=logging.DEBUG if is_recovery else logging.INFO,
         )
-        self._change(
+        self.change(
             lambda node: replace(
                 node,
                 nproc=nproc,
@@ -172,30 +144,20 @@ class NodeService:
                 state=NodeState.ARRIVED,
                 in_process=False,
                 running=None,
+                replica_start="",
+                replica=(),
+                mesh="",
                 arrived_for=after,
                 failure=failure,
                 failure_exit_code=failure_exit_code,
                 failure_step=self._status.failure_step if failure_exit_code is not None else None,
                 failure_is_oom_kill=is_oom_kill,
+                failure_kernel_log=node.failure_kernel_log or kernel_log,
             )
         )
         # After the change: while the node still counts as running its last world, the next one
         # without it would be told to the workers that are started now.
-        self._loop.post(WorkersStart())
-
-    def _refuse_if_it_cannot_mix(self, node: Node) -> None:
-        entry = self._store.get(self._keys.world)
-        others = self._store.list(self._keys.nodes).entries
-        world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
-        reference = _reference(world, others, but=node.node_id)
-        said = refusal(node, reference) if reference is not None else None
-        if said is not None:
-            raise NodeRefused(
-                f"node {node.name} cannot join {self._keys.root}: {said}",
-                hint="start it with the same --nnodes, library version and kind of connections "
-                "(with TLS or without) as the others, "
-                "or use another --rdzv-id",
-            )
+        self.loop.post(WorkersStart())
 
     def wait_for_world(self) -> WorldRecord | None:
         """Block until this node is in a world that it has not run yet.
@@ -208,12 +170,12 @@ class NodeService:
             JobFailed, BudgetSpent: the job has ended without success.
             JobSucceeded: it has ended with success.
         """
-        return self._wait.run()
+        return self.world_wait.run()
 
     def warm_up(self) -> None:
         """The main thread starts workers that are in no world yet."""
         self._begin_start()
-        self._change(lambda node: replace(node, state=NodeState.STARTING, running=None))
+        self.change(lambda node: replace(node, state=NodeState.STARTING, running=None))
 
     def _begin_start(self) -> None:
         """torchrun starts the workers next: before the node's state says so."""
@@ -221,6 +183,7 @@ class NodeService:
         self._status.stopping = False
         self._status.failure_step = None
         self._oom_kills.mark()
+        self._at.kernel_log.mark()
 
     def enter(self, world: WorldRecord, *, waited_s: float) -> None:
         """The main thread hands ``world`` to its workers."""
@@ -231,9 +194,10 @@ class NodeService:
                 first_rank=world.first_rank_of(self.node_id),
                 size=world.size,
                 waited_s=waited_s,
-            )
+            ),
+            level=logging.DEBUG if self._status.starts > 1 else logging.INFO,
         )
-        self._change(
+        self.change(
             lambda node: replace(
                 node,
                 state=NodeState.STARTING,
@@ -242,6 +206,7 @@ class NodeService:
                 failure_exit_code=None,
                 failure_step=None,
                 failure_is_oom_kill=False,
+                failure_kernel_log=(),
             )
         )
 
@@ -257,50 +222,38 @@ class NodeService:
         if world is None:
             return False
         if node.in_process:
-            restarts = self._must_restart(world, node, entry.since_s)
-            self._wait.raise_if_paused_for_long(world, entry.since_s)
+            restarts = self.world_wait.must_restart(world, node, entry.since_s)
+            self.world_wait.raise_if_paused_for_long(world, entry.since_s)
         else:
             restarts = running is not None and world.generation > running.generation
+            # (Its workers wait for the rest of a replica, and it was taken into a first world.)
+            restarts |= bool(node.replica_start) and self.world_wait.is_for_us(world)
+        restarts = restarts or self._status.replica_is_lost
         self._status.stopping = self._status.stopping or restarts
         return restarts
-
-    def _must_restart(self, world: WorldRecord, node: Node, since_s: float) -> bool:
-        """Whether workers that could change worlds by themselves cannot enter this one."""
-        is_member = node.node_id in world.node_ids
-        if node.running is None:  # ready, and in no world yet
-            return is_member and world.mode != IN_PROCESS
-        if world.generation <= node.running.generation or node.state is NodeState.LEAVING:
-            return False
-        if not is_member and self._leaves_at_switch(world, since_s):
-            return False
-        return not is_member or world.mode != IN_PROCESS
-
-    def _leaves_at_switch(self, world: WorldRecord, since_s: float) -> bool:
-        """Whether the workers go on until a planned world without this node takes over, as those of
-        a node that leaves do: ended before, they would break a step of the others."""
-        left_s = since_s + self._options.leave_grace_s - self._clock.monotonic()
-        return world.switch_at_step is not None and not self._status.workers_left and left_s > 0
 
     @property
     def link_path(self) -> str:
         """The socket for this node's workers; empty in restart mode."""
-        return self._loop.link_path
+        return self.loop.supervisor.link_path
 
     def keep_link_key(self) -> None:
         """Workers are about to start: the key of the link is where they look for it."""
-        self._loop.keep_link_key()
+        self.loop.supervisor.keep_link_key()
 
     def supervise(self, workers: Iterable[Supervised]) -> None:
         """The processes that torchrun supervises, for the detection of hangs."""
-        self._loop.supervise(workers)
+        self.loop.supervisor.supervise(workers)
 
     def tell_guard(self, permit: Callable[[float], object]) -> None:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""
-        self._loop.permission.tell_guard = permit
+        self.loop.permission.tell_guard = permit
 
     def allow_replacement(self, is_allowed: bool) -> None:
         """Whether a single worker that dies from now on can be replaced."""
-        self._status.can_replace = is_allowed
+        # A death ends the collectives of all workers of a replica: where it takes several nodes, a
+        # sibling has nothing to keep.
+        self._status.can_replace = is_allowed and self._status.node.nodes_per_replica == 1
 
     @property
     def is_replacing(self) -> bool:
@@ -312,12 +265,7 @@ class NodeService:
 
         None: the node's thread has not decided it yet.
         """
-        status = self._status
-        node = status.node
-        if pid in status.to_replace:
-            return not status.stopping
-        is_open = node.in_process and node.state is NodeState.READY
-        return None if is_open and status.can_replace and not status.stopping else False
+        return self._status.is_to_be_replaced(pid)
 
     @property
     def workers_have_joined(self) -> bool:
@@ -353,7 +301,7 @@ class NodeService:
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Tell the others to go on without this node. Safe in a signal handler."""
         state = NodeState.FAILED if failed else NodeState.LEAVING
-        self._loop.post(ChangeNode(lambda node: replace(node, state=state)))
+        self.loop.post(ChangeNode(lambda node: replace(node, state=state)))
         self._journal.emit(NodeLeaving(reason=reason))
 
     @property
@@ -363,7 +311,7 @@ class NodeService:
 
     def finished(self) -> None:
         """This node's workers ended well."""
-        self._change(lambda node: replace(node, state=NodeState.FINISHED))
+        self.change(lambda node: replace(node, state=NodeState.FINISHED))
 
     def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | None:
         """This node's workers ended well: wait until every live member's have.
@@ -375,9 +323,9 @@ class NodeService:
         with status.changed:
             while status.done is None:
                 status.watchdog.beat()
-                if status.fatal is not None or not self._loop.alive:
+                if status.fatal is not None or not self.loop.alive:
                     return None
-                now = self._clock.monotonic()
+                now = self._at.clock.monotonic()
                 trouble_since_s = (trouble_since_s or now) if status.store_problem else None
                 if trouble_since_s is not None and now - trouble_since_s > patience_s:
                     return None
@@ -389,9 +337,19 @@ class NodeService:
         self._status.watchdog.beat()
 
     @property
+    def readings(self) -> NodeReadings:
+        """What metrics are read from."""
+        return self._readings
+
+    @property
     def probes(self) -> Routes:
-        """What ``/livez`` and ``/readyz`` answer."""
-        return routes_of(self._status, self._options.hung_after_s)
+        """What ``/livez``, ``/readyz`` and ``/metrics`` answer."""
+        probes = routes_of(self._status, self._at.options.hung_after_s)
+        return {**probes, "/metrics": self._metrics_page}
+
+    def _metrics_page(self) -> MetricsPage:
+        run_id, node = self._at.keys.run_id, self._status.node.name
+        return metrics_page.render(self._readings, run_id=run_id, node=node)
 
     def fail(self, error: BaseException) -> None:
         """End this node with ``error``: a thread that it needs has died."""
@@ -399,32 +357,15 @@ class NodeService:
 
     def close(self) -> None:
         """Leave the store in order: resign, delete the node's key, end the lease. Idempotent."""
-        self._loop.close()
-        self._store.close()
+        self.loop.close()
+        self._at.store.close()
+        self._at.kernel_log.close()
 
     def park(self, leaving: Leaving) -> None:
         """After :meth:`close`, if the job is over: stay until SIGTERM."""
         if self._status.done is not None:
-            park(self._status, self._status.done, leaving, self._journal, self._clock)
+            park(self._status, self._status.done, leaving, self._journal, self._at.clock)
 
-    def _change(self, change: Callable[[Node], Node]) -> None:
-        """Change the record now, for this thread's own eyes, and have it published."""
-        self._status.change_node(change)
-        self._loop.post(ChangeNode(lambda node: node))
-
-
-def _reference(
-    world: WorldRecord | None, entries: tuple[Entry, ...], *, but: str
-) -> WorldRecord | Node | None:
-    """Whose min, max and version count: the world's while any of its members lives, else those
-    of the node that came first. Broken records do not count."""
-    nodes = []
-    for entry in entries:
-        try:
-            nodes.append(decode(Node, entry.key, entry.value))
-        except RecordError:
-            continue
-    if world is not None and any(n.node_id in world.node_ids for n in nodes):
-        return world
-    others = (n for n in nodes if n.node_id != but)
-    return min(others, key=lambda n: (n.joined_at_s, n.node_id), default=None)
+    def change(self, change: Callable[[Node], Node]) -> None:
+        """Change the node's record now, for this thread's own eyes, and have it published."""
+        publish_change(self._at, change)

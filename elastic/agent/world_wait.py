@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from elastic.agent.loop import NodeLoop
-from elastic.agent.workers import IN_PROCESS
-from elastic.clock import Clock
+from elastic.agent.supervision.world_message import IN_PROCESS
 from elastic.errors import CoordinationError, JoinTimeout
-from elastic.membership.records import Keys, Node, WorldRecord, WorldState, decode
-from elastic.node.status import NodeStatus
-from elastic.store.keyvalue import KeyValue
+from elastic.membership.records import Node, NodeState, WorldRecord, WorldState, decode
+from elastic.node.context import NodeContext
 from elastic.tuning.agent_intervals import ASK_MEMBERS_S, MAIN_THREAD_SLICE_S
-from elastic.tuning.agent_options import AgentOptions
 
 
 class WorldWait:
     """One per node. Reads the node's status, and asks the store what its members say."""
 
-    def __init__(
-        self,
-        *,
-        store: KeyValue,
-        keys: Keys,
-        options: AgentOptions,
-        status: NodeStatus,
-        loop: NodeLoop,
-        clock: Clock,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._options = options
-        self._status = status
+    def __init__(self, context: NodeContext, loop: NodeLoop) -> None:
+        self._store = context.store
+        self._keys = context.keys
+        self._options = context.options
+        self._status = context.status
+        self._clock = context.clock
         self._loop = loop
-        self._clock = clock
 
     def run(self) -> WorldRecord | None:
         """Block until this node is in a world that it has not run yet.
@@ -54,7 +42,7 @@ class WorldWait:
                 if not self._loop.alive:
                     raise CoordinationError("this node's service was closed while it waited")
                 world = status.world.world
-                if world is not None and self._is_for_us(world):
+                if world is not None and self.is_for_us(world):
                     return world
                 now = self._clock.monotonic()
                 if self._is_spare(world):
@@ -70,7 +58,8 @@ class WorldWait:
                 if status.world.world is world:
                     status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
 
-    def _is_for_us(self, world: WorldRecord) -> bool:
+    def is_for_us(self, world: WorldRecord) -> bool:
+        """Whether this node starts workers for this world."""
         # (A world whose members keep their workers is never entered by starting some: if it has
         # this node, it was written before the leader knew that they have ended.)
         return (
@@ -82,7 +71,7 @@ class WorldWait:
 
     def _is_to_be_joined(self, world: WorldRecord) -> bool:
         """Whether the members keep their workers: nobody waits for ours, so they get ready."""
-        if self._status.node.node_id in world.node_ids or not self._loop.link_path:
+        if self._status.node.node_id in world.node_ids or not self._loop.supervisor.link_path:
             return False
         return world.mode == IN_PROCESS or self._members_keep_workers(world)
 
@@ -97,12 +86,13 @@ class WorldWait:
         return len(members) > 0 and all(n.in_process for n in members)
 
     def _is_spare(self, world: WorldRecord | None) -> bool:
-        """A healthy world without room for us: a spare waits for as long as it takes."""
+        """A healthy world without room for us, or for the one node of a replica that we are: a
+        spare waits for as long as it takes."""
         return (
             world is not None
             and world.state is WorldState.ACTIVE
             and self._status.node.node_id not in world.node_ids
-            and len(world.members) >= world.max_nodes
+            and (len(world.members) >= world.max_nodes or world.nodes_per_replica > 1)
         )
 
     def _join_timeout(self, world: WorldRecord | None) -> JoinTimeout:
@@ -116,6 +106,28 @@ class WorldWait:
             hint="start more nodes with the same --rdzv-id, lower the minimum of --nnodes, "
             "or raise join_timeout_s",
         )
+
+    def must_restart(self, world: WorldRecord, node: Node, since_s: float) -> bool:
+        """Whether workers that could change worlds by themselves cannot enter this one."""
+        is_member = node.node_id in world.node_ids
+        if node.running is None:  # ready, and in no world yet
+            # The world in which a worker died stays the newest until the leader learns that its
+            # replacement is ready.
+            is_over = world.generation <= node.arrived_for
+            return is_member and world.mode != IN_PROCESS and not is_over
+        if world.generation <= node.running.generation or node.state is NodeState.LEAVING:
+            return False
+        if not is_member and self._leaves_at_switch(world, since_s):
+            return False
+        return not is_member or world.mode != IN_PROCESS
+
+    def _leaves_at_switch(self, world: WorldRecord, since_s: float) -> bool:
+        """Whether the workers go on until a planned world without this node takes over, as those of
+        a node that leaves do: ended before, they would break a step of the others."""
+        left_s = since_s + self._options.leave_grace_s - self._clock.monotonic()
+        # (A world without members: the last replica leaves, all its nodes at the same boundary.)
+        is_planned = world.switch_at_step is not None or not world.members
+        return is_planned and not self._status.workers_left and left_s > 0
 
     def raise_if_paused_for_long(self, world: WorldRecord, since_s: float) -> None:
         paused_s = self._clock.monotonic() - since_s

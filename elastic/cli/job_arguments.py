@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping
 
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.option_sources import read_options
 
 
 def add_job_arguments(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.cli.command_parser import CommandParser, nearest
-from elastic.cli.exit_codes import INTERRUPTED
+from elastic.cli.exit_codes import INTERRUPTED, SIGNALLED
 from elastic.errors import ConfigError, ElasticError
 
 
@@ -36,7 +38,9 @@ COMMANDS = {
     "describe": Command("elastic.cli.observe.describe", "a node, an incident, the checkpoint"),
     "wait": Command("elastic.cli.observe.wait", "until a job is done, or reaches a step"),
     "events": Command("elastic.cli.observe.events", "the events of a run, from its journals"),
+    "dashboard": Command("elastic.cli.dashboard", "a live page that shows how a job is"),
     "report": Command("elastic.cli.observe.report", "where a run's time went, from its journals"),
+    "profile": Command("elastic.cli.profile", "traces of the next steps of a job that trains"),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
@@ -58,12 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, rest = _subcommand(arguments)
         module = importlib.import_module(COMMANDS[name].module)
-        return int(module.main(rest))
+        code = int(module.main(rest))
+        sys.stdout.flush()
+        return code
     except ElasticError as error:
         say_error(error)
         return error.exit_code
+    except BrokenPipeError:  # `| head` has seen enough
+        _discard_output()
+        return SIGNALLED + signal.SIGPIPE
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _discard_output() -> None:
+    """What is still buffered has no reader: the interpreter's own flush at its end would fail."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say_error(error: ElasticError) -> None:

@@ -1,8 +1,8 @@
 """``elastic doctor``: whether this machine, its etcd and the links between the nodes can train.
 
 Facts are gathered at the edge: ``machine`` (run in child processes with a deadline by ``probes``),
-``etcd``, ``pairs`` (TCP between nodes) and ``operations`` (torch.distributed, in the processes of
-``ranks``). The files ``*_verdicts`` turn facts into ``findings`` and do nothing else.
+``etcd``, ``between`` (TCP from node to node) and ``operations`` (torch.distributed, in the
+processes of ``ranks``). The files ``*_verdicts`` turn facts into ``findings`` and do nothing else.
 ``examination`` calls them in order, ``meeting`` lets the nodes of one examination exchange values
 through etcd, and ``preflight`` is the short form that an agent runs before its node may join.
 

@@ -13,7 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.doctor import cross_node_verdicts, etcd, etcd_verdicts, machine_verdicts, pairs
+from elastic.doctor import (
+    cross_node_verdicts,
+    etcd,
+    etcd_verdicts,
+    machine_verdicts,
+)
+from elastic.doctor.between import bandwidth, pairs
 from elastic.doctor.collectives.session import Session, TransferMeasurement, torch_findings
 from elastic.doctor.findings import Finding, Status, skipped
 from elastic.doctor.meeting import AllGather, Meeting, MeetingFailed, Participant, alone
@@ -24,6 +30,7 @@ from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.doctor_intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
+from elastic.tuning.network import read_network
 
 Say = Callable[[str], None]
 
@@ -105,6 +112,7 @@ def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str,
 def _of_machine(plan: ExaminationPlan, results: Mapping[str, Any]) -> list[Finding]:
     found = [
         *machine_verdicts.of_network(results["network"]),
+        *machine_verdicts.of_link_speeds(results["network"], read_network()),
         machine_verdicts.of_shm(results["shm"]),
         *machine_verdicts.of_limits(results["limits"]),
         *machine_verdicts.of_gpu(results["gpu"]),
@@ -182,6 +190,9 @@ def _between(
     found += [cross_node_verdicts.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
     say("connecting to the other nodes")
     found += _of_pairs(plan, meeting, names)
+    say("measuring the ways to the other nodes")
+    network = read_network()
+    found += bandwidth.between_nodes(meeting, members, meeting.number, network, plan.deadline_s)
     if plan.only_local:
         return found, []
     shared = _shared_folder(plan, meeting)

@@ -20,6 +20,7 @@ from elastic.doctor.machine import (
 from elastic.doctor.probes import Unanswered
 from elastic.tuning.doctor_intervals import SLOW_FSYNC_MS
 from elastic.tuning.memory import RUNTIME_SHM_BYTES, human
+from elastic.tuning.network import Network, faster_interface
 
 # torch's DataLoader keeps descriptors for every tensor that is shared; NCCL some for every peer.
 FEW_DESCRIPTORS, TOO_FEW_DESCRIPTORS = 4096, 256
@@ -103,6 +104,28 @@ def of_network(facts: NetworkFacts | Unanswered) -> list[Finding]:
     else:
         found.append(ok("ports", f"can be bound on {facts.address}"))
     return [*found, _of_mtu(facts)]
+
+
+def of_link_speeds(facts: NetworkFacts | Unanswered, network: Network) -> list[Finding]:
+    """What the drivers say of the interfaces, beside the one that has the address of this node."""
+    if isinstance(facts, Unanswered) or not facts.interface:
+        return []
+    name = "link speed"
+    known = [one for one in network.interfaces if one.speed_mbps is not None]
+    if not known:
+        return [skipped(name, "no driver says any")]
+    measured = ", ".join(f"{one.name} {one.speed_mbps} Mbit/s" for one in known)
+    faster = faster_interface(network, facts.interface)
+    if faster is None:
+        return [ok(name, measured)]
+    return [
+        warning(
+            name,
+            f"{measured}; the address of this node is on {facts.interface}",
+            f"if the other nodes reach {faster.name}, start this one with "
+            f"--local-addr={faster.addresses[0]}; several nodes measure it (--nnodes)",
+        )
+    ]
 
 
 def _of_host_name(facts: NetworkFacts) -> Finding:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from elastic.doctor import etcd, etcd_verdicts, machine, machine_verdicts, pairs
+from elastic.doctor import etcd, etcd_verdicts, machine, machine_verdicts
+from elastic.doctor.between import pairs
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.doctor.probes import Probe
 from elastic.errors import CoordinationError, NodeUnfit

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+_NOTHING = r"(?!)"  # a pattern that matches nowhere
+
 
 class Action(str, Enum):
     """What the job does about a failure."""
@@ -34,6 +36,7 @@ class Rule:
 
     ``is_consequence``: such a text says no more than that a peer is gone, or does not answer. It is
     never the reason to end a job, and another worker's failure is looked for.
+    ``pattern`` is looked for in what the worker left, ``kernel_pattern`` in the kernel's log.
     ``is_local``: the cause may be one node's alone, or all nodes'. Which of the two follows from
     whether the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
     """
@@ -43,8 +46,14 @@ class Rule:
     confidence: Confidence
     reason: str
     pattern: re.Pattern[str]
+    kernel_pattern: re.Pattern[str]
     is_local: bool = False
     is_consequence: bool = False
+
+    @property
+    def reads_kernel_log(self) -> bool:
+        """Whether it looks for anything there."""
+        return self.kernel_pattern.pattern != _NOTHING
 
 
 def _rule(
@@ -53,20 +62,31 @@ def _rule(
     confidence: Confidence,
     reason: str,
     *patterns: str,
+    kernel: tuple[str, ...] = (),
     is_local: bool = False,
     is_consequence: bool = False,
 ) -> Rule:
-    pattern = re.compile("|".join(f"(?:{p})" for p in patterns), re.IGNORECASE)
     return Rule(
         name=name,
         action=action,
         confidence=confidence,
         reason=reason,
-        pattern=pattern,
+        pattern=_any_of(patterns),
+        kernel_pattern=_any_of(kernel),
         is_local=is_local,
         is_consequence=is_consequence,
     )
 
+
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Without any, nothing matches."""
+    return re.compile("|".join(f"(?:{p})" for p in patterns) or _NOTHING, re.IGNORECASE)
+
+
+# Codes of NVIDIA's catalogue that ask for a reset, a reboot or a new board: 48 and 94/95 memory,
+# 62 microcontroller, 63/64 page retirement, 74 NVLink, 79 off the bus, 119/120 firmware, 140
+# memory.
+_XID_OF_HARDWARE = r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b"
 
 RULES: tuple[Rule, ...] = (
     # -- machines ------------------------------------------------------------------------------
@@ -78,11 +98,21 @@ RULES: tuple[Rule, ...] = (
         r"uncorrectable (ecc|nvlink)",
         r"cuda_?error_?ecc_?uncorrectable",
         r"fallen off the bus",
-        # Codes of NVIDIA's catalogue that ask for a reset, a reboot or a new board: 48 and 94/95
-        # memory, 62 microcontroller, 63/64 page retirement, 74 NVLink, 79 off the bus,
-        # 119/120 firmware, 140 memory.
-        r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b",
+        _XID_OF_HARDWARE,
         r"cuda error: .*(hardware stack error|nvlink was detected)",
+        kernel=(_XID_OF_HARDWARE, r"nvrm: .*fallen off the bus"),
+    ),
+    _rule(
+        "memory-hardware",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "the memory or a processor of this node is faulty",
+        r"hardware memory corruption",
+        kernel=(
+            r"hardware memory corruption",
+            r"\[hardware error\]:.*(uncorrected|processor context corrupt)",
+            r"edac .* \d+ ue ",
+        ),
     ),
     _rule(
         "gpu-driver",
@@ -108,6 +138,21 @@ RULES: tuple[Rule, ...] = (
         r"transport endpoint is not connected",
         r"stale (nfs )?file handle",
         r"\[errno 5\] input/output error",
+    ),
+    _rule(
+        "disk",
+        Action.EXCLUDE_NODE,
+        Confidence.MEDIUM,
+        "a disk of this node reports errors",
+        r"critical medium error",
+        kernel=(
+            r"i/o error,? (on )?dev",
+            r"critical (medium|target) error",
+            r"remounting file ?system read-only",
+            r"ext4-fs error",
+            r"xfs .*(metadata i/o error|corruption|shut(ting)? ?down)",
+        ),
+        is_local=True,
     ),
     _rule(
         "disk-full",
@@ -152,6 +197,7 @@ RULES: tuple[Rule, ...] = (
         r"\[errno 12\] cannot allocate memory",
         r"^memoryerror\b",
         r"killed by signal: killed",
+        kernel=(r"out of memory: killed process", r"\boom-kill:"),
     ),
     # -- the script's data, seen by the GPU ----------------------------------------------------
     _rule(
@@ -174,6 +220,7 @@ RULES: tuple[Rule, ...] = (
         r"cudnn_status_execution_failed",
         r"cublas_status_execution_failed",
         r"\bxid \([^)]*\): *(13|31|43|45)\b",
+        kernel=(r"\bxid \([^)]*\): *(13|31|43)\b",),  # 45 cleans up behind one that was killed
     ),
     # -- the fabric ----------------------------------------------------------------------------
     _rule(

@@ -26,13 +26,15 @@ class FailureFacts:
     ``text`` is its error, or the end of its log. ``exit_code`` is negative for a signal, as in
     Python's subprocess module. ``is_oom_kill`` says that the kernel killed a process of its cgroup
     for want of memory at that time. ``works_elsewhere`` says that workers of this job have trained
-    on another node: what is missing here is not missing everywhere.
+    on another node: what is missing here is not missing everywhere. ``kernel_log``: lines since the
+    workers of its node were started.
     """
 
     text: str | None = None
     exit_code: int | None = None
     is_oom_kill: bool = False
     works_elsewhere: bool = False
+    kernel_log: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +67,58 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
             _of_exit_code(facts),
         )
     text = facts.text or ""
-    if (matched := _first_match(text)) is not None:
+    matched = _first_match(text)
+    if (found := _in_kernel_log(facts, matched)) is not None:
+        rule, line = found
+        return _by_rule(rule, facts, f"kernel log: {line}"[:_EVIDENCE])
+    if matched is not None:
         rule, line = matched
         return _by_rule(rule, facts, line[:_EVIDENCE])
-    return _by_exit_code(facts, bool(text.strip()))
+    return _by_exit_code(facts)
 
 
-def is_consequence(text: str | None) -> bool:
-    """Whether a worker's error says no more than that a peer is gone, or does not answer.
+def _in_kernel_log(
+    facts: FailureFacts, matched: tuple[Rule, str] | None
+) -> tuple[Rule, str] | None:
+    """What the kernel knows of the cause, and the worker's own text does not say.
+
+    A mistake of the script is one whatever else has happened on its machine. A fault of the machine
+    explains any other end, if it is certain; one that need not have touched this process only an
+    end that nothing else explains. What the kernel did to one process (an OOM kill, a fault of the
+    script's kernels on a GPU) explains that of a process which left no error of its own.
+    """
+    by_text = matched[0] if matched is not None else None
+    is_mistake = by_text is not None and by_text.action is Action.STOP
+    if not facts.kernel_log or is_mistake or _is_wrong_usage(facts):
+        return None
+    is_open = by_text is None or by_text.is_consequence
+    for rule in RULES:
+        if rule is by_text:
+            return None  # the text says the same, in the worker's own words
+        for line in reversed(facts.kernel_log):
+            if not rule.kernel_pattern.search(line):
+                continue
+            is_machine = rule.action is Action.EXCLUDE_NODE
+            if is_machine and (is_open or rule.confidence is Confidence.HIGH):
+                return rule, line
+            if not is_machine and is_open and not _has_own_error(facts):
+                return rule, line
+    return None
+
+
+def _has_own_error(facts: FailureFacts) -> bool:
+    """Whether the process has ended by itself: with an error that is not a peer's."""
+    is_signal = facts.exit_code is not None and facts.exit_code < 0
+    return not is_signal and bool(facts.text) and not is_consequence(facts.text)
+
+
+def _is_wrong_usage(facts: FailureFacts) -> bool:
+    return facts.exit_code == _WRONG_USAGE and not (facts.text or "").strip()
+
+
+def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
+    """Whether a worker's error says no more than that a peer is gone, or does not answer: neither
+    does the kernel's log of its node know of a fault of the machine.
 
     Decided by the same rule as its verdict.
 
@@ -82,7 +128,10 @@ def is_consequence(text: str | None) -> bool:
     False
     """
     matched = _first_match(text or "")
-    return matched is not None and matched[0].is_consequence
+    if matched is None or not matched[0].is_consequence:
+        return False
+    found = _in_kernel_log(FailureFacts(text=text, kernel_log=kernel_log), matched)
+    return found is None or found[0].action is not Action.EXCLUDE_NODE
 
 
 # Asked again in every turn of a leader that waits.
@@ -108,10 +157,10 @@ def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:
     return _verdict(action, rule.name, rule.confidence, reason, line)
 
 
-def _by_exit_code(facts: FailureFacts, has_text: bool) -> FailureVerdict:
+def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
     code = facts.exit_code
     evidence = _of_exit_code(facts)
-    if code == _WRONG_USAGE and not has_text:
+    if _is_wrong_usage(facts):
         return _verdict(
             Action.STOP,
             "wrong-usage",

@@ -6,7 +6,7 @@ and /proc a few times a second (``watch.py``, ``kernel.py``). A node whose ranks
 publishes what it knows (``facts.py``); the leader judges over the facts of all nodes
 (``verdict.py``, with the budgets of ``budgets.py``: both pure), and the agent of the culprit acts
 and writes the hang report (``response.py``, ``stacks.py``, ``report.py``). The agent's part, which
-talks to etcd, is in :mod:`elastic.agent.hangs`.
+talks to etcd, is in :mod:`elastic.agent.supervision.hangs`.
 
 Start reading with ``facts.py`` and ``verdict.py``. Workers and agents use this package, so it
 imports neither; of ``elastic`` it may import telemetry, and what is below that.

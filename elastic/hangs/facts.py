@@ -62,6 +62,7 @@ class KernelFacts:
     state: str = "S"  # R running, S asleep, D uninterruptible, T stopped, t traced, Z zombie
     tracer_pid: int = 0
     wait_channel: str = ""  # the kernel function it sleeps in
+    file_system: str = ""  # in state D: what it waits for, "/shared (nfs4)"
     cpu_share: float = 0.0  # of one core, used by the whole process since the last look
     data_workers: str = ""  # their states, one letter each
 
@@ -108,3 +109,11 @@ class RankFacts:
     def name(self) -> str:
         """For sentences."""
         return f"rank {self.rank} on {self.node}"
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """Ranks whose main threads are at the same place, and the stacks of the first of them."""
+
+    ranks: tuple[int, ...]
+    text: str  # the main thread's last; "": none could be taken

@@ -8,12 +8,38 @@ than not at all.
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.tuning.agent_intervals import KERNEL_LOG_S
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 3  # proc(5) counts the fields of stat from 1, and state is the third
+# Types of file systems whose server, or daemon, may stop answering.
+_REMOTE = re.compile(r"nfs|cifs|smb|lustre|ceph|gluster|gpfs|beegfs|weka|fuse|9p|virtiofs|afs")
+# System calls whose first argument is a descriptor: read, write and their kin, close, fstat, lseek,
+# flock, fsync, fdatasync, ftruncate, fallocate, getdents64, openat, newfstatat, statx.
+_CALLS_ON_FILES = {
+    "x86_64": {0, 1, 3, 5, 8, 17, 18, 19, 20, 73, 74, 75, 77, 217, 257, 262, 285, 295, 296, 332},
+    "aarch64": {32, 46, 47, 56, 57, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 79, 80, 82, 83, 291},
+}.get(platform.machine(), set())
+_CGROUPS = "/sys/fs/cgroup"
+# Of the kernel's log, what may make a worker hang: GPUs, disks, file systems, links, memory.
+_TELLING = re.compile(
+    r"\bxid\b|i/o error|not responding|remount.*read-only|out of memory|oom-kill"
+    r"|blocked for more than|hung task|soft lockup|machine check|link (is )?down"
+    r"|lost carrier|mlx\d.*(error|fatal)"
+    r"|\[hardware error\]|memory corruption|fallen off the bus|ext4-fs error|xfs.*(corrupt|shut)"
+    r"|critical (medium|target) error|\bedac\b.* ue ",
+    re.IGNORECASE,
+)
+_LOG_LINES = 5
+_MOST_FILES = 256  # open ones that are looked at
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5), mountinfo: a space is \040
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +103,79 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
 
 
+class Mount(NamedTuple):
+    """Where a file system is mounted, and its type."""
+
+    path: str
+    type: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.type})"
+
+
+def file_system(pid: int) -> str:
+    """What a process that is blocked in the kernel waits for, as ``/shared (nfs4)``.
+
+    The file system of the file that its system call is about. Where that does not show (a path is
+    opened, a mapped page is read), the remote ones of its open files. "" if neither is known.
+
+    Links in /proc and the table of mounts are read, nothing else: to ask the file system itself
+    would block this process, too.
+    """
+    mounts = _mounts(pid)
+    if path := file_of_call(pid):
+        found = [_mount_of(path, mounts)]
+    else:
+        of_open = [_mount_of(path, mounts) for path in (*_open_files(pid), _link(pid, "cwd"))]
+        found = [mount for mount in of_open if mount and _REMOTE.search(mount.type)]
+    return " or ".join(dict.fromkeys(str(mount) for mount in found if mount))
+
+
+def file_of_call(pid: int) -> str:
+    """The file that the present system call of the main thread reads or writes; "": none."""
+    # "0 0x3 0x7ffd…": number and arguments; "running"; "-1 …" outside of a call.
+    number, _, arguments = _read(f"/proc/{pid}/syscall").partition(" ")
+    if not number.isdecimal() or int(number) not in _CALLS_ON_FILES:
+        return ""
+    return _link(pid, f"fd/{int(arguments.partition(' ')[0], 16)}")
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return
+    for name in names[:_MOST_FILES]:
+        yield _link(pid, f"fd/{name}")
+
+
+def _link(pid: int, name: str) -> str:
+    """The path that a link of this process leads to; "" for pipes, sockets and memory."""
+    try:
+        path = os.readlink(f"/proc/{pid}/{name}")
+    except OSError:
+        return ""
+    return path if path.startswith("/") else ""
+
+
+def _mounts(pid: int) -> list[Mount]:
+    """Of the process's mount namespace. Of two at the same place, the later covers the other."""
+    found = {}
+    for line in _read(f"/proc/{pid}/mountinfo").splitlines():
+        about, _, kind = line.partition(" - ")
+        fields = about.split()
+        if len(fields) > 4 and kind:
+            path = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4])
+            found[path] = Mount(path, kind.split()[0])
+    return list(found.values())
+
+
+def _mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """The innermost one that holds the path."""
+    holding = [m for m in mounts if path == m.path or path.startswith(m.path.rstrip("/") + "/")]
+    return max(holding, key=lambda m: len(m.path), default=None)
+
+
 def describe_process(pid: int) -> dict[str, str]:
     """For the report."""
     said = {
@@ -87,19 +186,28 @@ def describe_process(pid: int) -> dict[str, str]:
         "threads": _status(pid, "Threads"),
         "children": data_workers(pid),
         "system call": _read(f"/proc/{pid}/syscall").split(" ")[0].strip(),
+        "file of the call": file_of_call(pid),
+        "file system": file_system(pid) if _is_blocked(pid) else "",
     }
     return {name: value for name, value in said.items() if value}
 
 
 def describe_node(folders: Sequence[str] = ()) -> dict[str, str]:
-    """Pressure, memory events, retransmissions, and room in these folders: for the report."""
-    said = {
+    """Pressure, memory events, network errors, and room in these folders: for the report."""
+    said: dict[str, str] = {
         "load": _read("/proc/loadavg").strip(),
-        "uptime": _read("/proc/uptime").split(" ")[0],
+        "uptime": f"{_uptime_s():.2f}",
         "TCP": _retransmissions(),
+        "network interfaces": _interface_errors(_read("/proc/net/dev")),
     }
+    try:
+        said["kernel log"] = "; ".join(telling_lines(_kernel_log(), _uptime_s()))
+    except OSError as error:
+        said["kernel log"] = f"cannot be read: {error.strerror} (see kernel.dmesg_restrict)"
+    cgroup = _cgroup()
     for kind in ("cpu", "memory", "io"):
-        said[f"pressure ({kind})"] = _read(f"/proc/pressure/{kind}").replace("\n", "; ").strip("; ")
+        said[f"pressure ({kind})"] = _in_a_line(f"/proc/pressure/{kind}")
+        said[f"pressure ({kind}, cgroup)"] = _in_a_line(f"{cgroup}/{kind}.pressure")
     said["memory events (cgroup)"] = _memory_events()
     for folder in folders:
         try:
@@ -111,14 +219,101 @@ def describe_node(folders: Sequence[str] = ()) -> dict[str, str]:
     return {name: value for name, value in said.items() if value}
 
 
+def telling_lines(log: Sequence[str], now_s: float) -> list[str]:
+    """The last lines of the kernel's log that may explain a hang, with their age.
+
+    ``log``: records of /dev/kmsg, "level,number,microseconds,…;text"; ``now_s`` since the start.
+
+    >>> telling_lines(["4,9,500000000,-;NVRM: Xid (PCI:0000:01): 79, GPU has fallen off"], 503.0)
+    ['NVRM: Xid (PCI:0000:01): 79, GPU has fallen off (3 s ago)']
+    """
+    said = []
+    for record in log:
+        about, _, text = record.partition(";")
+        fields = about.split(",")
+        line = text.partition("\n")[0]
+        if len(fields) < 3 or not fields[2].isdecimal() or not is_telling(line):
+            continue
+        age_s = now_s - int(fields[2]) * 1e-6
+        if age_s < KERNEL_LOG_S:
+            said.append(f"{line} ({max(0.0, age_s):.0f} s ago)")
+    return said[-_LOG_LINES:]
+
+
+def is_telling(line: str) -> bool:
+    """Whether a line of the kernel's log may explain a hang, or the end of a process."""
+    return _TELLING.search(line) is not None
+
+
+def _kernel_log() -> list[str]:
+    """Every record. Raises OSError where this user may not read them (kernel.dmesg_restrict)."""
+    records: list[str] = []
+    fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                records.append(os.read(fd, 8192).decode(errors="replace"))
+            except BrokenPipeError:
+                continue  # it was overwritten: the next read begins at the oldest that is left
+    except OSError:
+        return records  # EAGAIN: that was the last one
+    finally:
+        os.close(fd)
+
+
+def _uptime_s() -> float:
+    return float(_read("/proc/uptime").split(" ")[0] or 0.0)
+
+
+def _is_blocked(pid: int) -> bool:
+    times = process_times(pid)
+    return times is not None and times.state == "D"
+
+
+def _cgroup(controller: str = "") -> str:
+    """The folder of this process's cgroup: of version 2, or of a controller of version 1."""
+    for line in _read("/proc/self/cgroup").splitlines():  # "0::/path", "4:memory:/path"
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controller in controllers.split(","):
+            return os.path.join(_CGROUPS, controller, path.strip("/")).rstrip("/")
+    return os.path.join(_CGROUPS, controller).rstrip("/")
+
+
 def _memory_events() -> str:
-    """``oom 0; oom_kill 0`` and more, of this process's cgroup (version 2)."""
-    line = next(
-        (text for text in _read("/proc/self/cgroup").splitlines() if text.startswith("0::")), ""
+    """``oom 0; oom_kill 0`` and more, of this process's cgroup. In a container the path may be the
+    host's, and what is mounted the container's own."""
+    files = (
+        f"{_cgroup()}/memory.events",
+        f"{_CGROUPS}/memory.events",
+        f"{_cgroup('memory')}/memory.oom_control",
+        f"{_CGROUPS}/memory/memory.oom_control",
     )
-    path = line.removeprefix("0::").strip()
-    events = _read(f"/sys/fs/cgroup{path}/memory.events") or _read("/sys/fs/cgroup/memory.events")
-    return "; ".join(events.split("\n")).strip("; ")
+    return next(filter(None, map(_in_a_line, files)), "")
+
+
+def _in_a_line(path: str) -> str:
+    return "; ".join(_read(path).split("\n")).strip("; ")
+
+
+def _interface_errors(table: str) -> str:
+    """Errors and drops since the machine started, of interfaces that have had any.
+
+    >>> _interface_errors("head\\nhead\\n  eth0: 99 5 1 2 0 0 0 0 99 5 3 4 0 0 0 0\\n    lo: 9 1")
+    'eth0: 1 errors and 2 drops received, 3 and 4 sent'
+    """
+    said = []
+    for line in table.splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        fields = numbers.split()
+        if len(fields) < 12:
+            continue
+        received, sent = fields[2:4], fields[10:12]
+        if any(number != "0" for number in received + sent):
+            said.append(
+                f"{name.strip()}: {received[0]} errors and {received[1]} drops received, "
+                f"{sent[0]} and {sent[1]} sent"
+            )
+    return "; ".join(said)
 
 
 def _retransmissions() -> str:

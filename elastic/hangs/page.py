@@ -22,12 +22,18 @@ from elastic.hangs.facts import Flag, Phase
 
 SIZE = 4096
 NAME = "elastic-progress"
-# count, generation, step, phase, outer phase, rank, operation, collective, steps in the world,
-# last checkpoint, seconds of a collective, when the phase began (CLOCK_MONOTONIC, ns), count.
-_HEAD = struct.Struct("<QqqiiiiqqqdqQ")
+# Words of 64 bits: count, phase, when it began (CLOCK_MONOTONIC, ns), nine that change less often,
+# count. They are stored one by one, without a call or a loop between them: there no other thread
+# of the worker gets the interpreter lock, and hangs with it. (Python 3.10 may hand it over; the
+# page of such a hang says nothing.) Packing them by struct costs as much as all the rest of a
+# phase, from cold caches.
+_WORDS = struct.Struct("=13q")
 # Kept apart: a flag is not always set by the thread that trains.
 _FLAGS = struct.Struct("<i")
 _FLAGS_AT = 128
+# Written once an epoch: how many steps the job is to make, 0: not known.
+_PLANNED = struct.Struct("<q")
+_PLANNED_AT = 192
 _DURATIONS = struct.Struct(f"<{2 * len(Phase)}d")
 _DURATIONS_AT = 256
 _READS = 5
@@ -53,6 +59,7 @@ class Reading:
     flags: Flag
     longest_s: tuple[float, ...]  # by phase
     typical_s: tuple[float, ...]
+    planned_steps: int = 0  # of the whole job; 0: not known
 
 
 class Page:
@@ -64,45 +71,56 @@ class Page:
         # A page that shrinks would end the agent that reads it (SIGBUS).
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.fd, SIZE)
+        self._words = memoryview(self._memory).cast("q")
         self._count = 0
 
-    def write(
+    def write(self, phase: int, since_ns: int) -> None:
+        """Say where the main thread is: a sign of life."""
+        words = self._words
+        self._count = count = self._count + 1
+        words[0] = count
+        words[1] = phase
+        words[2] = since_ns
+        words[12] = count
+
+    def write_place(
         self,
+        phase: int,
+        since_ns: int,
         generation: int,
         step: int,
-        phase: int,
         outer: int,
         rank: int,
         operation: int,
         collective: int,
         steps_in_world: int,
         checkpoint_step: int,
-        collective_s: float,
-        since_ns: int,
+        collective_ns: int,
     ) -> None:
-        """Say where the main thread is: a sign of life."""
+        """The same, with what changes less often than the phase."""
+        words = self._words
         self._count = count = self._count + 1
-        _HEAD.pack_into(
-            self._memory,
-            0,
-            count,
-            generation,
-            step,
-            phase,
-            outer,
-            rank,
-            operation,
-            collective,
-            steps_in_world,
-            checkpoint_step,
-            collective_s,
-            since_ns,
-            count,
-        )
+        words[0] = count
+        words[1] = phase
+        words[2] = since_ns
+        words[3] = generation
+        words[4] = step
+        words[5] = outer
+        words[6] = rank
+        words[7] = operation
+        words[8] = collective
+        words[9] = steps_in_world
+        words[10] = checkpoint_step
+        words[11] = collective_ns
+        words[12] = count
 
     def write_flags(self, flags: int) -> None:
         """No sign of life: an endless loop collects garbage, too."""
         _FLAGS.pack_into(self._memory, _FLAGS_AT, flags)
+
+    def write_planned_steps(self, steps: int) -> None:
+        """How many steps the job is to make; 0: not known."""
+        _PLANNED.pack_into(self._memory, _PLANNED_AT, steps)
 
     def write_durations(self, longest_s: list[float], typical_s: list[float]) -> None:
         """How long the phases took lately."""
@@ -110,6 +128,7 @@ class Page:
 
     def close(self) -> None:
         """Let go of it."""
+        self._words.release()
         self._memory.close()
         os.close(self.fd)
 
@@ -134,31 +153,35 @@ class PageReader:
     def read(self) -> Reading | None:
         """The content; None if it is inconsistent: a write was interrupted."""
         for _ in range(_READS):
-            head = _HEAD.unpack_from(self._memory, 0)
-            if head[0] == head[-1]:
+            words = _WORDS.unpack_from(self._memory, 0)
+            if words[0] == words[-1]:
                 with contextlib.suppress(ValueError):  # not a phase
-                    return self._reading(head)
+                    return self._reading(words)
         return None
 
-    def _reading(self, head: tuple[int, ...]) -> Reading:
+    def _reading(self, words: tuple[int, ...]) -> Reading:
+        count, phase, since_ns, generation, step, outer, rank, operation, *counts, _ = words
+        collective, steps_in_world, checkpoint_step, collective_ns = counts
         durations_s = _DURATIONS.unpack_from(self._memory, _DURATIONS_AT)
         (flags,) = _FLAGS.unpack_from(self._memory, _FLAGS_AT)
+        (planned_steps,) = _PLANNED.unpack_from(self._memory, _PLANNED_AT)
         return Reading(
-            count=head[0],
-            generation=head[1],
-            step=head[2],
-            phase=Phase(head[3]),
-            outer=Phase(head[4]),
-            rank=head[5],
-            operation=head[6],
-            collective=head[7],
-            steps_in_world=head[8],
-            checkpoint_step=head[9],
-            collective_s=float(head[10]),
-            since_ns=head[11],
+            count=count,
+            generation=generation,
+            step=step,
+            phase=Phase(phase),
+            outer=Phase(outer),
+            rank=rank,
+            operation=operation,
+            collective=collective,
+            steps_in_world=steps_in_world,
+            checkpoint_step=checkpoint_step,
+            collective_s=collective_ns * 1e-9,
+            since_ns=since_ns,
             flags=Flag(flags & sum(Flag)),
             longest_s=durations_s[: len(Phase)],
             typical_s=durations_s[len(Phase) :],
+            planned_steps=planned_steps,
         )
 
     def close(self) -> None:

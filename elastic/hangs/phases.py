@@ -10,32 +10,22 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
 from typing import Any
 
 from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.page import Page
-from elastic.stragglers.facts import StepPart
+from elastic.hangs.phase_sums import COMMITTED, OWN_LOADER, SAMPLES, PhaseSums
 from elastic.stragglers.windows import StepWindows, step_windows
+from elastic.tuning.worker_intervals import STEP_SUMS_S
 
-# Of the longest that a phase took, the fraction kept after each step: half after 35.
-_KEPT_PER_STEP = 0.98
+_SCRIPT = Phase.SCRIPT  # looked up in every step, where an enumeration costs more than a name
 _SMOOTHING = 0.1
 _OLDEST_GENERATION = 2  # a full collection: the younger ones take microseconds
-# What a phase counts as in the times of steps. By number: this is looked up in every phase.
-_PARTS = tuple(
-    {
-        Phase.DATA: StepPart.DATA,
-        Phase.COMPUTE: StepPart.COMPUTE,
-        Phase.OPTIMIZER: StepPart.COMPUTE,
-        Phase.COLLECTIVE: StepPart.COLLECTIVE,
-        Phase.CHECKPOINT: StepPart.CHECKPOINT,
-    }.get(phase, StepPart.SCRIPT)
-    for phase in Phase
-)
+_MOST_NOTED = 1024  # numbers
 
 # By number, so that the page holds no text. c10d's OpType (torch/csrc/distributed/c10d/Work.hpp).
 OPERATIONS = (
@@ -72,13 +62,13 @@ class PhaseRecorder:
 
     def __init__(self, windows: StepWindows = step_windows) -> None:
         self._windows = windows
-        self._parts_s = [0.0] * len(StepPart)  # of the present step
-        self._samples = 0  # of this rank in it
-        self._is_own_loader = False  # in DATA: the script reads a data set beside the training one
+        self._noted: list[int] = []  # since the last sum; see elastic/hangs/phase_sums.py
+        self._sum_at_ns = 0  # when to add it up
         self._page: Page | None = None
         self._thread = 0  # the one that trains
         self._generation = 0
         self._step = 0
+        self._samples = 0  # of this rank in it
         self._phase = Phase.STARTING
         self._outer = Phase.STARTING
         self._rank = -1
@@ -86,12 +76,12 @@ class PhaseRecorder:
         self._collective = 0
         self._steps_in_world = 0
         self._checkpoint_step = -1
+        self.planned_steps = 0  # of the whole job; 0: not known
         self._collective_s = 0.0
-        self._since_ns = time.monotonic_ns()
+        self._is_moved = True  # what the page says besides the phase has changed
+        self._since_ns = monotonic_ns()
         self._flags = Flag.NONE
-        self._longest_s = [0.0] * len(Phase)
-        self._typical_s = [0.0] * len(Phase)
-        self._total_s = [0.0] * len(Phase)
+        self._sums = PhaseSums()
         self._sees_compilation = False
 
     # -- the beginning ------------------------------------------------------------------------
@@ -106,7 +96,8 @@ class PhaseRecorder:
             self._watch_thread()
             gc.callbacks.append(self._on_garbage)
             _watch_debugger(self.set_flag)
-            self._write()
+            self._move(self._page, self._phase, self._since_ns)
+            self._page.write_planned_steps(self.planned_steps)
         return self._page.fd
 
     def account(self) -> None:
@@ -117,7 +108,7 @@ class PhaseRecorder:
     def _watch_thread(self) -> None:
         if not self._thread:
             os.register_at_fork(after_in_child=self._stop)
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
 
     def _stop(self) -> None:
         """In a forked child: the page is its parent's."""
@@ -125,9 +116,15 @@ class PhaseRecorder:
 
     def seconds(self) -> list[float]:
         """By phase, what :meth:`account` has added up until now. For its thread."""
-        total_s = self._total_s.copy()
-        total_s[self._phase] += (time.monotonic_ns() - self._since_ns) * 1e-9
+        self._sum_up()
+        total_s = self._sums.total_s.copy()
+        total_s[self._phase] += (monotonic_ns() - self._since_ns) * 1e-9
         return total_s
+
+    def at_commit(self) -> tuple[float, list[float]]:
+        """When the last step was committed, on the monotonic clock, and :meth:`seconds` then."""
+        self._sum_up()
+        return self._sums.committed_ns * 1e-9, self._sums.committed_s
 
     @property
     def is_on(self) -> bool:
@@ -137,23 +134,24 @@ class PhaseRecorder:
     # -- where the main thread is -------------------------------------------------------------
 
     def enter(self, phase: Phase) -> Phase:
-        """The main thread is in ``phase`` from now on; returns the one that it was in."""
+        """The main thread is in ``phase`` from now on; returns the one that it was in.
+
+        It comes from cold caches each time, so it only notes: sums are made every now and then.
+        """
         before = self._phase
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             return before
-        now_ns = time.monotonic_ns()
-        took_s = (now_ns - self._since_ns) * 1e-9
-        self._total_s[before] += took_s
-        if took_s > self._longest_s[before]:
-            self._longest_s[before] = took_s
-        self._typical_s[before] += _SMOOTHING * (took_s - self._typical_s[before])
-        part = _PARTS[before]
-        if self._is_own_loader and before is Phase.DATA:
-            part, self._is_own_loader = StepPart.SCRIPT, False
-        self._parts_s[part] += took_s
+        now_ns = monotonic_ns()
+        noted = self._noted
+        noted += (before, now_ns - self._since_ns)
         self._phase, self._since_ns = phase, now_ns
         if self._page is not None:
-            self._write()
+            if self._is_moved:
+                self._move(self._page, phase, now_ns)
+            else:
+                self._page.write(phase, now_ns)
+        if len(noted) > _MOST_NOTED:
+            self._sum_up()
         return before
 
     def enter_batch(self) -> Phase:
@@ -164,8 +162,8 @@ class PhaseRecorder:
         """
         before = self.enter(Phase.DATA)
         is_of_training = before is Phase.DATA or not self._samples
-        if not is_of_training and threading.get_ident() == self._thread:
-            self._is_own_loader = True
+        if not is_of_training and get_ident() == self._thread:
+            self._noted += (OWN_LOADER, 0)
         return before
 
     def begin_step(self, number: int, samples: int = 0) -> None:
@@ -174,71 +172,100 @@ class PhaseRecorder:
 
         ``samples``: of this rank; 0: the script distributes the data itself.
         """
-        self._step, self._samples = number, samples
-        self.enter(Phase.SCRIPT)
-        if self._page is not None and not self._sees_compilation:
+        if number != self._step:
+            self._step, self._is_moved = number, True
+        if samples != self._samples:
+            self._samples = samples
+            self._noted += (SAMPLES, samples)
+        self.enter(_SCRIPT)
+        if self._steps_in_world <= FIRST_STEPS:
             self._watch_compilation()
 
     def committed(self, step: int) -> None:
         """A step has taken effect; ``step`` of them have."""
         self._step = step
-        self._steps_in_world += 1
-        self.enter(Phase.SCRIPT)
+        self._steps_in_world = steps = self._steps_in_world + 1
+        self._is_moved = True
+        self.enter(_SCRIPT)
+        if get_ident() != self._thread:
+            return
+        now_ns, noted = self._since_ns, self._noted
+        noted += (COMMITTED, now_ns)
+        if steps <= FIRST_STEPS:
+            self._commit_early()
+        elif now_ns >= self._sum_at_ns:
+            self._sum_up()
+            self._watch_compilation()
+
+    def _commit_early(self) -> None:
+        """One of the first steps in a world, which take longer than later ones."""
+        self._sum_up()
+        self._windows.restart(self._generation, self._since_ns)
+        if self._steps_in_world == FIRST_STEPS:
+            self._sums.forget_durations()
+            self._write_durations()
+
+    def _sum_up(self) -> None:
+        noted, self._noted = self._noted, []
+        self._sum_at_ns = self._since_ns + int(STEP_SUMS_S * 1e9)
+        is_measured = self._page is not None and self._steps_in_world > FIRST_STEPS
+        if self._sums.add(noted, self._windows if is_measured else None):
+            self._write_durations()
+
+    def _write_durations(self) -> None:
         if self._page is not None:
-            if self._steps_in_world > FIRST_STEPS:
-                self._windows.add(self._parts_s, self._samples, self._since_ns)
-            else:
-                self._windows.restart(self._generation, self._since_ns)
-            for part in StepPart:
-                self._parts_s[part] = 0.0
-            if self._steps_in_world == FIRST_STEPS:  # they say nothing of later ones
-                self._forget_durations()
-            self._page.write_durations(self._longest_s, self._typical_s)
-            self._longest_s = [_KEPT_PER_STEP * took_s for took_s in self._longest_s]
+            self._page.write_durations(self._sums.longest_s, self._sums.typical_s)
 
     def enter_generation(self, generation: int) -> None:
         """Another world is entered: its group is built next."""
+        self._sum_up()
+        self._sums.forget_durations()
         self._generation = generation
         self._steps_in_world = 0
         self._collective_s = 0.0
-        self._forget_durations()
+        self._is_moved = True
         self.enter(Phase.FORMING)
-
-    def _forget_durations(self) -> None:
-        self._longest_s = [0.0] * len(Phase)
-        self._typical_s = [0.0] * len(Phase)
 
     def begin_world(self, rank: int) -> None:
         """The state is agreed: training goes on."""
-        self._rank = rank
+        self._rank, self._is_moved = rank, True
         self.enter(Phase.SCRIPT)
 
     def saved(self, step: int) -> None:
         """This rank knows that a checkpoint of that step is complete."""
-        self._checkpoint_step = step
+        self._checkpoint_step, self._is_moved = step, True
+
+    def plan_steps(self, steps: int) -> None:
+        """The job is to make so many in all; 0: not known."""
+        if steps == self.planned_steps:
+            return
+        self.planned_steps = steps
+        if self._page is not None:
+            self._page.write_planned_steps(steps)
 
     # -- collectives --------------------------------------------------------------------------
 
     def queued(self, collective: int) -> None:
         """This many collectives are begun; where they are queued on a device, nobody waits."""
-        self._collective = collective
+        self._collective, self._is_moved = collective, True
 
     def begin_wait(self, collective: int, operation: int) -> Phase:
         """The main thread waits for other ranks; returns what to give to :meth:`end_wait`."""
         before = self._phase
-        if self._page is None or threading.get_ident() != self._thread:
+        if self._page is None or get_ident() != self._thread:
             return before
-        self._collective, self._operation = collective, operation
+        self._collective, self._operation, self._is_moved = collective, operation, True
         if before is not Phase.COLLECTIVE:
             self._outer = before
         return self.enter(Phase.COLLECTIVE)
 
     def end_wait(self, before: Phase) -> None:
         """The wait is over, well or not."""
-        if self._page is None or threading.get_ident() != self._thread:
+        if self._page is None or get_ident() != self._thread:
             return
-        took_s = (time.monotonic_ns() - self._since_ns) * 1e-9
+        took_s = (monotonic_ns() - self._since_ns) * 1e-9
         self._collective_s += _SMOOTHING * (took_s - self._collective_s)
+        self._is_moved = True
         self.enter(before)
 
     # -- flags --------------------------------------------------------------------------------
@@ -258,6 +285,8 @@ class PhaseRecorder:
 
     def _watch_compilation(self) -> None:
         """Once torch.compile is there: it is imported late, and importing it takes a second."""
+        if self._sees_compilation or self._page is None:
+            return
         module = sys.modules.get("torch._dynamo.callback")
         if module is None:
             return
@@ -274,20 +303,20 @@ class PhaseRecorder:
 
         return compiles
 
-    def _write(self) -> None:
-        assert self._page is not None
-        self._page.write(
+    def _move(self, page: Page, phase: Phase, since_ns: int) -> None:
+        self._is_moved = False
+        page.write_place(
+            phase,
+            since_ns,
             self._generation,
             self._step,
-            self._phase,
             self._outer,
             self._rank,
             self._operation,
             self._collective,
             self._steps_in_world,
             self._checkpoint_step,
-            self._collective_s,
-            self._since_ns,
+            int(self._collective_s * 1e9),
         )
 
 

@@ -17,9 +17,14 @@ from pathlib import Path
 
 from elastic.errors import ConfigError
 from elastic.hangs import flight, stacks
-from elastic.hangs.facts import Phase, RankFacts
-from elastic.hangs.flight import FlightEntry
+from elastic.hangs.facts import Phase, RankFacts, StackGroup
+from elastic.hangs.flight import MOST_ENTRIES, FlightEntry
 from elastic.hangs.verdict import Judgment
+
+# Stacks in a report, and in what all nodes of a world send for it.
+MOST_CHARACTERS = 512 << 10
+_LEAST_OF_A_NODE, _MOST_OF_A_NODE = 4 << 10, 48 << 10
+_MOST_FLIGHT_ENTRIES, _LEAST_OF_A_RANK = 2048, 4
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -34,13 +39,36 @@ class HangReport:
     size: int  # of the world
     time: str  # UTC
     ranks: tuple[RankFacts, ...]  # those that show no progress
-    stacks: Mapping[int, str]  # by rank
+    stacks: tuple[StackGroup, ...]  # of all ranks, outliers first
     flights: Mapping[int, tuple[FlightEntry, ...]]  # collectives begun, by rank
     data_workers: Mapping[int, Mapping[int, str]]  # stacks by pid, by the rank they belong to
-    native_stacks: Mapping[int, str]
+    native_stacks: tuple[StackGroup, ...]
     processes: Mapping[int, Mapping[str, str]]
     node: Mapping[str, str]
     done: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much one node may add to the report of another."""
+
+    characters: int  # of stacks
+    flight_entries: int  # of each rank
+
+    @classmethod
+    def of(cls, nodes: int, ranks: int) -> Share:
+        """Of a world of so many: what all nodes send together is bounded, and nobody gets less
+        than the main threads of two groups, and the last collectives.
+
+        >>> Share.of(2, 2), Share.of(64, 512)
+        (Share(characters=49152, flight_entries=32), Share(characters=8192, flight_entries=4))
+        """
+        characters = MOST_CHARACTERS // max(nodes, 1)
+        entries = _MOST_FLIGHT_ENTRIES // max(ranks, 1)
+        return cls(
+            min(max(characters, _LEAST_OF_A_NODE), _MOST_OF_A_NODE),
+            min(max(entries, _LEAST_OF_A_RANK), MOST_ENTRIES),
+        )
 
 
 class ReportFolder:
@@ -154,7 +182,12 @@ def _table(report: HangReport) -> list[str]:
 
 def _row(r: RankFacts) -> tuple[str, ...]:
     kernel = r.kernel
-    facts = (kernel.state, kernel.wait_channel, f"{100 * kernel.cpu_share:.0f}% CPU")
+    facts = (
+        kernel.state,
+        kernel.wait_channel,
+        kernel.file_system,
+        f"{100 * kernel.cpu_share:.0f}% CPU",
+    )
     workers = f"data workers {kernel.data_workers}" if kernel.data_workers else ""
     where = f" (called in {r.outer.label})" if r.phase is Phase.COLLECTIVE else ""
     return (
@@ -178,16 +211,33 @@ def _flights(report: HangReport) -> list[str]:
 def _stacks(report: HangReport) -> list[str]:
     said = []
     for title, taken in (("Stacks", report.stacks), ("Native stacks", report.native_stacks)):
-        if not any(taken.values()):
+        if not any(one.text for one in taken):
             continue
         said += [f"{title}, outliers first", ""]
-        for ranks, text in stacks.group(list(taken.items())):
-            shown = stacks.main_first(text) or "none: it is stopped, or blocked in the kernel"
-            said += [f"rank {', '.join(map(str, ranks))}:", shown, ""]
+        for one in taken:
+            shown = stacks.main_first(one.text) or "none: it is stopped, or blocked in the kernel"
+            said += [f"{_named(one.ranks)}:", shown, ""]
     for rank, children in report.data_workers.items():
         for pid, text in children.items():
             said += [f"data worker {pid} of rank {rank}:", stacks.main_first(text), ""]
     return said
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Of many, runs of neighbours.
+
+    >>> _named((3,)), _named((0, 1, 2, 5, 6))
+    ('rank 3', 'ranks 0-2, 5, 6')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    said = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    count = f" ({len(ranks)} ranks)" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(said)}{count}"
 
 
 def _pairs(said: Mapping[str, str]) -> Sequence[str]:

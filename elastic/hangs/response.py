@@ -10,16 +10,16 @@ import datetime
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import HangFound, HangOver
 from elastic.hangs import kernel, stacks
-from elastic.hangs.facts import RankFacts
+from elastic.hangs.facts import RankFacts, StackGroup
 from elastic.hangs.flight import FlightEntry
-from elastic.hangs.report import HangReport, ReportFolder
+from elastic.hangs.report import MOST_CHARACTERS, HangReport, ReportFolder
 from elastic.hangs.verdict import HangAction, Judgment, judge_stopped
 from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.journal import EventSink
@@ -64,6 +64,7 @@ class HangResponse:
         self._clock = clock
         self._answered: set[tuple[object, ...]] = set()
         self._last: tuple[Path, HangReport] | None = None
+        self._has_more = False  # other nodes' stacks are to be written into it
 
     def on_stopped(
         self, watch: HangWatch, worker: WatchedWorker, facts: RankFacts, stopped_s: float
@@ -130,10 +131,10 @@ class HangResponse:
             size=judged.size,
             time=_utc(self._clock.wall()),
             ranks=judged.ranks,
-            stacks={rank: stacks.take(w.pid, w.stacks) for rank, w in workers.items()},
+            stacks=_grouped((rank, stacks.take(w.pid, w.stacks)) for rank, w in workers.items()),
             flights={r: f for r, w in workers.items() if (f := w.flight_of(judged.generation))},
             data_workers=_data_workers(watch, judged),
-            native_stacks={rank: stacks.take_native(w.pid) for rank, w in workers.items()},
+            native_stacks=_grouped((r, stacks.take_native(w.pid)) for r, w in workers.items()),
             processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
             node={},
             done="nothing, as hang_detection=report says",
@@ -150,21 +151,30 @@ class HangResponse:
 
     def add_stacks(
         self,
+        watch: HangWatch,
         generation: int,
-        taken: Mapping[int, str],
+        taken: Sequence[StackGroup],
         flights: Mapping[int, tuple[FlightEntry, ...]],
     ) -> None:
-        """Those of another node's ranks have come: the last report is written again with them."""
+        """Those of another node's ranks have come: the last report is written again with them,
+        once for all nodes whose stacks are waiting."""
         if self._last is None or self._last[1].generation != generation:
             return
         path, report = self._last
         report = replace(
             report,
-            stacks={**taken, **report.stacks},
+            stacks=stacks.within(stacks.merge([*report.stacks, *taken]), MOST_CHARACTERS),
             flights={**flights, **report.flights},
         )
         self._last = path, report
-        self._folder.write(path, report)
+        if not self._has_more:
+            self._has_more = True
+            watch.post(self._write_again)
+
+    def _write_again(self) -> None:
+        self._has_more = False
+        if self._last is not None:
+            self._folder.write(*self._last)
 
     def _emit(self, judged: Judged, path: str) -> None:
         verdict = judged.verdict
@@ -194,6 +204,10 @@ def _data_workers(watch: HangWatch, judged: Judged) -> dict[int, dict[int, str]]
         return {}
     taken = {pid: stacks.take(pid, worker.stacks) for pid in kernel.children(worker.pid)[:_MOST]}
     return {culprit.rank: {pid: text for pid, text in taken.items() if text}}
+
+
+def _grouped(by_rank: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
+    return stacks.within(stacks.group(by_rank), MOST_CHARACTERS)
 
 
 def _write_error_file(path: str, reason: str, wall_s: float) -> None:

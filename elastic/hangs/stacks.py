@@ -17,10 +17,11 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.hangs.facts import StackGroup
 from elastic.hangs.kernel import is_stopped
 from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
 
@@ -30,6 +31,8 @@ NO_SIGNAL = 0
 # begin at the low end.
 _SIGNALS = tuple(range(signal.SIGRTMAX - 5, signal.SIGRTMAX - 13, -1))
 _MOST_BYTES = 256 << 10
+_CUT = "  ..."  # as faulthandler ends a stack of more frames than it writes
+_MAIN = '"MainThread"'
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -103,7 +106,8 @@ def _catches(pid: int, signum: int) -> bool:
 
 
 def take_native(pid: int) -> str:
-    """By ``py-spy dump --native``, if it is installed and may trace the process; else ""."""
+    """By ``py-spy dump --native``, if it is installed and may trace the process; else "". The main
+    thread's last, as with :func:`take`."""
     program = shutil.which("py-spy")
     if program is None:
         return ""
@@ -114,7 +118,13 @@ def take_native(pid: int) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return _main_last(done.stdout) if done.returncode == 0 else ""
+
+
+def _main_last(stacks: str) -> str:
+    """py-spy begins a thread with a line that has its name."""
+    threads = _threads(stacks)
+    return "\n\n".join(sorted(threads, key=lambda text: _MAIN in text.partition("\n")[0]))
 
 
 def main_thread(stacks: str) -> tuple[str, ...]:
@@ -124,24 +134,90 @@ def main_thread(stacks: str) -> tuple[str, ...]:
     ...     'Current thread 0x8f (most recent call first):\\n  File "t.py", line 9 in <module>')
     ('t.py:9 <module>',)
     """
-    threads = re.split(r"\n(?=(?:Current thread|Thread) )", stacks.strip())
-    frames = [_FRAME.search(line) for line in threads[-1].splitlines()]
+    frames = [_FRAME.search(line) for line in _threads(stacks)[-1].splitlines()]
     return tuple(f"{f['file']}:{f['line']} {f['name']}" for f in frames if f is not None)
+
+
+def _place(stacks: str) -> tuple[str, ...]:
+    """Equal for processes whose main threads are at the same place, by whatever took them."""
+    if frames := main_thread(stacks):
+        return (*frames, _CUT) if stacks.endswith(_CUT) else frames
+    return tuple(line.strip() for line in _threads(stacks)[-1].splitlines()[1:])
 
 
 def main_first(stacks: str) -> str:
     """The same, with the main thread first: it is what a reader looks for."""
-    threads = re.split(r"\n+(?=(?:Current thread|Thread) )", stacks.strip())
-    return "\n\n".join(reversed(threads))
+    return "\n\n".join(reversed(_threads(stacks)))
 
 
-def group(by_rank: Sequence[tuple[int, str]]) -> list[tuple[tuple[int, ...], str]]:
-    """Ranks whose main threads are at the same place, the fewest first: outliers stand out.
+def group(by_rank: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
+    """Ranks by where their main threads are, the fewest first: outliers stand out."""
+    return merge(StackGroup((rank,), text) for rank, text in by_rank)
 
-    Returns for each group its ranks and the stacks of the first of them.
+
+def merge(groups: Iterable[StackGroup]) -> tuple[StackGroup, ...]:
+    """Groups of several nodes as one list. Of a rank that is in two, the first counts."""
+    alike: dict[tuple[str, ...], list[StackGroup]] = {}
+    seen: set[int] = set()
+    for one in groups:
+        ranks = tuple(rank for rank in one.ranks if rank not in seen)
+        seen.update(ranks)
+        if ranks:
+            alike.setdefault(_place(one.text), []).append(StackGroup(ranks, one.text))
+    merged = []
+    for place, same in alike.items():
+        if place[-1:] == (_CUT,) and (whole := _extension(place[:-1], alike)) is not None:
+            alike[whole] += same
+    for place, same in alike.items():
+        if place[-1:] != (_CUT,) or _extension(place[:-1], alike) is None:
+            ranks = tuple(sorted(rank for one in same for rank in one.ranks))
+            merged.append(StackGroup(ranks, same[0].text))
+    return tuple(sorted(merged, key=lambda one: (len(one.ranks), one.ranks)))
+
+
+def _extension(
+    frames: tuple[str, ...], places: Iterable[tuple[str, ...]]
+) -> tuple[str, ...] | None:
+    """The place of a whole stack that begins with these innermost frames."""
+    whole = (place for place in places if place[-1:] != (_CUT,))
+    return next((place for place in whole if place[: len(frames)] == frames), None)
+
+
+def within(groups: Iterable[StackGroup], most: int) -> tuple[StackGroup, ...]:
+    """The same groups with at most ``most`` characters of text, shared out evenly: what one does
+    not need, the others get. Every group keeps its ranks, and the innermost frames of the main
+    thread as far as there is room."""
+    groups = tuple(groups)
+    room, cut = most, dict[int, str]()
+    by_length = sorted(range(len(groups)), key=lambda index: len(groups[index].text))
+    for done, index in enumerate(by_length):
+        text = shortened(groups[index].text, room // (len(groups) - done))
+        cut[index] = text
+        room -= len(text)
+    return tuple(StackGroup(one.ranks, cut[index]) for index, one in enumerate(groups))
+
+
+def shortened(stacks: str, most: int) -> str:
+    r"""At most ``most`` characters: first other threads are left out, then outer frames.
+
+    >>> shortened("Thread 1:\n  a\n\nCurrent thread 2:\n  inner\n  outer", 40)
+    'Current thread 2:\n  inner\n  outer'
+    >>> shortened("Current thread 2:\n  inner\n  outer", 32)
+    'Current thread 2:\n  inner\n  ...'
     """
-    groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-    for rank, stacks in by_rank:
-        groups.setdefault(main_thread(stacks), []).append((rank, stacks))
-    ordered = sorted(groups.values(), key=lambda members: (len(members), members[0][0]))
-    return [(tuple(rank for rank, _ in members), members[0][1]) for members in ordered]
+    if len(stacks) <= most:
+        return stacks
+    threads = _threads(stacks)
+    kept = threads[-1]
+    if len(kept) > most:
+        whole_lines = kept[: max(0, most - len(_CUT) - 1)].rpartition("\n")[0]
+        return f"{whole_lines}\n{_CUT}".lstrip("\n")
+    for thread in reversed(threads[:-1]):
+        if len(thread) + 2 + len(kept) > most:
+            break
+        kept = f"{thread}\n\n{kept}"
+    return kept
+
+
+def _threads(stacks: str) -> list[str]:
+    return re.split(r"\n+(?=(?:Current thread|Thread) )", stacks.strip())

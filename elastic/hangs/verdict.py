@@ -65,8 +65,8 @@ def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgme
     if debugged := [r for r in ranks if r.is_traced]:
         return _leave_alone(debugged)
     unknown = size - len({r.rank for r in ranks})
-    waiting = [r for r in ranks if _is_waiting(r, ranks)]
-    working = [r for r in ranks if not _is_waiting(r, ranks)]
+    waiting = [r for r in ranks if _is_waiting(r, ranks, unknown)]
+    working = [r for r in ranks if r not in waiting]
     if not any(r.quiet_s >= suspicion_s(r, policy) for r in waiting):
         return _wait("no rank has waited for long")
     if over := [r for r in working if r.quiet_s >= budget_s(r, policy)]:
@@ -95,16 +95,26 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
     )
 
 
-def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
-    """Whether it is held up by others. A collective of an earlier generation than the newest is
-    over: a rank that is still in it has not been released, and holds up the others. While a world
-    forms, ranks wait for each other outside of collectives, too: until the first of them is in one.
-    Then whoever is not reads or writes its state."""
+def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
+    """Whether it is held up by others. While a world forms, ranks wait for each other outside of
+    collectives, too: until the first of them is in one. Then whoever is not reads or writes its
+    state."""
     if facts.phase is Phase.FORMING:
         return not any(_is_in_world_with(facts, r) for r in ranks)
     if facts.generation != max(r.generation for r in ranks):
-        return False
+        return _is_waiting_in_former_world(facts, ranks, unknown)
     return facts.phase is Phase.COLLECTIVE or _may_wait_for_device(facts, ranks)
+
+
+def _is_waiting_in_former_world(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
+    """A joining node waits in the next world while the others make the steps that are left in this
+    one. So a collective waits for whoever of its world may still come to it. If there is nobody, it
+    is over: a rank that is still in it has not been released, and holds up the others."""
+    others = [r for r in ranks if r.generation == facts.generation and r.rank != facts.rank]
+    if facts.phase is Phase.COLLECTIVE:
+        return unknown > 0 or any(r.phase is not Phase.COLLECTIVE for r in others)
+    is_on_stream = bool(facts.flags & Flag.ON_STREAM) and facts.phase is not Phase.DATA
+    return is_on_stream and any(r.collective < facts.collective for r in others)
 
 
 def _is_in_world_with(facts: RankFacts, other: RankFacts) -> bool:
@@ -186,7 +196,8 @@ def _why(facts: RankFacts) -> str:
     kernel = facts.kernel
     if kernel.state == "D":
         at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
-        return f"blocked in the kernel{at} (a file system or device that does not answer)"
+        what = kernel.file_system or "a file system or device"
+        return f"blocked in the kernel{at}: {what} does not answer"
     if facts.phase is Phase.COLLECTIVE:
         return f"in {_call(facts)} of generation {facts.generation}, which is over"
     if kernel.cpu_share > _IDLE:

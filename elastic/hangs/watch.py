@@ -124,6 +124,7 @@ class HangWatch:
         self._first_rank: int | None = None
         self._supervised: tuple[Supervised, ...] = ()
         self.checkpoint_step: int | None = None  # the last that a worker knows to be committed
+        self.planned_steps: int | None = None  # of the whole job, as far as a worker knows
         self._last_tick_s = clock.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-hangs", daemon=True)
@@ -224,7 +225,7 @@ class HangWatch:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._do_tasks()
+                self.run_tasks()
                 self.tick()
         except BaseException as error:
             self._on_error(error)
@@ -233,8 +234,8 @@ class HangWatch:
             for pid in list(self._workers):
                 self._remove(pid)
 
-    def _do_tasks(self) -> None:
-        """Those that are there, or until the next tick is due."""
+    def run_tasks(self) -> None:
+        """Run what other threads have asked for, until the next tick is due."""
         until_s = self._last_tick_s + self._tick_s
         while not self._closing.is_set():
             try:
@@ -284,6 +285,7 @@ class HangWatch:
         worker.reading = reading
         if reading.checkpoint_step >= 0:
             self.checkpoint_step = reading.checkpoint_step
+        self.planned_steps = reading.planned_steps or None
         facts = self._facts(worker, reading, KernelFacts())
         limits_s = thresholds_s(facts, self._policy)
         worker.level = sum(worker.quiet_s >= limit_s for limit_s in limits_s)
@@ -308,6 +310,7 @@ class HangWatch:
                 state=worker.state,
                 tracer_pid=worker.tracer_pid,
                 wait_channel=kernel.wait_channel(worker.pid),
+                file_system=kernel.file_system(worker.pid) if worker.state == "D" else "",
                 cpu_share=round(worker.cpu_share, 2),
                 data_workers=kernel.data_workers(worker.pid),
             ),

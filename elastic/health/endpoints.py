@@ -11,9 +11,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol
 
 from elastic.membership.records import Done, Node, NodeState, WorldRecord, WorldState
 from elastic.node.status import NodeStatus
+
+
+class Answer(Protocol):
+    """What a path of the health server answers."""
+
+    @property
+    def status(self) -> HTTPStatus:
+        """Of the response."""
+        ...
+
+    @property
+    def content_type(self) -> str:
+        """The header."""
+        ...
+
+    def body(self) -> bytes:
+        """What follows the headers."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,6 +44,16 @@ class HealthStatus:
     reason: str
     details: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def status(self) -> HTTPStatus:
+        """What probes go by."""
+        return HTTPStatus.OK if self.is_ok else HTTPStatus.SERVICE_UNAVAILABLE
+
+    @property
+    def content_type(self) -> str:
+        """Of the body."""
+        return "application/json"
+
     def body(self) -> bytes:
         """One line of JSON."""
         return (
@@ -31,7 +61,7 @@ class HealthStatus:
         )
 
 
-Routes = Mapping[str, Callable[[], HealthStatus]]
+Routes = Mapping[str, Callable[[], Answer]]
 
 
 def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
@@ -40,7 +70,11 @@ def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
     return {
         "/livez": lambda: liveness(status.watchdog.silences_s(), hung_after_s),
         "/readyz": lambda: readiness(
-            status.node, status.world.world, status.done, is_parked=status.parked
+            status.node,
+            status.world.world,
+            status.done,
+            is_parked=status.parked,
+            waits_for=status.waits_for,
         ),
     }
 
@@ -57,10 +91,17 @@ def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> HealthStat
 
 
 def readiness(
-    node: Node, world: WorldRecord | None, done: Done | None, *, is_parked: bool
+    node: Node,
+    world: WorldRecord | None,
+    done: Done | None,
+    *,
+    is_parked: bool,
+    waits_for: str = "",
 ) -> HealthStatus:
     """Whether this node's workers are in the present world."""
     is_ready, reason = _standing(node, world, done)
+    if waits_for and not is_ready:
+        reason = f"{node.name} waits: {waits_for}; {reason}"
     details: dict[str, object] = {"node": node.name, "parked": is_parked}
     if world is not None:
         details["world"] = {

@@ -1,4 +1,4 @@
-"""``/livez`` and ``/readyz`` over plain HTTP, for probes.
+"""``/livez``, ``/readyz`` and ``/metrics`` over plain HTTP, for probes and scrapers.
 
 The standard library's server, which gives each connection a thread. What it lacks is bounds: here
 each connection has two seconds in all and :data:`MAX_REQUEST` bytes, and when there are too many
@@ -175,10 +175,10 @@ class _Exchange(BaseHTTPRequestHandler):
         if route is None:
             self.send_error(HTTPStatus.NOT_FOUND, f"known: {', '.join(routes)}")
             return
-        verdict = route()
-        body = verdict.body()
-        self.send_response(HTTPStatus.OK if verdict.is_ok else HTTPStatus.SERVICE_UNAVAILABLE)
-        self.send_header("Content-Type", "application/json")
+        answer = route()
+        body = answer.body()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()

@@ -72,7 +72,7 @@ class Broken:
         """The first failure that is not the consequence of another one, as far as texts tell;
         otherwise the first."""
         failures = self.failures
-        own = (f for f in failures if not is_consequence(f.text))
+        own = (f for f in failures if not is_consequence(f.text, f.kernel_log))
         return next(own, failures[0] if failures else None)
 
 
@@ -255,6 +255,7 @@ class FailureAccounting:
                 text=first.text,
                 exit_code=first.exit_code,
                 is_oom_kill=first.is_oom_kill,
+                kernel_log=first.kernel_log,
                 works_elsewhere=has_trained and others,
             )
         )

@@ -15,6 +15,16 @@ from elastic.messages import typed_json
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedHeartbeat:
+    """The last one that the leader has heard of a node."""
+
+    node_id: str
+    generation: int  # in which its workers step; 0: not known
+    step: int | None  # committed, as its workers reported; None: not known
+    heard_at_s: float  # wall clock of the leader
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobProgress:
     """Key ``progress``, on the leader's lease."""
 
@@ -24,6 +34,11 @@ class JobProgress:
     step_time_s: float  # a recent step's duration; 0: not known
     checkpoint_step: int | None  # of the last checkpoint that its workers know to be committed
     time_s: float  # wall clock of the leader
+    checkpoint_at_s: float | None = None  # when the leader's node learnt of it, wall clock
+    planned_steps: int | None = None  # of the whole job; None: the script does not say
+    goodput: float | None = None  # 0 to 1, an estimate: elastic/telemetry/progress_account.py
+    goodput_since_s: float | None = None  # wall clock: what it covers
+    heartbeats: tuple[RecordedHeartbeat, ...] = ()  # of the nodes, the leader's own included
     version: int = RECORD_VERSION
 
 

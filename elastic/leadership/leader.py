@@ -8,62 +8,34 @@ world formed with a dead member costs a restart of everybody.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic.errors import RecordError
-from elastic.events import (
-    FailureJudged,
-    NodeFound,
-    NodeLost,
-    NodeSuspected,
-    StoreProblem,
-    Waiting,
-    WorldFormed,
-)
+from elastic.events import FailureJudged, NodeFound, NodeLost, NodeSuspected, StoreProblem, Waiting
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
-from elastic.leadership.hang_judge import HangJudge
+from elastic.leadership.judges.hang_judge import HangJudge
+from elastic.leadership.judges.straggler_judge import StragglerJudge
 from elastic.leadership.prober import Probed, Prober
 from elastic.leadership.roster import Roster
-from elastic.leadership.straggler_judge import StragglerJudge
+from elastic.leadership.world_writer import WorldWriter
 from elastic.liveness.connections import Connections
 from elastic.membership.decision import (
     Decision,
     End,
     Liveness,
+    Policy,
     Proposal,
     View,
     Wait,
     decide,
-    world_of,
 )
 from elastic.membership.member_status import classify_members
-from elastic.membership.records import (
-    BreakageRecord,
-    Cause,
-    Done,
-    Node,
-    Outcome,
-    WorldRecord,
-    WorldState,
-    encode,
-)
-from elastic.membership.step_rate import StepRate, switch_step
+from elastic.membership.records import Done, Node, Outcome, WorldRecord, WorldState, encode
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
-from elastic.tuning.agent_intervals import (
-    ADOPTION_WAIT_S,
-    RECHECK_S,
-    STEP_RATE_AGAIN_S,
-    STEP_RATE_JOINING_S,
-    STEP_RATE_LEAVING_S,
-)
-
-# How long a planned world waits for the first report of a step, before it interrupts one: a node
-# that leaves has little time, a joining node has all of it.
-STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
+from elastic.tuning.agent_intervals import RECHECK_S
 
 
 @dataclass(frozen=True)
@@ -80,14 +52,14 @@ class Leadership:
         self, context: NodeContext, announce: Callable[[bytes], None], connections: Connections
     ) -> None:
         self._at = context
-        self._announce = announce
+        self._policy = Policy.of(context.status.node, context.options)
         self._since_s = context.clock.monotonic()
         self.roster = Roster(context.keys, connections)
         self._listed = False
         self._accounting = FailureAccounting(context.options)
         self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
         self._doubted_for = 0  # the generation whose trouble made every member doubtful
-        self._planned_since_s: float | None = None  # a plan waits for a pace
+        self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
         self._prober = Prober(context, self.roster)
         self._hangs = HangJudge(context)
@@ -220,7 +192,7 @@ class Leadership:
         now = self._at.clock.monotonic()
         if not self._listed:
             return None, now + 1.0
-        entry_or_wait = self._adopt(entry, now)
+        entry_or_wait = self.writer.adopt(entry, now, since_s=self._since_s)
         if isinstance(entry_or_wait, float):
             return None, entry_or_wait
         if entry_or_wait is not entry:
@@ -235,13 +207,13 @@ class Leadership:
             return None, now + RECHECK_S
         self._accounting.saw(self._at.status.step_rate)
         view = self._view(entry, done, now)
-        decision = decide(view, now, self._at.policy)
+        decision = decide(view, now, self._policy)
         if isinstance(decision, Proposal) and world is not None:
             ended = self._charge(decision, view, entry, now)
             if ended is not None:
                 return ended, now + RECHECK_S
             # The charge may have been one too many for somebody, who is left out at once.
-            decision = decide(self._view(entry, done, now), now, self._at.policy)
+            decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
@@ -250,42 +222,23 @@ class Leadership:
         stragglers = self._stragglers.stragglers()
         return replace(view, stragglers=stragglers) if stragglers else view
 
-    def _adopt(self, entry: WorldEntry, now: float) -> WorldEntry | float:
-        """After a wipe: the highest world that any node runs goes back into the store."""
-        highest = self.roster.highest_running()
-        generation = entry.world.generation if entry.world is not None else 0
-        if highest is not None and entry.world is not None and highest.generation < generation:
-            highest = entry.world  # a plan that nobody runs yet: others know it, too
-        if highest is None or (entry.mod_revision and highest.generation <= generation):
-            return entry
-        if now < self._since_s + ADOPTION_WAIT_S:
-            return self._since_s + ADOPTION_WAIT_S
-        revision = self._at.store.compare_and_swap(
-            self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
-        )
-        if revision is None:
-            return now + RECHECK_S  # somebody else wrote one: the watch will tell
-        self._at.journal.emit(
-            StoreProblem(
-                error="the store had lost the world",
-                consequence=f"generation {highest.generation}, which is running, was put back",
-            ),
-            level=logging.WARNING,
-        )
-        return WorldEntry(highest, revision, now)
-
     def _act(
         self, decision: Decision, entry: WorldEntry, now: float
     ) -> tuple[WorldEntry | Done | None, float]:
         match decision:
             case Proposal():
-                return self._propose(decision, entry, now)
+                written, again_s = self.writer.propose(decision, entry, now)
+                if written is not None:
+                    self._waiting_reason = ""
+                return written, again_s
             case End(outcome=Outcome.FAILURE):
                 # Paused for join_timeout_s. Each node that waits ends with that error by itself;
                 # `done` is not written, so that a later start under the same id goes on.
                 return None, now + RECHECK_S
             case End():
-                ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)
+                ended = self.writer.end(
+                    decision.outcome, decision.reason, decision.exit_code, entry
+                )
                 return ended, now + RECHECK_S
             case Wait():
                 if decision.reason != self._waiting_reason:
@@ -296,76 +249,6 @@ class Leadership:
                 soon = now + RECHECK_S if self.roster.silent() else now + 5.0
                 until_s = decision.until_s
                 return None, soon if until_s is None else min(soon, until_s)
-
-    def _propose(
-        self, proposal: Proposal, entry: WorldEntry, now: float
-    ) -> tuple[WorldEntry | Done | None, float]:
-        step, wait = self._switch_step(proposal, entry.world, now)
-        if wait:
-            return None, now + STEP_RATE_AGAIN_S
-        step_rate = self._at.status.step_rate
-        world = world_of(
-            proposal,
-            entry.world,
-            nonce=secrets.token_hex(4),
-            time_s=self._at.clock.wall(),
-            switch_at_step=step,
-            committed_step=step_rate.step if step_rate is not None else None,
-            breakages=self._breakages(),
-        )
-        revision = self._at.store.compare_and_swap(
-            self._at.keys.world, encode(world), expected_revision=entry.mod_revision
-        )
-        if revision is None:
-            return None, now + RECHECK_S  # somebody else was faster: the watch will tell
-        self._announce(encode(world))
-        self._accounting.formed(entry.world, world, now)
-        self._waiting_reason, self._planned_since_s = "", None
-        self._at.journal.emit(
-            WorldFormed(
-                generation=world.generation,
-                nodes=tuple(m.name for m in world.members),
-                size=world.size,
-                state=world.state.value,
-                mode=world.mode,
-                cause=world.cause.value,
-                reason=world.reason,
-            )
-        )
-        return WorldEntry(world, revision, now), now
-
-    def _switch_step(
-        self, proposal: Proposal, before: WorldRecord | None, now: float
-    ) -> tuple[int | None, bool]:
-        """Where a planned world takes over (None: at once), and whether to wait for a pace."""
-        if not proposal.planned or before is None:
-            return None, False
-        if before.switch_at_step is not None and not self._switched(before):
-            # One plan takes the place of another that nobody has carried out. Whoever learns of
-            # it too late waits at the same step's boundary, in the building of the first.
-            return before.switch_at_step, False
-        step_rate = self._step_rate()
-        if step_rate is not None:
-            return switch_step(step_rate, now), False
-        if self._planned_since_s is None:
-            self._planned_since_s = now
-        patience_s = STEP_RATE_PATIENCE_S.get(proposal.cause, 0.0)
-        return None, now < self._planned_since_s + patience_s
-
-    def _switched(self, world: WorldRecord) -> bool:
-        """A member runs this world. (Then all were in it: they agree before they say so.)"""
-        return any(
-            known.node.running is not None and known.node.running.generation >= world.generation
-            for node_id in world.node_ids
-            if (known := self.roster.knows(node_id)) is not None
-        )
-
-    def _step_rate(self) -> StepRate | None:
-        """This node's own workers', if it is of the group that they step in now."""
-        running, step_rate = self._at.status.node.running, self._at.status.step_rate
-        if running is None or step_rate is None or step_rate.generation != running.generation:
-            return None
-        return step_rate
 
     def _charge(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
         """Hold what broke the world against the job and its nodes."""
@@ -392,24 +275,6 @@ class Leadership:
                     evidence=verdict.evidence,
                 )
             )
-        return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
-
-    def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
-        step_rate = self._at.status.step_rate
-        done = Done(
-            outcome=outcome,
-            reason=reason,
-            exit_code=exit_code,
-            generation=entry.world.generation if entry.world is not None else 0,
-            final_step=step_rate.step if step_rate is not None else None,
-            time_s=self._at.clock.wall(),
-            breakages=self._breakages() if outcome is Outcome.FAILURE else (),
+        return (
+            self.writer.end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
         )
-        revision = self._at.store.compare_and_swap(
-            self._at.keys.done, encode(done), expected_revision=0
-        )
-        return done if revision is not None else None
-
-    def _breakages(self) -> tuple[BreakageRecord, ...]:
-        clock = self._at.clock
-        return self._accounting.records(clock.monotonic(), clock.wall())

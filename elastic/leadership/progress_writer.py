@@ -6,31 +6,41 @@ for this one.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from elastic.errors import CoordinationError
-from elastic.leadership.job_progress import JobProgress, encode_progress
+from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat, encode_progress
+from elastic.liveness.heartbeats import HeardHeartbeat
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
-from elastic.tuning.agent_intervals import PROGRESS_S
+from elastic.telemetry.progress_account import ProgressAccount
+from elastic.tuning.agent_intervals import PROGRESS_S, PROGRESS_STANDING_S
 
 
 class ProgressWriter:
-    """One per node. ``lease`` is the node's while it leads, else None; ``checkpoint_step`` what its
-    workers know of checkpoints."""
+    """One per node. ``lease`` is the node's while it leads, else None; ``checkpoint_step`` and
+    ``planned_steps`` what its workers know of checkpoints, and of the job's length; ``heartbeats``
+    the last one of each node."""
 
     def __init__(
         self,
         context: NodeContext,
         lease: Callable[[], Lease | None],
         checkpoint_step: Callable[[], int | None] = lambda: None,
+        planned_steps: Callable[[], int | None] = lambda: None,
+        heartbeats: Callable[[], Mapping[str, HeardHeartbeat]] = dict,
     ) -> None:
         self._at = context
         self._lease = lease
         self._checkpoint_step = checkpoint_step
+        self._planned_steps = planned_steps
+        self._heartbeats = heartbeats
+        self._account = ProgressAccount(context.clock.wall())
         self._written: JobProgress | None = None
+        self._written_s = -math.inf
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-progress", daemon=True)
 
@@ -56,28 +66,57 @@ class ProgressWriter:
         """Once, if this node leads and there is news. A store in trouble is left alone: the next
         time will do."""
         lease, status = self._lease(), self._at.status
+        # Also while another node leads: the account goes on if this one is next.
+        progress = self._progress()
         if lease is None:
             self._written = None  # the next leader's record is not ours
             return
-        progress = self._progress()
-        is_news = self._written is None or progress != replace(
-            self._written, time_s=progress.time_s
-        )
+        now = self._at.clock.monotonic()
+        is_news = self._written is None or _facts(progress) != _facts(self._written)
+        is_news |= bool(progress.heartbeats) and now - self._written_s >= PROGRESS_STANDING_S
         if status.store_problem or not is_news:
             return
         try:
             self._at.store.put(self._at.keys.progress, encode_progress(progress), lease=lease)
         except CoordinationError:
             return
-        self._written = progress
+        self._written, self._written_s = progress, now
 
     def _progress(self) -> JobProgress:
-        step_rate = self._at.status.step_rate
+        step_rate, now_s = self._at.status.step_rate, self._at.clock.wall()
+        account = self._account
+        step = step_rate.step if step_rate is not None else None
+        step_time_s = round(step_rate.step_time_s, 6) if step_rate is not None else 0.0
+        account.note(now_s, step, step_time_s, self._checkpoint_step())
+        goodput = account.goodput(now_s)
         return JobProgress(
             node_id=self._at.status.node.node_id,
             generation=step_rate.generation if step_rate is not None else 0,
-            step=step_rate.step if step_rate is not None else None,
-            step_time_s=round(step_rate.step_time_s, 6) if step_rate is not None else 0.0,
-            checkpoint_step=self._checkpoint_step(),
-            time_s=self._at.clock.wall(),
+            step=step,
+            step_time_s=step_time_s,
+            checkpoint_step=account.checkpoint_step,
+            time_s=now_s,
+            checkpoint_at_s=account.checkpoint_at_s,
+            planned_steps=self._planned_steps(),
+            goodput=round(goodput, 4) if goodput is not None else None,
+            goodput_since_s=account.start_s if goodput is not None else None,
+            heartbeats=self._recorded_heartbeats(now_s),
         )
+
+    def _recorded_heartbeats(self, now_s: float) -> tuple[RecordedHeartbeat, ...]:
+        now = self._at.clock.monotonic()
+        return tuple(
+            RecordedHeartbeat(
+                node_id=node_id,
+                generation=last.heartbeat.generation,
+                step=last.heartbeat.step,
+                heard_at_s=round(now_s - (now - last.at_s), 1),
+            )
+            for node_id, last in sorted(self._heartbeats().items())
+        )
+
+
+def _facts(progress: JobProgress) -> JobProgress:
+    """Without what changes all the time: of a job that stands still, heartbeats are written, and
+    less often."""
+    return replace(progress, time_s=0.0, goodput=None, goodput_since_s=None, heartbeats=())

@@ -7,6 +7,7 @@ Fed with entries of the store and verdicts of probes; asked for the :class:`View
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,7 @@ class Failed:
     exit_code: int | None
     step: int | None = None  # steps committed by the worker that failed
     is_oom_kill: bool = False
+    kernel_log: tuple[str, ...] = ()  # of its node, since its workers had started
 
 
 class Roster:
@@ -111,6 +113,7 @@ class Roster:
                 node.failure_exit_code,
                 node.failure_step,
                 node.failure_is_oom_kill,
+                node.failure_kernel_log,
             )
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
@@ -142,6 +145,8 @@ class Roster:
 
     def settle(self, node_id: str, verdict: Verdict, now: float) -> Liveness | None:
         """A probe's verdict. What is known now, if that changed it."""
+        if node_id not in self._liveness and node_id not in self._unsettled:
+            return None  # forgotten since it was asked: another world has replaced it
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
@@ -173,6 +178,10 @@ class Roster:
 
     def knows(self, node_id: str) -> Known | None:
         return self._known.get(node_id)
+
+    def states(self) -> Counter[NodeState]:
+        """How many nodes with a key are in each state. From any thread, without a lock."""
+        return Counter(known.node.state for known in self._known.copy().values() if known.present)
 
     def with_keys(self) -> tuple[str, ...]:
         return tuple(node_id for node_id, known in self._known.items() if known.present)

@@ -43,7 +43,7 @@ class Succession:
         self._absent_since_s = context.clock.monotonic()
         self._follow_at_s: float | None = None
         self._probing: threading.Thread | None = None
-        self._connections = Connections()
+        self.connections = Connections()
         self.term: Leadership | None = None
 
     @property
@@ -123,7 +123,7 @@ class Succession:
 
     def _begin_term(self) -> None:
         self.end_term()
-        self.term = Leadership(self._at, self._liveness.announce, self._connections)
+        self.term = Leadership(self._at, self._liveness.announce, self.connections)
         world = self._at.status.world.world
         if world is not None:  # for followers that are cut off from the store
             self._liveness.announce(encode(world))
@@ -168,19 +168,19 @@ class Succession:
 
     def on_connection_opened(self, node_id: str, is_leader: bool) -> None:
         """A follower said hello, or our leader answered ours."""
-        self._connections.opened(node_id, is_leader)
+        self.connections.opened(node_id, is_leader)
         if self.term is not None and not is_leader:
             self.term.on_opened(node_id)
 
     def on_connection_dropped(self, node_id: str) -> None:
         """This node gave up its connection to a former leader."""
-        self._connections.dropped(node_id)
+        self.connections.dropped(node_id)
 
     def on_connection_closed(
         self, node_id: str, was_leader: bool, *, fell_silent: bool = False
     ) -> None:
         """A liveness connection closed: a suspicion, to be probed."""
-        self._connections.closed(node_id, was_leader, fell_silent=fell_silent)
+        self.connections.closed(node_id, was_leader, fell_silent=fell_silent)
         if self.term is not None:
             self.term.on_closed(node_id)
         entry = self._entry
@@ -215,7 +215,7 @@ class Succession:
         if self._entry != probed.entry:
             return
         verdict = probed.verdict
-        is_lost = self._connections.is_lost(probed.entry.leader.node_id)
+        is_lost = self.connections.is_lost(probed.entry.leader.node_id)
         is_dead = verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost)
         if is_dead and reaches_store:
             leader_key.evict(self._at.store, self._at.keys, probed.entry)

@@ -149,8 +149,13 @@ class LinkClient:
         if not self._outbox.flush():
             self._wake()
 
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Send it, unless the agent has not read what came before: it needs no pile of them."""
+        if self._outbox.is_empty:
+            self.send(heartbeat)
+
     def close(self) -> None:
-        """Send what is left, stop and join. Idempotent; also from a callback."""
+        """Send the rest, stop and join. Idempotent; also from a callback."""
         if os.getpid() != self._pid:
             return
         self._closing = True
@@ -264,8 +269,7 @@ class LinkClient:
         now = self._clock.monotonic()
         if now >= self._next_beat_s:
             self._next_beat_s = now + self._beat_every_s
-            if self._outbox.is_empty:  # an agent that does not read needs no pile of them
-                self.send(self._beat())
+            self.send_heartbeat(self._beat())
         unsent = 0 if self._outbox.is_empty else select.POLLOUT
         wanted = {
             self._agent: select.POLLIN,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import LinkError
+from elastic.events import CheckpointSaved, CheckpointSkipped, RankTimes, Recovered
 from elastic.hangs.flight import FlightEntry
 from elastic.messages import typed_json
 from elastic.messages.world import RankAssignment, WorldSpec
@@ -18,7 +19,7 @@ from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
 from elastic.stragglers.facts import StepDurations
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 
@@ -46,6 +47,17 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     """Worker: it has reached its training loop, and changes worlds without a restart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaJoin:
+    """Worker: it is one of ``size`` consecutive ranks that hold the model together: of this node
+    or, if it has fewer, of several.
+
+    They live and die together: the agent replaces all of them if one dies."""
+
+    size: int
+    mesh: str = ""  # their dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +145,25 @@ class WorldMessage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaMeet:
+    """Agent: all ranks of this worker's replica are there; they meet under this name."""
+
+    nonce: str
+    rank: int  # of this worker, in the replica
+    # Where several nodes hold it: the first one's address, and how its store is opened.
+    host: str = ""
+    port: int = 0  # 0: all ranks are on this node
+    store_key: str = field(default="", repr=False)
+    store_tls: TlsFiles | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPending:
+    """Agent: this node's ranks of the replica are there; it waits for other nodes, which takes as
+    long as it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SigtermAnswer:
     """Agent: whether the node is leaving."""
 
@@ -159,10 +190,24 @@ class MeasureSteps:
     window_s: float
 
 
+@dataclass(frozen=True)
+class ProfileSteps:
+    """Agent: somebody asks for a trace of the next steps."""
+
+    steps: int
+    ranks: tuple[int, ...]  # none: all
+
+
+@dataclass(frozen=True)
+class CountEvents:
+    """Agent: send the events in COUNTED from now on, for this node's metrics."""
+
+
 Message = (
     Hello
     | Heartbeat
     | Ready
+    | ReplicaJoin
     | Entered
     | CollectiveFailure
     | Left
@@ -171,17 +216,28 @@ Message = (
     | ProgressPage
     | FlightTrace
     | StepReport
+    | RankTimes
+    | Recovered
+    | CheckpointSaved
+    | CheckpointSkipped
     | Welcome
     | WorldMessage
+    | ReplicaMeet
+    | ReplicaPending
     | SigtermAnswer
     | Permit
     | FlightAsk
     | MeasureSteps
+    | ProfileSteps
+    | CountEvents
 )
+# Events of a worker that its agent counts: at most one in a few seconds each.
+COUNTED = (RankTimes, Recovered, CheckpointSaved, CheckpointSkipped)
 FROM_WORKER = (
     Hello,
     Heartbeat,
     Ready,
+    ReplicaJoin,
     Entered,
     CollectiveFailure,
     Left,
@@ -190,14 +246,28 @@ FROM_WORKER = (
     ProgressPage,
     FlightTrace,
     StepReport,
+    *COUNTED,
 )
-FROM_AGENT = (Welcome, WorldMessage, SigtermAnswer, Permit, FlightAsk, MeasureSteps)
+FROM_AGENT = (
+    Welcome,
+    WorldMessage,
+    ReplicaMeet,
+    ReplicaPending,
+    SigtermAnswer,
+    Permit,
+    FlightAsk,
+    MeasureSteps,
+    ProfileSteps,
+    CountEvents,
+)
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Bye: 64 << 10,
     FlightTrace: 64 << 10,
+    CheckpointSkipped: 128 << 10,
     WorldMessage: MAX_MESSAGE,
+    ReplicaMeet: 64 << 10,
 }
 _MOST_BYTES_OF_OTHERS = 4 << 10
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -34,6 +34,7 @@ from elastic.secure_channel import private_files
 from elastic.secure_channel.acceptor import listen_on_path
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
@@ -106,8 +107,7 @@ class LinkServer:
             "elastic-link",
             listen_on_path(self.path, backlog=512),
             _LinkHandler(self),
-            key=lambda: key,
-            identity=node_id,
+            credentials=Credentials(key=lambda: key, identity=node_id),
             limits=limits,
             report=get_logger().warning,
             on_error=self._died,

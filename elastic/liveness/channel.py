@@ -1,39 +1,41 @@
 """Liveness between agents: which nodes are alive, and the newest world, within milliseconds.
 
 Every agent listens on one port and proves there that it is itself. It also holds one
-connection to the leader: when either process dies the kernel closes it, and the other side
-hears of it at once. A close is a suspicion; :mod:`elastic.liveness.probe` turns it into a verdict.
-The connection to the leader before this one stays open, too: the news that another node has
-replaced it often arrives before the kernel reports its death, and the next leader needs both.
-Peers are reached by address: to resolve a name may take longer than a lease, and nobody would be
-answered meanwhile.
+connection to the leader: when either process dies the kernel closes it, which the other side
+notices at once. A close is a suspicion; :mod:`elastic.liveness.probe` turns it into a verdict.
+The connection to the previous leader stays open, too: the news that another node has replaced it
+often arrives before the kernel reports its death, and the next leader needs both.
+Peers are reached by address: resolving a name may take longer than a lease, and this thread would
+answer no probe meanwhile.
 
 The leader sends every world it has written down these connections, ahead of the store's watch.
 
 Both ends prove that they know the run's secret before any other message
-(:mod:`elastic.secure_channel`). A follower sends nothing more; the leader sends records of
-worlds, one per frame, which are parsed strictly. Nothing received is executed.
+(:mod:`elastic.secure_channel`). A follower sends heartbeats (:mod:`elastic.liveness.heartbeats`),
+the leader records of worlds, one per frame. They are parsed strictly, and nothing received is
+executed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.liveness.heartbeats import NodeHeartbeat
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.acceptor import listen
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.hub import Hub
-from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.tls import Tls
 from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_intervals import LIVENESS_CONNECT_S
 
 MAX_WORLD = 1 << 20  # etcd takes no value that is much larger
 LIMITS = Limits(
-    frame_bytes=64,  # followers send nothing
+    frame_bytes=128,  # followers send heartbeats
     server_frame_bytes=MAX_WORLD,
     unsent_bytes=2 * MAX_WORLD,  # a follower that reads no more than that is stuck
     open_connections=4096,
@@ -42,50 +44,56 @@ LIMITS = Limits(
 )
 
 
-class LivenessServer(Handler):
-    """Listens, answers, follows the leader. One thread; its owner calls ``close``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivenessCallbacks:
+    """What a :class:`LivenessServer` reports to its owner, on the server's thread."""
 
-    All callbacks run on that thread: ``on_opened(node_id, is_leader)`` when a follower has proved
-    itself or the leader has, ``on_closed(node_id, is_leader)`` when such a connection closes, or
-    ours to the leader could not be made, ``on_dropped(node_id)`` when this node closes one to a
-    former leader, ``on_world(record)`` when the leader sent a world, ``on_error`` if the thread
-    dies. ``on_silent`` is called instead of ``on_closed`` where nobody closed the connection, but
-    nothing came from the peer's machine: it may live.
-    """
+    on_opened: Callable[[str, bool], object]
+    """``(node_id, is_leader)``: a follower has proved itself, or the leader has."""
+
+    on_closed: Callable[[str, bool], object]
+    """``(node_id, is_leader)``: such a connection has closed, or ours to the leader could not be
+    made."""
+
+    on_silent: Callable[[str, bool], object]
+    """As ``on_closed``, but nothing has come from the peer's machine, and nobody has closed the
+    connection: it may live."""
+
+    on_dropped: Callable[[str], object]
+    """``(node_id)``: this node has closed its connection to a former leader."""
+
+    on_world: Callable[[bytes], object]
+    """The leader has sent the record of a world."""
+
+    on_heartbeat: Callable[[str, NodeHeartbeat], object]
+    """``(node_id, heartbeat)``: a follower has sent one."""
+
+    on_error: Callable[[BaseException], object]
+    """The thread has died."""
+
+
+class LivenessServer(Handler):
+    """Listens, answers, follows the leader. One thread; its owner calls ``close``."""
 
     def __init__(
         self,
-        node_id: str,
         host: str,
-        on_closed: Callable[[str, bool], None],
-        on_error: Callable[[BaseException], None] = lambda error: None,
-        on_world: Callable[[bytes], None] = lambda record: None,
-        on_opened: Callable[[str, bool], None] = lambda node_id, is_leader: None,
-        on_dropped: Callable[[str], None] = lambda node_id: None,
+        callbacks: LivenessCallbacks,
         *,
-        on_silent: Callable[[str, bool], None] | None = None,
-        key: Callable[[], SecretKey],
-        tls: Tls | None = None,
+        credentials: Credentials,
         limits: Limits = LIMITS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._on_closed = on_closed
-        self._on_silent = on_silent or on_closed
-        self._on_error = on_error
-        self._on_world = on_world
-        self._on_opened = on_opened
-        self._on_dropped = on_dropped
+        self._callbacks = callbacks
         listener = listen(host, backlog=512)
         self._port = int(listener.getsockname()[1])
         self._hub = Hub(
             "elastic-liveness",
             listener,
             self,
-            key=key,
-            identity=node_id,
+            credentials=credentials,
             limits=limits,
             report=get_logger().warning,
-            tls=tls,
             on_error=self._died,
             monotonic=clock.monotonic,
         )
@@ -118,6 +126,10 @@ class LivenessServer(Handler):
         if len(record) <= MAX_WORLD:
             self._hub.post(lambda: self._announce(record))
 
+    def report(self, heartbeat: bytes) -> None:
+        """As a follower: send this to the leader, if a connection to it is open."""
+        self._hub.post(lambda: self._report(heartbeat))
+
     def announce_nothing(self) -> None:
         """The term is over: later followers get no world."""
         self._hub.post(lambda: self._announce(b""))
@@ -130,34 +142,36 @@ class LivenessServer(Handler):
 
     def _died(self, error: BaseException) -> None:
         get_logger().error("liveness thread died", exc_info=error)
-        self._on_error(error)
+        self._callbacks.on_error(error)
 
     def opened(self, connection: Connection) -> None:
         """Handler's: this peer has proved itself."""
         if not connection.identity:
             raise ProtocolError("its handshake names no node")
-        self._on_opened(connection.identity, connection.is_outgoing)
+        self._callbacks.on_opened(connection.identity, connection.is_outgoing)
         if not connection.is_outgoing and self._announcement:
             self._hub.send(connection, self._announcement)
 
     def received(self, connection: Connection, payload: bytes) -> None:
-        """Handler's: a world, if it is the leader's."""
+        """Handler's: a world, if it is the leader's; a follower's heartbeat."""
         if not connection.is_outgoing:
-            raise ProtocolError("a follower sends no messages")
+            self._callbacks.on_heartbeat(connection.identity, NodeHeartbeat.decode(payload))
+            return
         strict_json.decode(payload)
-        self._on_world(payload)
+        self._callbacks.on_world(payload)
 
     def closed(self, connection: Connection) -> None:
         """Handler's."""
-        tell = self._on_silent if connection.fell_silent else self._on_closed
+        callbacks = self._callbacks
+        report = callbacks.on_silent if connection.fell_silent else callbacks.on_closed
         if connection.is_outgoing:
             if connection is self._former:
                 self._former = None
             else:
                 self._leader = None
-            tell(str(connection.data), True)
+            report(str(connection.data), True)
         elif connection.was_open and connection.identity:
-            tell(connection.identity, False)
+            report(connection.identity, False)
 
     def _leave_leader(self) -> None:
         leader, self._leader = self._leader, None
@@ -167,11 +181,11 @@ class LivenessServer(Handler):
             leader, self._former = self._former, leader
         if leader is not None:
             self._hub.drop(leader, notify=False)
-            self._on_dropped(str(leader.data))
+            self._callbacks.on_dropped(str(leader.data))
 
     def _connect(self, node_id: str, host: str, port: int) -> None:
-        """Begin to connect. Never blocks: a node that waits for a vanished machine would be
-        silent itself, and taken for lost with it."""
+        """Begin to connect. Never blocks: a node that waited for a vanished machine would not
+        answer either, and would be considered lost with it."""
         self._leave_leader()
         if self._former is not None and self._former.data == node_id:
             self._leader, self._former = self._former, None  # it leads again
@@ -182,7 +196,11 @@ class LivenessServer(Handler):
                 host, port, expected=node_id, within_s=LIVENESS_CONNECT_S, data=node_id
             )
         except OSError:
-            self._on_closed(node_id, True)
+            self._callbacks.on_closed(node_id, True)
+
+    def _report(self, heartbeat: bytes) -> None:
+        if self._leader is not None:
+            self._hub.send(self._leader, heartbeat)
 
     def _announce(self, record: bytes) -> None:
         self._announcement = record

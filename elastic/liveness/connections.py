@@ -14,37 +14,37 @@ class Connections:
     follower. For the node's thread."""
 
     def __init__(self) -> None:
-        self._followers: dict[str, int] = {}  # node_id -> open connections from it
-        self._leaders: set[str] = set()  # ours to them are open: the leader, and the one before
+        self.followers: dict[str, int] = {}  # node_id -> open connections from it
+        self.leaders: set[str] = set()  # ours to them are open: the leader, and the one before
         self._lost: set[str] = set()
 
     def opened(self, node_id: str, is_leader: bool) -> None:
         """A connection has shown the node's id; ``is_leader``: one of ours to the leader."""
         if is_leader:
-            self._leaders.add(node_id)
+            self.leaders.add(node_id)
         else:
-            self._followers[node_id] = self._followers.get(node_id, 0) + 1
+            self.followers[node_id] = self.followers.get(node_id, 0) + 1
         self._lost.discard(node_id)
 
     def closed(self, node_id: str, is_leader: bool, *, fell_silent: bool = False) -> None:
         """A connection ended; one that never opened is no loss, nor one of several. Nor one that
         fell silent: the peer's kernel did not close it, so its process may live."""
         if is_leader:
-            was_open = node_id in self._leaders
-            self._leaders.discard(node_id)
+            was_open = node_id in self.leaders
+            self.leaders.discard(node_id)
         else:
-            count = self._followers.pop(node_id, 0)
+            count = self.followers.pop(node_id, 0)
             was_open = count > 0
             if count > 1:
-                self._followers[node_id] = count - 1
+                self.followers[node_id] = count - 1
         if fell_silent:
             return
-        if was_open and node_id not in self._followers and node_id not in self._leaders:
+        if was_open and node_id not in self.followers and node_id not in self.leaders:
             self._lost.add(node_id)
 
     def dropped(self, node_id: str) -> None:
         """This node has closed its connection to a former leader: no loss."""
-        self._leaders.discard(node_id)
+        self.leaders.discard(node_id)
 
     def answered(self, node_id: str) -> None:
         """The node has answered since: what closed before proves nothing any more."""

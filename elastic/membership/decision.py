@@ -15,6 +15,7 @@ from elastic.membership.joining_nodes import find_joining_nodes, first_node, ref
 from elastic.membership.member_status import MemberStatus, classify_members
 from elastic.membership.proposal import also, count, names, propose, verb, world_of
 from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord
+from elastic.membership.replicas import arrange, incomplete, waiting_for_others
 from elastic.membership.surviving_world import SurvivingWorld
 from elastic.membership.view import (
     Decision,
@@ -124,11 +125,14 @@ def _after_everybody(
 
 
 def _still_stepping(view: View) -> Wait | None:
-    """In-process workers step on to the boundary at which they leave, with nobody to follow."""
+    """In-process workers step on to the boundary at which they leave, with nobody to follow. In a
+    world without members, so do nodes that were not told to leave, but hold a replica with one."""
+    is_empty = view.world is not None and not view.world.members
+    going = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
     leavers = [
         n.node.name
         for n in view.nodes
-        if n.node.state is NodeState.LEAVING
+        if n.node.state in going
         and n.node.in_process
         and n.node.running is not None
         and n.liveness is not Liveness.DEAD
@@ -148,15 +152,23 @@ def _gather(
 ) -> Proposal | Wait:
     """A world of joining nodes only: at once when full, after the last call when enough."""
     candidates = find_joining_nodes(view, reference, now, in_process=False)
-    nodes = candidates.eligible[: reference.max_nodes]
+    per_replica = reference.nodes_per_replica
+    found = arrange(
+        None, (), candidates.eligible, per_replica=per_replica, max_nodes=reference.max_nodes
+    )
+    # Those that come next may make a replica with nodes that wait for others.
+    called = candidates.eligible[: reference.max_nodes]
+    nodes, few = found.nodes, incomplete(called, per_replica)
+    waiting = f"; {waiting_for_others([n.node.name for n in few], per_replica)}" if few else ""
     if len(nodes) < max(1, reference.min_nodes):
-        reason = f"{why}{count(nodes)} of at least {reference.min_nodes} nodes arrived"
+        reason = f"{why}{count(called)} of at least {reference.min_nodes} nodes arrived{waiting}"
         return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
-    until = max(n.state_since_s for n in nodes) + policy.last_call_s
-    if len(nodes) < reference.max_nodes and now < until:
+    until = max(n.state_since_s for n in called) + policy.last_call_s
+    if len(nodes) + per_replica <= reference.max_nodes and now < until:
         reason = (
-            f"{why}{count(nodes)} of at most {reference.max_nodes} nodes arrived, "
+            f"{why}{count(called)} of at most {reference.max_nodes} nodes arrived{waiting}, "
             f"last call of {policy.last_call_s:g} s"
         )
         return Wait(reason=also(reason, candidates), until_s=until)
-    return propose(view, reference, nodes, cause, f"{why}{names(nodes)} {verb(nodes, 'start')}")
+    reason = f"{why}{names(nodes)} {verb(nodes, 'start')}{waiting}"
+    return propose(view, reference, nodes, cause, reason)

@@ -26,6 +26,8 @@ def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
     ``reference`` is the job's world or, before the first one, its first node. Versions mix
     within one major.minor; torch may differ between nodes.
     """
+    if (sentence := _other_replicas(node, reference)) is not None:
+        return sentence
     if (node.min_nodes, node.max_nodes) != (reference.min_nodes, reference.max_nodes):
         return (
             f"{node.name} was started with {node.min_nodes} to {node.max_nodes} nodes, "
@@ -42,6 +44,23 @@ def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
             f"{node.name} has TLS between nodes ({names}), the job runs without"
             if node.tls
             else f"{node.name} has no TLS between nodes ({names} are not set), the job runs with it"
+        )
+    return None
+
+
+def _other_replicas(node: Node, reference: WorldRecord | Node) -> str | None:
+    """(Before the numbers of nodes are compared: those are rounded to whole replicas.)"""
+    if node.replica_size != reference.replica_size:
+        return (
+            f"{node.name} was started with replica_size={node.replica_size}, "
+            f"the job runs with replica_size={reference.replica_size}"
+        )
+    is_known = isinstance(reference, Node) or bool(reference.members)
+    if is_known and node.nodes_per_replica != reference.nodes_per_replica:
+        return (
+            f"{node.name} has {node.nproc} workers: a replica of {node.replica_size} ranks would "
+            f"take {node.nodes_per_replica} such nodes, the job's replicas take "
+            f"{reference.nodes_per_replica}"
         )
     return None
 
@@ -107,4 +126,6 @@ def _can_come(node: Node, in_process: bool) -> bool:
         # One that still runs a world which went on without it has not heard of that yet, cut off
         # as it was. Its workers are about to be started anew: nobody is to wait for them.
         return node.in_process and node.running is None
-    return node.state is NodeState.ARRIVED and not in_process
+    # Its workers wait for the rest of a replica, perhaps in vain: they can be started anew.
+    waits = node.state is NodeState.STARTING and bool(node.replica_start) and node.running is None
+    return (node.state is NodeState.ARRIVED or waits) and not in_process

@@ -60,6 +60,10 @@ class Keys:
         return f"{self.root}world"
 
     @property
+    def replicas(self) -> str:
+        return f"{self.root}replicas"
+
+    @property
     def failure_reports(self) -> str:
         return f"{self.root}failure_reports/"
 
@@ -90,6 +94,10 @@ class Keys:
 
     def step_times_of(self, node_id: str) -> str:
         return f"{self.root}step_times/{node_id}"
+
+    @property
+    def profile(self) -> str:
+        return f"{self.root}profile"
 
     @property
     def done(self) -> str:

@@ -77,7 +77,8 @@ class MemberStatus:
         """
         if self.in_process:
             return self.running
-        if not self.running and (ready := [n for n in self.out if _is_ready(n)]):
+        ready = [n for n in self.out if _is_ready(n)]
+        if not self.running and self._may_replace and ready:
             # Some of their workers have died and were replaced: the others hold the state, and
             # a restart would discard it.
             return tuple(ready)
@@ -88,9 +89,14 @@ class MemberStatus:
     def replacing(self) -> tuple[NodeView, ...]:
         """Nobody runs any more, and nobody is ready, but these soon are: workers of theirs were
         replaced, and the others wait with their state."""
-        if self.running or any(_is_ready(n) for n in self.out):
+        if self.running or not self._may_replace or any(_is_ready(n) for n in self.out):
             return ()
         return tuple(n for n in self.out if n.node.state is NodeState.STARTING)
+
+    @property
+    def _may_replace(self) -> bool:
+        """Where a replica takes several nodes, a death ends the collectives of all its workers."""
+        return self.world.nodes_per_replica == 1
 
     @property
     def changed(self) -> bool:

@@ -19,9 +19,15 @@ def propose(
     reason: str,
     *,
     planned: bool = False,
+    restarts: bool = False,
 ) -> Proposal:
-    """The world of ``nodes``, with the numbers of the job (``reference``)."""
-    in_process = bool(nodes) and all(n.node.in_process for n in nodes)
+    """The world of ``nodes``, with the numbers of the job (``reference``).
+
+    ``restarts``: workers that could change worlds by themselves start anew nevertheless. So do
+    those of a replica that have met as another one, or in another order.
+    """
+    can_stay = bool(nodes) and all(n.node.in_process for n in nodes)
+    in_process = can_stay and not restarts and _have_met(nodes, reference.nodes_per_replica)
     return Proposal(
         generation=_newest_generation(view) + 1,
         nodes=tuple(n.node for n in nodes),
@@ -33,7 +39,24 @@ def propose(
         max_nodes=reference.max_nodes,
         library=reference.library,
         tls=reference.tls,
+        replica_size=reference.replica_size,
         planned=planned and in_process,
+    )
+
+
+def _have_met(nodes: Sequence[NodeView], per_replica: int) -> bool:
+    """Whether the replicas of a world of ``nodes`` are those of their workers: as they run now, or
+    as they have met while others trained."""
+    if per_replica == 1:
+        return True
+    replicas = (nodes[i : i + per_replica] for i in range(0, len(nodes), per_replica))
+    return all(_has_met(replica) for replica in replicas)
+
+
+def _has_met(replica: Sequence[NodeView]) -> bool:
+    ids = tuple(n.node.node_id for n in replica)
+    return all(n.node.running is not None for n in replica) or all(
+        n.node.replica == ids for n in replica
     )
 
 
@@ -75,6 +98,7 @@ def world_of(
         max_nodes=proposal.max_nodes,
         library=proposal.library,
         tls=proposal.tls,
+        replica_size=proposal.replica_size,
         lineage=lineage[-LINEAGE_LENGTH:],
         cause=proposal.cause,
         reason=proposal.reason,

@@ -15,13 +15,15 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from elastic.errors import RecordError
-from elastic.hangs.facts import RankFacts
+from elastic.hangs.facts import RankFacts, StackGroup
 from elastic.hangs.flight import FlightEntry
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
 from elastic.messages.world import Cause as Cause
-from elastic.messages.world import WorldSpec, derive
+from elastic.messages.world import NodeReplica as NodeReplica
+from elastic.messages.world import ReplicaSeat as ReplicaSeat
+from elastic.messages.world import WorldSpec, derive, nodes_per_replica
 from elastic.messages.world import WorldState as WorldState
 from elastic.stragglers.facts import RankStepTimes
 
@@ -73,6 +75,7 @@ class Member:
     liveness_port: int
     process: ProcessIdentity
     memory_port: _Port = 0  # where its memory for checkpoints is served; 0: it has none
+    replica_port: _Port = 0  # where the ranks of a replica meet whose first node this is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,7 @@ class WorldRecord(WorldSpec):
     library: str = ""  # torch-elastic-harness version of the job; "": not known
     tls: bool = False  # its nodes connect with TLS
     breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
+    replica_size: _Positive = 1
     version: int = RECORD_VERSION
 
     @property
@@ -128,6 +132,11 @@ class WorldRecord(WorldSpec):
     @property
     def node_ids(self) -> tuple[str, ...]:
         return tuple(m.node_id for m in self.members)
+
+    @property
+    def nodes_per_replica(self) -> int:
+        """1 where each node has whole replicas."""
+        return nodes_per_replica(self.replica_size, self.members[0].nproc) if self.members else 1
 
     def first_rank_of(self, node_id: str) -> int:
         """Global rank of the node's local rank 0."""
@@ -165,9 +174,23 @@ class Node:
     joined_at_s: float  # wall clock, for people and seniority among joining nodes
     failure_step: int | None = None  # steps committed by the worker that failed; None: not known
     failure_is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
+    # Lines of the kernel's log since its workers had started, which may explain it.
+    failure_kernel_log: tuple[str, ...] = ()
     memory_port: _Port = 0
     tls: bool = False  # it connects to other nodes with TLS, and serves them so
+    replica_size: _Positive = 1  # ranks that hold the model once
+    replica_port: _Port = 0
+    # Where a replica takes several nodes: which start of its workers has asked for the others, and
+    # the ids of the nodes with which they hold a model, in the order of ranks.
+    replica_start: str = ""
+    replica: tuple[str, ...] = ()
+    mesh: str = ""  # of a replica, as elastic.join was given it; "": not known, or none
     version: int = RECORD_VERSION
+
+    @property
+    def nodes_per_replica(self) -> int:
+        """1 where each node has whole replicas."""
+        return nodes_per_replica(self.replica_size, self.nproc)
 
     def as_member(self) -> Member:
         return derive(Member, self, liveness_host=self.address)
@@ -228,22 +251,22 @@ class HangVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankStacks:
-    """Stacks of one rank's threads, the main thread's last, cut to a few pages."""
+class RankFlight:
+    """The collectives that a rank began lately."""
 
     rank: int
-    text: str
-    flight: tuple[FlightEntry, ...]  # the collectives that it began lately
+    entries: tuple[FlightEntry, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangStacks:
-    """Key ``hang_stacks/{node_id}``, on the node's lease: of its ranks at the last verdict, for the
-    report of the node that acts."""
+    """Key ``hang_stacks/{node_id}``, on the node's lease: what its ranks did at the last verdict,
+    for the report of the node that acts. Its size is bounded (``elastic.hangs.report.Share``)."""
 
     node_id: str
     generation: int
-    ranks: tuple[RankStacks, ...]
+    stacks: tuple[StackGroup, ...]
+    flights: tuple[RankFlight, ...]
     version: int = RECORD_VERSION
 
 
@@ -254,6 +277,24 @@ class NodeStepTimes:
 
     node_id: str
     ranks: tuple[RankStepTimes, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSeats:
+    """Key ``replicas``: who holds a model with whom, of nodes whose workers were started while the
+    others trained. Only compare-and-swap writes it; a first world implies its replicas."""
+
+    replicas: tuple[NodeReplica, ...]
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Key ``profile``, on the lease of `elastic profile`: all ranks, or some, are to profile."""
+
+    steps: Annotated[int, Meta(ge=1, le=10_000)]
+    ranks: tuple[Annotated[int, Meta(ge=0)], ...]  # none: all
     version: int = RECORD_VERSION
 
 
@@ -288,22 +329,12 @@ Record = (
     | HangVerdict
     | HangStacks
     | NodeStepTimes
+    | ReplicaSeats
+    | Profile
     | Done
     | Secret
 )
-R = TypeVar(
-    "R",
-    WorldRecord,
-    Node,
-    Leader,
-    FailureReport,
-    HangFacts,
-    HangVerdict,
-    HangStacks,
-    NodeStepTimes,
-    Done,
-    Secret,
-)
+R = TypeVar("R", bound=Record)
 
 
 def encode(record: Record) -> bytes:

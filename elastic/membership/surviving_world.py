@@ -10,6 +10,13 @@ from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, q
 from elastic.membership.member_status import MemberStatus
 from elastic.membership.proposal import also, count, names, propose, verb
 from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
+from elastic.membership.replicas import (
+    Arrangement,
+    arrange,
+    incomplete,
+    waiting_for_others,
+    whole_replicas,
+)
 from elastic.membership.view import (
     Decision,
     End,
@@ -22,6 +29,7 @@ from elastic.membership.view import (
 )
 
 Nodes = tuple[NodeView, ...]
+NOBODY = JoiningNodes(eligible=(), quarantine_ends_s=None, passed_over=())
 
 
 @dataclass(frozen=True)
@@ -59,21 +67,60 @@ class SurvivingWorld:
 
     def _candidates(self) -> JoiningNodes:
         if self.status.finished:  # the job is ending
-            return JoiningNodes(eligible=(), quarantine_ends_s=None, passed_over=())
+            return NOBODY
         in_process = self.status.in_process
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
 
-    def _joining(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
-        """The oldest ones that there is room for; one that was left out as a straggler comes
-        last."""
-        slow = self.view.stragglers
-        candidates_by_rate = sorted(candidates.eligible, key=lambda n: n.node.node_id in slow)
-        return tuple(candidates_by_rate[: max(0, self.world.max_nodes - len(survivors))])
+    def _arranged(self, survivors: Nodes, candidates: JoiningNodes) -> Arrangement:
+        """The survivors' replicas, and of the joining nodes the oldest ones that there is room for;
+        one that was left out as a straggler comes last.
 
-    def _enough(self, *groups: Nodes) -> bool:
+        In-process workers of a harmed replica start anew before they are in a world again, since
+        the collectives within it are dead: nobody waits for that. If no replica that holds the
+        state is unharmed, all start anew.
+        """
+        slow = self.view.stragglers
+        waiting = tuple(sorted(candidates.eligible, key=lambda n: n.node.node_id in slow))
+        found = self._arrange(survivors, waiting)
+        if self.world.nodes_per_replica == 1:
+            return found
+        if self.status.in_process and _hold_the_state(found):
+            found = self._arrange(survivors, waiting, repairs=False)
+            first = self._left_behind(found, survivors)
+        elif self.status.in_process:
+            first = tuple(n for n in survivors if n.node.running is not None)
+        else:
+            first = self._left_behind(found, survivors)
+        others = tuple(n for n in survivors if n not in first)
+        return self._arrange(first, others + waiting) if first else found
+
+    def _left_behind(self, arrangement: Arrangement, survivors: Nodes) -> Nodes:
+        """Survivors of a group that may still step with a lost member, and of which nobody is in
+        the next world. One of them has to be: it leaves that group for it (PROTOCOL section 2)."""
+        chosen = {n.node.node_id for n in arrangement.nodes}
+        groups = [g.running.node_ids for g in self.status.gone if not g.proved and g.running]
+        bound = {i for group in groups if chosen.isdisjoint(group) for i in group}
+        return tuple(n for n in survivors if n.node.node_id in bound)
+
+    def _arrange(self, survivors: Nodes, waiting: Nodes, *, repairs: bool = True) -> Arrangement:
+        world = self.world
+        return arrange(
+            world,
+            survivors,
+            waiting,
+            per_replica=world.nodes_per_replica,
+            max_nodes=world.max_nodes,
+            repairs=repairs,
+        )
+
+    def _restarts(self, arrangement: Arrangement) -> bool:
+        """Whether workers that can change worlds without a restart cannot do so now."""
+        is_split = self.world.nodes_per_replica > 1 and self.status.in_process
+        return is_split and not _hold_the_state(arrangement)
+
+    def _enough(self, nodes: Nodes) -> bool:
         # Finished nodes count: the job is ending, nobody would come in their place.
-        nodes = sum(len(g) for g in groups) + len(self.status.finished)
-        return nodes >= self.world.min_nodes
+        return len(nodes) + len(self.status.finished) >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
@@ -90,7 +137,8 @@ class SurvivingWorld:
         others = tuple(n for n in survivors if n not in suspects)
         reason = f"{names(suspects)} may be dead: the lease decides"
         since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
-        evictable = self.status.changed and bool(others) and self._enough(others)
+        suffice = self._enough(self._arranged(others, NOBODY).nodes)
+        evictable = self.status.changed and bool(others) and suffice
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
         is_cut_off = {n.node.node_id for n in suspects} <= self._accused
@@ -157,7 +205,7 @@ class SurvivingWorld:
     def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
         """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
         rest = tuple(n for n in survivors if not self._cools(n.node))
-        enough = bool(rest) and self._enough(rest, self._joining(rest, candidates))
+        enough = bool(rest) and self._enough(self._arranged(rest, candidates).nodes)
         return rest if enough else survivors
 
     def _cools(self, node: Node) -> bool:
@@ -167,53 +215,87 @@ class SurvivingWorld:
     # ── what ─────────────────────────────────────────────────────────────────────────────
 
     def _steady(self, candidates: JoiningNodes) -> Wait:
-        running = self.status.running
-        reason = f"generation {self.world.generation} runs on {names(running)}"
-        if suspects := [n for n in running if n.liveness is Liveness.SUSPECT]:
+        reason = self._runs()
+        if suspects := [n for n in self.status.running if n.liveness is Liveness.SUSPECT]:
             reason += f"; {names(suspects)} may be dead: the lease decides"
         return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
 
     def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
-        left_out = survivors
-        survivors = self._without_quarantined(survivors, candidates)
-        left_out = tuple(n for n in left_out if n not in survivors)
-        joining = self._joining(survivors, candidates)
-        if not self._enough(survivors, joining):
-            return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
-        reason = self._why(joining)
+        rest = self._without_quarantined(survivors, candidates)
+        left_out = tuple(n for n in survivors if n not in rest)
+        if self._is_last_replica_told_to_leave(rest):
+            return self._next((), Cause.PAUSED, f"{self._why(())}; no replica is left")
+        arrangement = self._arranged(rest, candidates)
+        if not self._enough(arrangement.nodes):
+            return self._pause(rest, arrangement)
+        reason = self._why_arranged(arrangement, candidates)
         if left_out:
             reason += f"; {names(left_out)} quarantined"
         causes = {g.cause for g in self.status.gone}
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
-        planned = self.status.unbroken and len(survivors) == len(self.status.survivors)
-        return self._next(survivors + joining, cause, reason, planned=planned)
+        planned = self.status.unbroken and len(rest) == len(self.status.survivors)
+        restarts = self._restarts(arrangement)
+        return self._next(arrangement.nodes, cause, reason, planned=planned, restarts=restarts)
+
+    def _is_last_replica_told_to_leave(self, survivors: Nodes) -> bool:
+        """Nobody else has the state that the workers still hold, nor those of the nodes that were
+        not told: like the last ones of a job, all leave at a step's boundary, and save."""
+        if not self.status.in_process or not self.status.unbroken or not survivors:
+            return False
+        return self._restarts(self._arranged(survivors, NOBODY))
+
+    def _pause(self, survivors: Nodes, arrangement: Arrangement) -> Proposal:
+        """In process, whole replicas agree and save. Of nodes that restart, all stay: the world is
+        what is remembered of whose workers may still run."""
+        if self.status.in_process and not self._restarts(arrangement):
+            nodes = tuple(n for replica in arrangement.unharmed for n in replica)
+            return self._next(nodes, Cause.PAUSED, self._too_few(survivors))
+        restarts = self.world.nodes_per_replica > 1
+        return self._next(survivors, Cause.PAUSED, self._too_few(survivors), restarts=restarts)
 
     def _join(self, survivors: Nodes, candidates: JoiningNodes) -> Decision:
         """Only joining nodes, nothing is wrong: there is time to gather several."""
-        joining = self._joining(survivors, candidates)
-        if not joining:
+        arrangement = self._arranged(survivors, candidates)
+        nodes = arrangement.nodes
+        joining = tuple(n for n in nodes if n not in survivors)
+        if not joining and self._is_full(survivors):
             return self._replace_stragglers(survivors, candidates)
+        if not joining:
+            # (With as many as a replica takes, each waits for the workers of another one.)
+            few = self._incomplete(candidates.eligible) or self._waiting(candidates.eligible)
+            reason = f"{self._runs()}; {few}"
+            return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
         if (late := self._until_all_run(survivors, joining)) is not None:
             return late
         until = min(n.state_since_s for n in joining) + self.policy.join_window_s
-        if len(survivors) + len(joining) < self.world.max_nodes and self.now < until:
+        if not self._is_full(nodes) and self.now < until:
             reason = f"{self._why(joining)}; gathering others for {self.policy.join_window_s:g} s"
             return Wait(reason=reason, until_s=until)
-        return self._next(survivors + joining, Cause.JOINED, self._why(joining), planned=True)
+        reason = self._why_arranged(arrangement, candidates)
+        return self._next(nodes, Cause.JOINED, reason, planned=True)
+
+    def _is_full(self, nodes: Nodes) -> bool:
+        return len(nodes) + self.world.nodes_per_replica > self.world.max_nodes
 
     def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
-        """Nodes wait for a place in a full world, and may have that of a straggler. The world
-        keeps its size; a node that was left out for this is nobody's replacement."""
-        stragglers = self.view.stragglers
+        """Nodes wait for a place in a full world, and may have that of a straggler, and of those
+        that hold a replica with it. The world keeps its size; a node that was left out for this is
+        nobody's replacement."""
+        stragglers, per_replica = self.view.stragglers, self.world.nodes_per_replica
         spares = tuple(n for n in candidates.eligible if n.node.node_id not in stragglers)
-        slow = tuple(n for n in survivors if n.node.node_id in stragglers)[: len(spares)]
+        others = whole_replicas(spares, per_replica, have_met=self.status.in_process)
+        replicas = self._arranged(survivors, NOBODY).unharmed
+        slow_replicas = [
+            replica for replica in replicas if any(n.node.node_id in stragglers for n in replica)
+        ][: len(others)]
+        slow = tuple(n for replica in slow_replicas for n in replica)
         rest = tuple(n for n in survivors if n not in slow)
         if not slow or not rest:
             return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
-        joining = spares[: len(slow)]
+        joining = tuple(n for replica in others[: len(slow_replicas)] for n in replica)
         if (late := self._until_all_run(survivors, joining)) is not None:
             return late
-        why = "; ".join(stragglers[n.node.node_id] for n in slow)
+        why = "; ".join(stragglers[n.node.node_id] for n in slow if n.node.node_id in stragglers)
         reason = f"{names(joining)} {verb(joining, 'replace')} {names(slow)}: {why}"
         return self._next(rest + joining, Cause.LEFT, reason, planned=True)
 
@@ -232,16 +314,18 @@ class SurvivingWorld:
 
     def _after_pause(self, candidates: JoiningNodes) -> Decision:
         """Rule 4: enough nodes again, fewer still, or nothing to do but wait for them."""
-        joining = self._joining(self.status.survivors, candidates)
-        resumes = self._enough(self.status.survivors, joining)
+        resumes = self._enough(self._arranged(self.status.survivors, candidates).nodes)
         if not resumes and not self.status.changed:
             return self._paused_wait(candidates)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
-        if resumes:
-            return self._next(survivors + joining, Cause.RESUMED, self._why(joining))
-        return self._next(survivors, Cause.PAUSED, self._too_few(survivors))
+        arrangement = self._arranged(survivors, candidates)
+        if not resumes:
+            return self._pause(survivors, arrangement)
+        reason = self._why_arranged(arrangement, candidates)
+        restarts = self._restarts(arrangement)
+        return self._next(arrangement.nodes, Cause.RESUMED, reason, restarts=restarts)
 
     def _paused_wait(self, candidates: JoiningNodes) -> Wait | End:
         until = self.view.world_since_s + self.policy.join_timeout_s
@@ -251,10 +335,22 @@ class SurvivingWorld:
             reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
             return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
         wake = until if candidates.quarantine_ends_s is None else candidates.quarantine_ends_s
+        if waiting := self._incomplete(candidates.eligible):
+            needed += f"; {waiting}"
         return Wait(reason=also(needed, candidates), until_s=min(until, wake))
 
-    def _next(self, nodes: Nodes, cause: Cause, reason: str, *, planned: bool = False) -> Proposal:
-        return propose(self.view, self.world, nodes, cause, reason, planned=planned)
+    def _next(
+        self,
+        nodes: Nodes,
+        cause: Cause,
+        reason: str,
+        *,
+        planned: bool = False,
+        restarts: bool = False,
+    ) -> Proposal:
+        return propose(
+            self.view, self.world, nodes, cause, reason, planned=planned, restarts=restarts
+        )
 
     # ── why ──────────────────────────────────────────────────────────────────────────────
 
@@ -264,6 +360,31 @@ class SurvivingWorld:
             said.append(f"{names(joining)} {verb(joining, 'join')}")
         return "; ".join(said) or "enough nodes again"
 
+    def _why_arranged(self, arrangement: Arrangement, candidates: JoiningNodes) -> str:
+        """Also what becomes of replicas over several nodes."""
+        survivors, nodes = self.status.survivors, arrangement.nodes
+        reason = self._why(tuple(n for n in nodes if n not in survivors))
+        if self.world.nodes_per_replica == 1:
+            return reason
+        waiting = tuple(n for n in candidates.eligible if n not in nodes)
+        left = tuple(n for n in survivors if n not in nodes and not self._cools(n.node))
+        if not self.status.in_process or self._restarts(arrangement):
+            waiting += left
+        elif left:
+            reason += f"; {names(left)} {verb(left, 'restart')}: a replica has lost nodes"
+        said = self._incomplete(waiting)
+        return f"{reason}; {said}" if said else reason
+
+    def _incomplete(self, waiting: Nodes) -> str:
+        """Who waits although there may be room; empty if nobody does."""
+        few = incomplete(waiting, self.world.nodes_per_replica)
+        return waiting_for_others([n.node.name for n in few], self.world.nodes_per_replica) * (
+            len(few) > 0
+        )
+
+    def _runs(self) -> str:
+        return f"generation {self.world.generation} runs on {names(self.status.running)}"
+
     def _too_few(self, survivors: Nodes) -> str:
         why = "; ".join(self.status.sentences)
         return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes left"
@@ -271,3 +392,9 @@ class SurvivingWorld:
     @staticmethod
     def _waiting(nodes: Nodes) -> str:
         return f"{names(nodes)} {verb(nodes, 'wait')}"
+
+
+def _hold_the_state(arrangement: Arrangement) -> bool:
+    """Whether an unharmed replica has been in a group. (Members of a plan that nobody has carried
+    out yet have not.)"""
+    return any(all(n.node.running for n in replica) for replica in arrangement.unharmed)

@@ -19,12 +19,8 @@ from elastic.membership.records import (
     WorldRecord,
     WorldState,
 )
-from elastic.tuning.agent_intervals import (
-    CUT_OFF_S,
-    FAILURE_SETTLE_S,
-    ORIGIN_SETTLE_S,
-    SUSPECT_S,
-)
+from elastic.tuning.agent_intervals import CUT_OFF_S, FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import Timeouts
 
 
@@ -92,6 +88,18 @@ class Policy:
     suspect_s: float = SUSPECT_S
     cut_off_s: float = CUT_OFF_S
 
+    @classmethod
+    def of(cls, node: Node, options: AgentOptions) -> Policy:
+        """The rules of a job that ``node`` leads."""
+        return cls(
+            min_nodes=node.min_nodes,
+            max_nodes=node.max_nodes,
+            last_call_s=options.last_call_s,
+            join_window_s=options.join_window_s,
+            join_timeout_s=options.join_timeout_s,
+            takeover_s=options.takeover_s,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
@@ -107,6 +115,7 @@ class Proposal:
     max_nodes: int
     library: str  # the job's version of this library
     tls: bool = False  # the job's nodes connect with TLS
+    replica_size: int = 1  # ranks that hold the model once
     planned: bool = False  # switch at a step boundary (in-process joins and leaves)
 
 

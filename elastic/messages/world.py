@@ -51,6 +51,33 @@ class WorldSpec(WorldIdentity):
     cause: Cause
     reason: str  # a sentence for people
     committed_step: int | None = None  # a floor: if set, a start from zero is refused
+    # Ranks that hold the model once. Replica by replica: rank // replica_size is a rank's replica.
+    replica_size: int = 1
+
+
+def nodes_per_replica(replica_size: int, nproc: int) -> int:
+    """How many nodes with ``nproc`` workers a replica takes; 1 where a node has whole ones.
+
+    >>> nodes_per_replica(8, 2), nodes_per_replica(2, 8)
+    (4, 1)
+    """
+    return max(1, replica_size // nproc) if nproc > 0 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSeat:
+    """A node's place in a replica that takes several nodes."""
+
+    node_id: str
+    start: str  # of its workers: those of another start have no part in that replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReplica:
+    """Nodes that hold the model together, in the order of ranks; fewer while it waits for some."""
+
+    nonce: str
+    seats: tuple[ReplicaSeat, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

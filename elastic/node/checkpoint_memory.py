@@ -26,6 +26,7 @@ from checkpoints.memory.replication import ReplicationOutcome
 from elastic.events import PartNotCopied
 from elastic.membership.records import Member, Node, ProcessIdentity, WorldRecord
 from elastic.node.identity import proved_gone
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls
 from elastic.telemetry.journal import EventSink
@@ -95,10 +96,9 @@ def host_memory(
         host = MemoryHost(
             parent / _name(node),
             host=node.address,
-            key=key,
-            tls=tls,
-            identity=node.node_id,
+            credentials=Credentials(key=key, identity=node.node_id, tls=tls),
             limit_bytes=_limit_bytes(options, shm_bytes),
+            replicas=options.node_memory_copies,
             neighbours=lambda: neighbours(running(), node.node_id),
             on_outcome=told.outcome,
             report=get_logger().warning,
@@ -119,7 +119,7 @@ def neighbours(world: WorldRecord | None, node_id: str) -> Neighbours:
     at = world.node_ids.index(node_id)
     others = (*world.members[at + 1 :], *world.members[:at])
     peers = tuple(_address(member) for member in others if member.memory_port)
-    return Neighbours(peers, peers[0] if peers else None)
+    return Neighbours(peers, peers[0] if peers else None, peers[1:])
 
 
 def _address(member: Member) -> PeerAddress:
@@ -151,9 +151,10 @@ def _name(node: Node) -> str:
 
 
 def _limit_bytes(options: AgentOptions, shm_bytes: int) -> int:
-    """Of own parts, and of copies, each. Data workers share batches in the same place, and end
-    with a bus error where it is full: a fifth of it is always left to them."""
-    return int(min(options.node_memory_share * memory_bytes(options), SHM_SHARE * shm_bytes))
+    """Of own parts, and of each other node's copies. Data workers share batches in the same place,
+    and end with a bus error where it is full: a fifth of it is always left to them."""
+    share = SHM_SHARE * 2 / (1 + options.node_memory_copies)
+    return int(min(options.node_memory_share * memory_bytes(options), share * shm_bytes))
 
 
 def _shm_bytes(parent: Path) -> int:

@@ -1,13 +1,13 @@
-"""What the parts of a node's thread work with: its store, its rules, its board, its clock."""
+"""What the parts of a node's thread work with: its store, its rules, its status, its clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import queue
+from dataclasses import dataclass, field, replace
 
-from elastic.clock import Clock
-from elastic.membership.decision import Policy
-from elastic.membership.records import Keys
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.failures.kernel_log import KernelLog
+from elastic.membership.records import Keys, Node
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.tls import Tls
@@ -16,17 +16,68 @@ from elastic.telemetry.journal import EventSink
 from elastic.tuning.agent_options import AgentOptions
 
 
+class Inbox:
+    """Messages for a node's thread."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def put(self, message: object) -> None:
+        """From any thread, also from a signal handler."""
+        self._messages.put(message)
+
+    def take(self, timeout_s: float) -> list[object]:
+        """All of them; blocks until there is one or the time is up. On the node's thread."""
+        messages: list[object] = []
+        try:
+            messages.append(self._messages.get(timeout=timeout_s))
+            while True:
+                messages.append(self._messages.get_nowait())
+        except queue.Empty:
+            return messages
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeContext:
-    """Made once per node. ``post`` puts a message into the node's inbox, from any thread."""
+    """Made once per node, by :meth:`of`."""
 
     store: KeyValue
     keys: Keys
     secret: RunSecret
     options: AgentOptions
-    policy: Policy
     status: NodeStatus
-    clock: Clock
     journal: EventSink
-    post: Callable[[object], None]
+    clock: Clock = SYSTEM_CLOCK
     tls: Tls | None = None  # between nodes
+    inbox: Inbox = field(default_factory=Inbox)
+    kernel_log: KernelLog = field(default_factory=KernelLog)  # closed by the service
+
+    @classmethod
+    def of(
+        cls,
+        node: Node,
+        *,
+        store: KeyValue,
+        keys: Keys,
+        secret: RunSecret,
+        options: AgentOptions,
+        journal: EventSink,
+        clock: Clock = SYSTEM_CLOCK,
+        tls: Tls | None = None,
+    ) -> NodeContext:
+        """The context of a node as it begins."""
+        node = replace(node, tls=tls is not None)  # for all to see who can mix
+        return cls(
+            store=store,
+            keys=keys,
+            secret=secret,
+            options=options,
+            status=NodeStatus(node, keys, clock.monotonic()),
+            journal=journal,
+            clock=clock,
+            tls=tls,
+        )
+
+    def post(self, message: object) -> None:
+        """Put a message into the node's inbox, from any thread or signal handler."""
+        self.inbox.put(message)

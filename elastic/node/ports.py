@@ -17,14 +17,20 @@ class PortReserve:
 
     def __init__(self, count: int = 4) -> None:
         self._sockets = [_reserve() for _ in range(count)]
+        self._replica = _reserve()
 
     @property
     def ports(self) -> tuple[int, ...]:
         return tuple(int(s.getsockname()[1]) for s in self._sockets)
 
+    @property
+    def replica_port(self) -> int:
+        """For the ranks of a replica, which keep their store for as long as they live."""
+        return int(self._replica.getsockname()[1])
+
     def close(self) -> None:
         """Let go of all of them."""
-        for held in self._sockets:
+        for held in (*self._sockets, self._replica):
             held.close()
         self._sockets = []
 

@@ -49,11 +49,17 @@ class NodeStatus:
         self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
         self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
+        # Pids of workers that were ready, and of whose death, if any, nothing is decided yet.
+        self.undecided: set[int] = set()
         self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as requested
         self.fatal: BaseException | None = None
         self.store_problem = ""  # what the store fails with at present
         self.watchdog = Watchdog()
+        self.told: WorldRecord | None = None  # the newest world that workers were told, if any
+        self.before_telling: Callable[[], object] = lambda: None  # the workers of a new world
+        self.replica_is_lost = False  # a node is gone that held a model with this one's workers
+        self.waits_for = ""  # why this node has no place in the world, where that is known
         self.parked = False  # the job is over; this agent stays for its launcher's sake
 
     @property
@@ -61,9 +67,28 @@ class NodeStatus:
         """Whether this node may make progress of the job."""
         return self.node.running is not None and self.node.state is not NodeState.FINISHED
 
+    def is_to_be_replaced(self, pid: int) -> bool | None:
+        """Whether this worker, which has failed, is to be replaced, and its siblings stay.
+
+        None: the node's thread has not decided it yet.
+        """
+        if pid in self.to_replace:
+            return not self.stopping
+        # The death of another one a moment ago has changed the state.
+        is_open = (self.node.in_process and self.node.state is NodeState.READY) or (
+            bool(self.to_replace) and pid in self.undecided
+        )
+        return None if is_open and self.can_replace and not self.stopping else False
+
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:
             self.node = change(self.node)
+            self.changed.notify_all()
+
+    def note_workers_left(self) -> None:
+        """The workers have left the job at a step's boundary, as requested."""
+        with self.changed:
+            self.workers_left = True
             self.changed.notify_all()
 
     def set_world(self, entry: WorldEntry) -> None:

@@ -1,7 +1,7 @@
 """This node's part in finding stragglers: publish what its workers report of their steps.
 
 A worker reports once a window, and this node writes one small record for all of them. The leader
-compares (:mod:`elastic.leadership.straggler_judge`). Everything runs on the node's thread.
+compares (:mod:`elastic.leadership.judges.straggler_judge`). Everything runs on the node's thread.
 """
 
 from __future__ import annotations

@@ -18,12 +18,18 @@ May import world, link (for sockets in forked children), hangs, tuning and telem
 """
 
 from elastic.process_group.collectives import (
+    OwnGroup,
+    RankGroup,
     all_gather_json,
     all_sum,
+    broadcast_bytes,
     broadcast_json,
     broadcast_tensors,
     complete,
     control_device,
+    peer_group,
+    use_as_world,
+    world_group,
 )
 from elastic.process_group.group import (
     DEFAULT_BACKENDS,
@@ -31,7 +37,7 @@ from elastic.process_group.group import (
     ProcessGroup,
     choose_device,
 )
-from elastic.process_group.patches import remove_reducer_hooks
+from elastic.process_group.patches import TorchExceptHook, remove_reducer_hooks
 from elastic.process_group.pending import PendingWorks, keep_for_ever, pending_works
 from elastic.process_group.reducer import ReleasableGroup
 from elastic.process_group.semantics import Semantics, register_semantics, semantics_of
@@ -40,21 +46,28 @@ from elastic.process_group.wait_phase import queued
 __all__ = [
     "DEFAULT_BACKENDS",
     "GroupSpec",
+    "OwnGroup",
     "PendingWorks",
     "ProcessGroup",
+    "RankGroup",
     "ReleasableGroup",
     "Semantics",
+    "TorchExceptHook",
     "all_gather_json",
     "all_sum",
+    "broadcast_bytes",
     "broadcast_json",
     "broadcast_tensors",
     "choose_device",
     "complete",
     "control_device",
     "keep_for_ever",
+    "peer_group",
     "pending_works",
     "queued",
     "register_semantics",
     "remove_reducer_hooks",
     "semantics_of",
+    "use_as_world",
+    "world_group",
 ]

@@ -1,16 +1,148 @@
-"""Collectives for small JSON values and for tensors: what torch offers for objects is pickle."""
+"""Collectives for small JSON values and for tensors: what torch offers for objects is pickle.
+
+They are the world's: of torch's default group, or, where that is a replica's
+(:mod:`elastic.mesh`), of the group that :func:`use_as_world` was given.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
-from elastic.process_group.pending import pending_works
+from elastic.process_group.pending import PendingWorks, pending_works
 from elastic.process_group.semantics import semantics_of
+
+# A short collective costs its latency, on a busy machine some milliseconds, and not its bytes: what
+# fits into these travels together with its length.
+_LENGTH_BYTES = 8
+_BROADCAST_BYTES = 8192 - _LENGTH_BYTES
+_GATHERED_BYTES = 1024 - _LENGTH_BYTES  # of each rank
+
+Started: TypeAlias = dist.Work | None
+"""A collective; None on ranks that are not in its group."""
+
+
+class RankGroup(Protocol):
+    """Ranks that communicate. Ranks are those within the group."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def works(self) -> PendingWorks: ...
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work | None: ...
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None: ...
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work | None: ...
+    def send_one(self, tensor: torch.Tensor, source: int, receiver: int) -> dist.Work | None: ...
+
+
+class _DefaultGroup:
+    """torch's, whichever it is at the moment of a call."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def works(self) -> PendingWorks:
+        return pending_works()
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
+        return cast(Started, dist.all_reduce(tensor, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        return cast(Started, dist.broadcast(tensor, source, async_op=True))
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work | None:
+        return cast(Started, dist.all_gather(outputs, tensor, async_op=True))
+
+    def send_one(self, tensor: torch.Tensor, source: int, receiver: int) -> dist.Work | None:
+        out, into, received, sent = _one_way(tensor, source, receiver, self.rank, self.size)
+        work = dist.all_to_all_single(
+            into, out, output_split_sizes=received, input_split_sizes=sent, async_op=True
+        )
+        return cast(Started, work)
+
+
+class OwnGroup:
+    """A group on the CPU that torch knows nothing of: nothing of torch's ends with it."""
+
+    def __init__(self, backend: Any, works: PendingWorks) -> None:
+        self.backend = backend  # a ProcessGroupGloo
+        self.works = works
+        self.rank: int = backend.rank()
+        self.size: int = backend.size()
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        work: dist.Work = self.backend.allreduce([tensor], dist.AllreduceOptions())
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        work: dist.Work = self.backend.broadcast([tensor], options)
+        return work
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
+        work: dist.Work = self.backend.allgather([outputs], [tensor])
+        return work
+
+    def send_one(self, tensor: torch.Tensor, source: int, receiver: int) -> dist.Work:
+        out, into, received, sent = _one_way(tensor, source, receiver, self.rank, self.size)
+        options = dist.AllToAllOptions()
+        work: dist.Work = self.backend.alltoall_base(into, out, received, sent, options)
+        return work
+
+
+def _one_way(
+    tensor: torch.Tensor, source: int, receiver: int, rank: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    """What rank ``rank`` gives to an all-to-all that moves ``tensor`` from one rank to another, and
+    nothing between any others: what it sends, what it receives into, and the sizes of its parts.
+
+    A send and a receive would do, but what waits for them cannot be released by an abort
+    (:mod:`elastic.process_group.pending`). A broadcast would send all of it to ranks that have it.
+    """
+    none = tensor.new_empty(0)
+    received, sent = [0] * size, [0] * size
+    out = into = none
+    if rank == source:
+        out, sent[receiver] = tensor, tensor.numel()
+    if rank == receiver:
+        into, received[source] = tensor, tensor.numel()
+    return out, into, received, sent
+
+
+_DEFAULT = _DefaultGroup()
+_world: RankGroup = _DEFAULT
+_peers: RankGroup = _DEFAULT
+
+
+def world_group() -> RankGroup:
+    """All ranks of the present world."""
+    return _world
+
+
+def peer_group() -> RankGroup:
+    """The ranks of the world that hold the same state: all, or this position of each replica."""
+    return _peers
+
+
+def use_as_world(world: OwnGroup | None, peers: OwnGroup | None = None) -> None:
+    """The world is this group, and its ranks with this one's state are those ``peers``; None: both
+    are torch's default group."""
+    global _world, _peers
+    _world = _DEFAULT if world is None else world
+    _peers = _world if peers is None else peers
 
 
 def control_device() -> torch.device:
@@ -21,12 +153,13 @@ def control_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def complete(work: dist.Work | None, device: torch.device) -> None:
+def complete(work: dist.Work | None, device: torch.device, group: RankGroup | None = None) -> None:
     """Return when the results of a collective on ``device`` are there for the host to read.
 
-    Raises what went wrong, or GroupAborted.
+    ``group``: whose collective it is, by default the world's. Raises what went wrong, or
+    GroupAborted.
     """
-    semantics, works = semantics_of(device.type), pending_works()
+    semantics, works = semantics_of(device.type), (group or _world).works
     if not semantics.is_on_stream:
         works.wait(work)
         semantics.synchronize(device)
@@ -36,60 +169,96 @@ def complete(work: dist.Work | None, device: torch.device) -> None:
     works.raise_if_aborted()
 
 
-def broadcast_json(value: Any, source: int = 0) -> Any:
-    """Give every rank the JSON value that ``source`` holds; others may pass anything."""
-    if dist.get_world_size() == 1:
+def broadcast_json(value: Any, source: int = 0, group: RankGroup | None = None) -> Any:
+    """Give every rank the JSON value that ``source`` holds; others may pass anything.
+
+    ``group``: by default the world, here and below.
+    """
+    group = group or _world
+    if group.size == 1:
         return value
+    is_source = group.rank == source
+    told = broadcast_bytes(json.dumps(value).encode() if is_source else b"", source, group)
+    return value if is_source else json.loads(told)
+
+
+def broadcast_bytes(data: bytes, source: int, group: RankGroup) -> bytes:
+    """What ``source`` holds, on every rank: in one broadcast where it is short, else in two."""
     device = control_device()
-    is_source = dist.get_rank() == source
-    data = json.dumps(value).encode() if is_source else b""
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    complete(dist.broadcast(size, source, async_op=True), device)
-    buffer = _bytes_tensor(data, int(size.item()), device)
-    complete(dist.broadcast(buffer, source, async_op=True), device)
-    return value if is_source else json.loads(bytes(buffer.cpu().tolist()))
+    first = _frame(data, _BROADCAST_BYTES, device)
+    complete(group.broadcast(first, source), device, group)
+    size, told = _unframed(first)
+    if size <= _BROADCAST_BYTES:
+        return told
+    rest = _bytes_tensor(data[_BROADCAST_BYTES:], size - _BROADCAST_BYTES, device)
+    complete(group.broadcast(rest, source), device, group)
+    return told + _bytes_of(rest)
 
 
-def all_gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON value, in rank order."""
-    if dist.get_world_size() == 1:
+def all_gather_json(value: Any, group: RankGroup | None = None) -> list[Any]:
+    """Every rank's JSON value, in rank order: in one collective where all are short."""
+    group = group or _world
+    if group.size == 1:
         return [value]
     device = control_device()
     data = json.dumps(value).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    complete(dist.all_gather(sizes, mine, async_op=True), device)
-    longest = max(int(size.item()) for size in sizes)
-    buffers = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    mine = _bytes_tensor(data, longest, device)
-    complete(dist.all_gather(buffers, mine, async_op=True), device)
+    framed = _all_gather(_frame(data, _GATHERED_BYTES, device), group)
+    told = [_unframed(first) for first in framed]
+    longest = max(size for size, _ in told)
+    if longest <= _GATHERED_BYTES:
+        return [json.loads(text) for _, text in told]
+    buffers = _all_gather(_bytes_tensor(data, longest, device), group)
     return [
-        json.loads(bytes(buffer[: int(size.item())].cpu().tolist()))
-        for buffer, size in zip(buffers, sizes, strict=True)
+        json.loads(_bytes_of(buffer[:size]))
+        for buffer, (size, _) in zip(buffers, told, strict=True)
     ]
+
+
+def _all_gather(mine: torch.Tensor, group: RankGroup) -> list[torch.Tensor]:
+    outputs = [torch.empty_like(mine) for _ in range(group.size)]
+    complete(group.all_gather(outputs, mine), mine.device, group)
+    return outputs
+
+
+def _frame(data: bytes, room: int, device: torch.device) -> torch.Tensor:
+    """The length of ``data``, and as much of it as there is room for."""
+    length = len(data).to_bytes(_LENGTH_BYTES, "little")
+    return _bytes_tensor(length + data[:room], _LENGTH_BYTES + room, device)
+
+
+def _unframed(frame: torch.Tensor) -> tuple[int, bytes]:
+    """How much there is of the data, and what of it is in here."""
+    raw = _bytes_of(frame)
+    size = int.from_bytes(raw[:_LENGTH_BYTES], "little")
+    return size, raw[_LENGTH_BYTES : _LENGTH_BYTES + size]
 
 
 def all_sum(values: Sequence[float]) -> list[float]:
     """The sum over all ranks of each value, in double precision."""
     device = control_device()
     total = torch.tensor(list(values), dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        complete(dist.all_reduce(total, async_op=True), device)
+    if _world.size > 1:
+        complete(_world.all_reduce(total), device)
     return [float(v) for v in total.tolist()]
 
 
-def broadcast_tensors(tensors: Mapping[str, torch.Tensor], source: int = 0) -> None:
+def broadcast_tensors(
+    tensors: Mapping[str, torch.Tensor], source: int = 0, group: RankGroup | None = None
+) -> None:
     """Overwrite every rank's tensors with those of ``source``; same names and shapes everywhere."""
-    if dist.get_world_size() == 1:
+    group = group or _world
+    if group.size == 1:
         return
     device = control_device()
     with torch.no_grad():
         for name in sorted(tensors):
             tensor = tensors[name].detach()
+            if not tensor.numel():  # of an uneven split
+                continue
             moved = tensor.contiguous()
             if moved.device.type == "cpu":
                 moved = moved.to(device)
-            complete(dist.broadcast(moved, source, async_op=True), moved.device)
+            complete(group.broadcast(moved, source), moved.device, group)
             if moved.data_ptr() != tensor.data_ptr():
                 tensor.copy_(moved)
 
@@ -97,3 +266,7 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], source: int = 0) -> N
 def _bytes_tensor(data: bytes, size: int, device: torch.device) -> torch.Tensor:
     padded = bytearray(data.ljust(max(size, 1), b"\0"))
     return torch.frombuffer(padded, dtype=torch.uint8)[:size].to(device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.cpu().numpy())

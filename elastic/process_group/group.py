@@ -32,8 +32,13 @@ from elastic.process_group import patches
 from elastic.process_group.collectives import broadcast_json
 from elastic.process_group.communicators import CommunicatorAbort
 from elastic.process_group.deadline import CallDeadline, end_process
-from elastic.process_group.nccl_environment import leave_errors_to_us
-from elastic.process_group.pending import keep_for_ever, open_works, pending_works
+from elastic.process_group.nccl_environment import leave_errors_to_us, refuse_detail
+from elastic.process_group.pending import (
+    PendingWorks,
+    keep_for_ever,
+    open_works,
+    pending_works,
+)
 from elastic.process_group.semantics import has_streams
 from elastic.process_group.sockets import BuildWatch, Footprint, still_open
 from elastic.secure_channel.limits import PEER_SILENCE_S
@@ -47,8 +52,6 @@ from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.world.world import World, fresh_nonce, world_from_environment
 
 __all__ = ["GroupSpec", "ProcessGroup", "choose_device"]
-
-_DRAIN_S = DRAIN_S
 
 DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -77,12 +80,14 @@ class ProcessGroup:
     def __init__(
         self, device: torch.device, backend: str | None, journal: EventSink | None = None
     ) -> None:
+        refuse_detail()
         self.device = device
         self._backend = backend or DEFAULT_BACKENDS.get(device.type, "gloo")
         self._is_on_stream = has_streams(device.type, self._backend)
         self._journal = journal
         self._owned = False
         self._where = ""  # which group, for people
+        self._mesh = ""  # dimensions of this rank's replica: the same on all ranks
         self._silence_s = PEER_SILENCE_S
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
@@ -163,7 +168,7 @@ class ProcessGroup:
         with self._lock:
             self._owned = True
             self._is_aborted = False
-            self._works = open_works(is_on_stream=self._is_on_stream)
+            self._works = self._open_works()
             self._where = where
             self._silence_s = spec.silence_s
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
@@ -171,13 +176,16 @@ class ProcessGroup:
                 self._footprint, timeout_s, self._building_is_stuck, silence_s=spec.silence_s
             )
 
+    def _open_works(self) -> PendingWorks:
+        return open_works(is_on_stream=self._is_on_stream)
+
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
         self._store = open_store(
             spec, give_up, deadline_s=deadline_s, use_torchs="nccl" in self._backend
         )
         store = self._store.client
         if spec.size > 1:
-            meet(store, spec, give_up, deadline_s=deadline_s)
+            meet(store, spec, give_up, deadline_s=deadline_s, mesh=self._mesh)
         left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
         # From here on it is not about peers that do not come, but about how long a step may take.
@@ -264,7 +272,7 @@ class ProcessGroup:
     def form(self) -> World:
         """Build the group that the environment describes and agree on what it leaves open."""
         world = world_from_environment()
-        self._works = open_works(is_on_stream=self._is_on_stream)
+        self._works = self._open_works()
         if dist.is_initialized():  # the script had created a group itself
             warn_of_a_shared_store(os.environ)
             world = dataclasses.replace(world, rank=dist.get_rank(), size=dist.get_world_size())
@@ -306,8 +314,7 @@ class ProcessGroup:
         sockets = footprint.sockets() if footprint is not None else {}
         if footprint is not None:
             footprint.shut_down()
-        is_left_behind = dist.is_initialized() and not self._destroy_group(is_for_next)
-        patches.reset_group_count()
+        is_left_behind = not self._dissolve(is_for_next)
         self._owned = False
         if self._store is not None:
             self._store.close()
@@ -319,9 +326,15 @@ class ProcessGroup:
         if not is_left_behind:
             _say_what_is_left(sockets)
 
+    def _dissolve(self, is_for_next: bool) -> bool:
+        """Whether nothing is left of the group: it was destroyed, or there is none yet."""
+        is_gone = not dist.is_initialized() or self._destroy_group(is_for_next)
+        patches.reset_group_count()
+        return is_gone
+
     def _destroy_group(self, is_for_next: bool) -> bool:
         """Whether it was destroyed, and not only leaked."""
-        is_drained = self._works.drain(_DRAIN_S)
+        is_drained = self._works.drain(DRAIN_S)
         if not is_drained:
             keep_for_ever(torch_private.default_group())
         if self._is_on_stream and self._is_aborted:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
+import torch.distributed as dist
+
+from elastic.errors import ConfigError
 from elastic.telemetry.log import get_logger
 from elastic.tuning import profiles
 from elastic.tuning.worker_environment import TUNED
@@ -44,11 +47,22 @@ def leave_errors_to_us(environ: MutableMapping[str, str], *, is_in_process: bool
     for name, why in _OVERRIDDEN.items():
         if (value := environ.pop(name, "0")) not in _OFF:
             _say(name, value, why)
-    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        # distributed_c10d reads it, too, and C++ may have read it already: it cannot be undone.
-        get_logger().warning(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's NCCL backend end the survivors of a dead "
-            "peer: recovery in process will not work. Use INFO, or remove it"
+
+
+def refuse_detail() -> None:
+    """Raise ConfigError for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which wraps each process group.
+
+    The wrapper (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp) takes the place of the backend
+    whose waits this library interrupts: workers on gloo ended with SIGSEGV in their first step
+    (torch 2.13). NCCL's error handling, which it turns on, ends the survivors of a dead peer. It
+    cannot be undone: C++ has read it when torch was imported.
+    """
+    if dist.get_debug_level().name == "DETAIL":  # type: ignore[attr-defined]
+        raise ConfigError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then wraps process groups, and workers crash in "
+            "their first collective, or when a peer dies",
+            hint="use TORCH_DISTRIBUTED_DEBUG=INFO, or remove it; `elastic doctor` checks each "
+            "collective, and the report of a hang names ranks whose collectives differ",
         )
 
 

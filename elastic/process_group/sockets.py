@@ -74,7 +74,8 @@ class Footprint:
         gloo sets neither keep-alive nor a limit (gloo/transport/tcp/device.cc): with the packets of
         one established connection dropped, two ranks waited for each other until the group's
         timeout, half an hour. Now both fail 6.4 s after the first lost packet [measured, torch
-        2.13, silence_s=6], and each says to whom: :func:`elastic.world.faults.unreachable_peers`.
+        2.13, silence_s=6], and the error of each names the peer:
+        :func:`elastic.world.faults.unreachable_peers`.
         """
         for fd, inode in self.sockets().items():
             with _held(fd, inode) as held:
@@ -85,18 +86,6 @@ class Footprint:
         """Shut down every connection. All waits on them are released, at both ends."""
         for fd, inode in self.sockets().items():
             shut_down(fd, inode)
-
-    @contextmanager
-    def growing(self) -> Iterator[None]:
-        """Sockets opened in this context belong to the group, too: subgroups of the script."""
-        before, pollers = self._before, self._pollers
-        self._before = _descriptors()
-        try:
-            yield
-        finally:
-            if pollers is not None:
-                self._pollers = pollers | self._new_pollers()
-            self._before = before
 
     def _new_pollers(self) -> set[int]:
         """Epoll descriptors made since, with a listening socket among what they watch.

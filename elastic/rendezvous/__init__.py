@@ -2,8 +2,8 @@
 
 Start with ``entrypoint``, which torch loads, then ``handler`` and ``launch``. Every private name of
 torch's agent is in ``torch_private``. ``replacement`` restarts only a dead worker; ``signals``
-and ``endings`` are for programs that launch; ``restart_notice`` and ``starting_over`` warn of
-scripts that lose more than they need.
+and ``endings`` are for programs that launch; ``scripts`` warns of scripts that lose more than they
+need; ``error_files`` has torch's agent survive what a killed worker has left.
 
 The top of the agent's side: it imports all of it, and nothing imports it.
 """

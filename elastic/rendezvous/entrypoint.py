@@ -26,7 +26,7 @@ def create_handler(parameters: Any) -> Any:
     sentence instead, and its exit code tells a launcher whether to try again. A program that
     calls ``elastic_launch`` gets one of torch's rendezvous errors.
     """
-    from elastic.agent.leaving import leave_at_once_on_sigterm
+    from elastic.agent.ending.leaving import leave_at_once_on_sigterm
     from elastic.errors import ElasticError
     from elastic.rendezvous import torch_private
     from elastic.rendezvous.endings import ending

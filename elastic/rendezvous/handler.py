@@ -26,26 +26,28 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.agent import worker_tuning
-from elastic.agent.leaving import LauncherPhase, told_to_leave
+from elastic.agent.ending.leaving import LauncherPhase, told_to_leave
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
 from elastic.errors import ConfigError, ElasticError, NodeUnfit
 from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
+from elastic.membership.replicas import require_whole_replicas
 from elastic.messages.environment import CALL_JOIN
-from elastic.messages.world import NO_WORLD
+from elastic.messages.world import NO_WORLD, nodes_per_replica
 from elastic.node.status import JobSucceeded
 from elastic.node.tls_options import node_tls
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.endings import ending
-from elastic.rendezvous.launch import Launch
+from elastic.rendezvous.error_files import tolerate_unreadable_error_files
+from elastic.rendezvous.launch import JobAccess, Launch
 from elastic.rendezvous.signals import ProgramSignals
 from elastic.rendezvous.torch_private import Launcher
-from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.telemetry.log import get_logger
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.option_sources import read_options
 
 # What torchrun calls every job that is not given an id.
 NO_RUN_ID = "none"
@@ -63,6 +65,7 @@ def create(
         NodeUnfit: the preflight is enabled, and this node failed it.
     """
     torch_private.check()
+    tolerate_unreadable_error_files()
     is_program = launcher is Launcher.PROGRAM
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
@@ -86,7 +89,7 @@ def create(
             store.close()
             raise
     handler = EtcdRendezvousHandler(
-        parameters, run_id, options, keys, store, launcher, signals, launches, tls
+        parameters, run_id, JobAccess(options, keys, store, tls), launcher, signals, launches
     )
     # torch may fail before it uses the handler, and does not close it then.
     weakref.finalize(handler, store.close).atexit = False
@@ -150,22 +153,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self,
         parameters: RendezvousParameters,
         run_id: str,
-        options: AgentOptions,
-        keys: Keys,
-        store: EtcdStore,
+        job: JobAccess,
         launcher: Launcher,
         signals: ProgramSignals,
         launches: list[Launch],
-        tls: Tls | None,
     ) -> None:
         self._parameters = parameters
         self._run_id = run_id
-        self._options = options
-        self._keys = keys
-        self._store = store
+        self._job = job
         self._launcher = launcher
         self._signals = signals
-        self._tls = tls
         self._launches = launches  # none before the first rendezvous, then one
         self._handled_outside = sys.exc_info()[1]  # a program may launch in its except clause
         self._closed = False
@@ -228,17 +225,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
 
     def _begin(self, agent: torch_private.CallingAgent) -> Launch:
-        """From here on torch's agent runs, and whatever ends it closes the launch."""
+        """Create the launch. From here on torch's agent runs, and closes it in every case."""
+        limits = self._limits(agent)
         launch = Launch(
             parameters=self._parameters,
-            options=self._options,
-            keys=self._keys,
-            store=self._store,
+            limits=limits,
+            job=self._job,
             launcher=self._launcher,
             signals=self._signals,
             agent=agent,
             end_told_to_leave=leave_on_sigterm(self._launcher),
-            tls=self._tls,
         )
         self._launches.append(launch)
         torch_private.attach(
@@ -246,6 +242,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
             on_signal=self._end_by_signal,
         )
         return launch
+
+    def _limits(self, agent: torch_private.CallingAgent) -> tuple[int, int]:
+        """How many nodes the job may have, counted in whole replicas. Raises ConfigError."""
+        given = self._parameters.min_nodes, self._parameters.max_nodes
+        size = self._job.options.replica_size
+        low, high = require_whole_replicas(size, nproc=agent.nproc, limits=given)
+        if (per_replica := nodes_per_replica(size, agent.nproc)) > 1:
+            get_logger().info(
+                "replica_size=%d with %d workers per node: a replica takes %d nodes, and the job "
+                "%d to %d (%d to %d replicas)",
+                *(size, agent.nproc, per_replica, low, high),
+                *(low // per_replica, high // per_replica),
+            )
+        return low, high
 
     def _warm_up(self, launch: Launch) -> RendezvousInfo:
         """A world of only this node, in which workers get ready to join the one that runs.
@@ -305,7 +315,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._launches:
             self._launches[0].end(in_flight)
         else:
-            self._store.close()
+            self._job.store.close()
             if self._launcher is not Launcher.TORCHRUN:
                 self._signals.put_back()
         return True

@@ -9,50 +9,44 @@ child must not have are taken from it.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import dataclasses
 import logging
 import math
 import os
-import secrets
 import shutil
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from elastic.agent.leaving import LauncherPhase, Leaving
+from elastic.agent.ending.leaving import LauncherPhase, Leaving
 from elastic.agent.service import NodeService
 from elastic.agent.worker_tuning import WorkerTuning
-from elastic.clock import SYSTEM_CLOCK
 from elastic.events import HealthServed, WorkersStarting
 from elastic.hangs.watch import Supervised
 from elastic.health.server import HealthServer
-from elastic.membership.records import Keys, Node, NodeState
+from elastic.membership.records import Keys
 from elastic.messages.environment import identity_variable
 from elastic.messages.world import WorldIdentity
-from elastic.node.address import own_address
+from elastic.metrics.assembly import metrics_of, otlp_export_of
+from elastic.metrics.torchelastic import TorchElasticOrigin
 from elastic.node.checkpoint_memory import host_memory
-from elastic.node.identity import current_process
+from elastic.node.context import NodeContext
 from elastic.node.orphan_reaper import MARK, OrphanReaper, end_strays, kill_marked
 from elastic.node.ports import PortReserve
 from elastic.node.run_secret import MEMORY, RunSecret
 from elastic.rendezvous.endings import why_left
+from elastic.rendezvous.node_record import describe_node
 from elastic.rendezvous.replacement import Replacement
-from elastic.rendezvous.restart_notice import RestartNotice
+from elastic.rendezvous.scripts.restart_notice import RestartNotice, leave_out_closing_signals
+from elastic.rendezvous.scripts.starting_over import StartingOver, places
 from elastic.rendezvous.signals import ProgramSignals
-from elastic.rendezvous.starting_over import StartingOver, places
-from elastic.rendezvous.torch_private import (
-    CallingAgent,
-    Launcher,
-    Supervision,
-    leave_signal_to_us,
-)
+from elastic.rendezvous.torch_private import CallingAgent, Launcher, Supervision, leave_signal_to_us
 from elastic.secure_channel import private_files
 from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.store import EtcdStore
@@ -66,22 +60,31 @@ _running: list[Launch] = []  # of this process
 _environment = threading.RLock()  # os.environ is one launch's at a time
 
 
+@dataclasses.dataclass(frozen=True)
+class JobAccess:
+    """How a node reaches its job."""
+
+    options: AgentOptions
+    keys: Keys
+    store: EtcdStore
+    tls: Tls | None  # between the nodes
+
+
 class Launch:
-    """Made at the first rendezvous, when torch's agent is sure to close it."""
+    """Created at the first rendezvous: from then on torch's agent is certain to close it."""
 
     def __init__(
         self,
         *,
         parameters: RendezvousParameters,
-        options: AgentOptions,
-        keys: Keys,
-        store: EtcdStore,
+        limits: tuple[int, int],
+        job: JobAccess,
         launcher: Launcher,
         signals: ProgramSignals,
         agent: CallingAgent,
         end_told_to_leave: Callable[[], BaseException],
-        tls: Tls | None = None,
     ) -> None:
+        options, keys, store, tls = job.options, job.keys, job.store, job.tls
         self._options = options
         self._launcher = launcher
         self._signals = signals
@@ -90,7 +93,7 @@ class Launch:
         self._log = get_logger()
         self._starting: int | None = None  # the thread that starts workers now
         self._health: HealthServer | None = None
-        node = _describe_node(parameters, options, store)
+        node = describe_node(parameters, options, store, limits)
         self._node_id = node.node_id
         self._ending = Path(private_files.make_folder("elastic-ending-")) / "told"
         self._origin = LogOrigin(node.name)
@@ -100,6 +103,7 @@ class Launch:
             made.callback(remove_origin, self._origin)
             self.ports = PortReserve()
             made.callback(self.ports.close)
+            node = replace(node, replica_port=self.ports.replica_port)
             self._journal = Journal(
                 folder=os.environ.get("ELASTIC_JOURNAL"),
                 identity={"node": node.name, "node_id": node.node_id},
@@ -108,29 +112,41 @@ class Launch:
                 run_id=keys.run_id,
             )
             made.callback(self._journal.close)
+            origin = TorchElasticOrigin(
+                run_id=keys.run_id,
+                role=agent.role,
+                hostname=node.process.host,
+                backend=parameters.backend,
+                destination=agent.event_log_handler,
+            )
+            metrics, self._bridge = metrics_of(options, self._journal, origin)
+            store.observe(metrics.on_etcd_call)
             secret = RunSecret.obtain(store, keys)
             services: list[NodeService] = []  # filled below: the memory comes first
             self.memory = host_memory(
                 node,
                 options,
                 self._journal,
-                lambda: services[0].running if services else None,
+                lambda: services[0].told if services else None,
                 key=lambda: secret.key(MEMORY),
                 tls=tls,
                 on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
             )
             made.callback(self.memory.close)
-            self.service = NodeService(
+            context = NodeContext.of(
+                self.memory.published(node),
                 store=store,
                 keys=keys,
                 secret=secret,
-                node=self.memory.published(node),
                 options=options,
                 journal=self._journal,
-                last_contact_s=lambda: store.last_contact_s,
                 tls=tls,
             )
+            self.service = NodeService(
+                context, last_contact_s=lambda: store.last_contact_s, metrics=metrics
+            )
             services.append(self.service)
+            self.service.before_telling(self.memory.look)
             self._journal.locate(self.service.position)
             made.callback(self.service.close)
             self._reaper = OrphanReaper(
@@ -148,12 +164,16 @@ class Launch:
             )
             made.callback(self._end_health)
             self._serve_health()
+            self._otlp = otlp_export_of(self.service.readings, keys.run_id, node.name)
+            if self._otlp is not None:
+                made.callback(self._otlp.close)
             self.service.start()
             made.pop_all()
         self._variables: dict[str, str | None] = {
             MARK: node.node_id,
             "ELASTIC_NODE_NAME": node.name,
             "ELASTIC_MAX_NODES": str(node.max_nodes),
+            "ELASTIC_REPLICA_SIZE": str(options.replica_size),
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_LINK": self.service.link_path or None,
@@ -173,6 +193,7 @@ class Launch:
         )
         self._tuned: dict[str, str | None] = {}
         self.notice = RestartNotice(options.mode)
+        leave_out_closing_signals()
         self._replacement = Replacement(self.service, self._journal, self.starting_workers)
         self._starting_over = StartingOver(
             lambda: places(sys.argv[1:], Path.cwd()),
@@ -220,6 +241,7 @@ class Launch:
 
     def look_at_workers(self, supervision: Supervision | None) -> None:
         """Called with every poll of torch's agent, while all workers are well."""
+        self._bridge.flush()
         if self.service.link_path:
             self._replacement.look(supervision)
         if supervision is not None:
@@ -292,8 +314,11 @@ class Launch:
             last_first.callback(self._give_signals_back)
             last_first.callback(remove_origin, self._origin)
             last_first.callback(self._journal.close)
+            last_first.callback(self._bridge.flush)
             last_first.callback(self._end_health)
             last_first.callback(self._park)
+            if self._otlp is not None:
+                last_first.callback(self._otlp.close)
             last_first.callback(self.memory.close)
             last_first.callback(self._forget)
             last_first.callback(self._reaper.release)
@@ -372,33 +397,3 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _describe_node(
-    parameters: RendezvousParameters, options: AgentOptions, store: EtcdStore
-) -> Node:
-    return Node(
-        node_id=secrets.token_hex(8),
-        name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
-        nproc=0,
-        role="",
-        address=own_address(
-            parameters.local_addr or options.pod_ip or "",
-            store.endpoint,
-            within_s=options.connect_timeout_s,
-        ),
-        ports=(),
-        liveness_port=0,
-        process=current_process(options.pod_uid or ""),
-        state=NodeState.ARRIVED,
-        in_process=False,
-        min_nodes=parameters.min_nodes,
-        max_nodes=parameters.max_nodes,
-        library=importlib.metadata.version("torch-elastic-harness"),
-        torch=str(torch.__version__),
-        running=None,
-        arrived_for=0,
-        failure=None,
-        failure_exit_code=None,
-        joined_at_s=SYSTEM_CLOCK.wall(),
-    )

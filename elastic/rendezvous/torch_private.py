@@ -75,10 +75,10 @@ class CallingAgent:
     nproc: int
     role: str
     max_restarts: int
-    worker_pids: tuple[int, ...]  # of the workers that have just ended; empty before the first
     failure: WorkerFailure | None
     runs_function: bool  # the workers are processes of multiprocessing, not of a command
     start_method: str  # of multiprocessing
+    event_log_handler: str  # name of the handler that its events go to
 
 
 # What the agent has before its first rendezvous, by the class that has it.
@@ -267,15 +267,14 @@ def _find_agent() -> tuple[Any, Any]:
 def _describe(agent: Any, run_result: Any) -> CallingAgent:
     try:
         spec = agent._worker_group.spec
-        context = agent._pcontext
         return CallingAgent(
             nproc=int(spec.local_world_size),
             role=str(spec.role),
             max_restarts=int(spec.max_restarts),
-            worker_pids=tuple(context.pids().values()) if context is not None else (),
             failure=_first_failure(run_result),
             runs_function=callable(spec.entrypoint),
             start_method=str(agent._start_method),
+            event_log_handler=str(spec.event_log_handler),
         )
     except AttributeError as error:
         raise _differs(str(error)) from error

@@ -1,16 +1,20 @@
-"""One connection of a hub, and what a hub's owner does with it."""
+"""One connection of a hub, all connections of a hub, and what the hub's owner does with them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import selectors
 import socket
 import ssl
+from collections.abc import Callable, Iterator
 from enum import Enum
+from typing import Any
 
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import FrameReader
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
+from elastic.secure_channel.limits import Limits, Unproved, give_up_on_silence
 from elastic.secure_channel.tls import RECORD_BYTES, awaited_event, failure
 
 READ_BYTES = 1 << 16
@@ -115,6 +119,87 @@ def _raise_if_refused(error: ssl.SSLError) -> None:
         raise why from error
 
 
+class HubConnections:
+    """All connections of one hub, and until when each may go on as it is; for the hub's thread."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, limits: Limits, monotonic: Callable[[], float]
+    ) -> None:
+        self._selector = selector
+        self._limits = limits
+        self._monotonic = monotonic
+        self._all: set[Connection] = set()
+        self._deadlines: dict[Connection, float] = {}
+        self.unproved: Unproved[Connection] = Unproved(limits)
+        self.accepted_open = 0  # accepted ones that are open
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(tuple(self._all))
+
+    def add(self, connection: Connection, within_s: float, events: int) -> None:
+        """Select for ``events``; it has to get on ``within_s``."""
+        self._all.add(connection)
+        self.allow(connection, within_s)
+        self._selector.register(connection.socket, events, connection)
+
+    def add_accepted(self, connection: Connection) -> None:
+        """One that has to prove itself."""
+        self.unproved.add(connection, connection.address, self._monotonic())
+        self.add(connection, self._limits.handshake_s, selectors.EVENT_READ)
+
+    def allow(self, connection: Connection, seconds: float) -> None:
+        """It has so long from now on."""
+        self._deadlines[connection] = self._monotonic() + seconds
+
+    def opened(self, connection: Connection) -> None:
+        """It has proved itself: an idle connection has no deadline."""
+        self.unproved.discard(connection)
+        self._deadlines.pop(connection, None)
+        self.accepted_open += not connection.is_outgoing
+
+    def time_message(self, connection: Connection) -> None:
+        """A message that has begun must end in time; an idle connection has no deadline."""
+        if not connection.reader.is_partial:
+            self._deadlines.pop(connection, None)
+        elif connection not in self._deadlines or connection.timed_frame != connection.frames:
+            connection.timed_frame = connection.frames
+            self.allow(connection, self._limits.message_s)
+
+    def watch(self, connection: Connection) -> None:
+        """Have the selector wait for what the connection waits for."""
+        if self._selector.get_key(connection.socket).events != connection.awaits:
+            self._selector.modify(connection.socket, connection.awaits, connection)
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed, or its owner has taken its socket."""
+        if connection.state is State.OPEN and not connection.is_outgoing:
+            self.accepted_open -= 1
+        connection.state = State.CLOSED
+        self._all.discard(connection)
+        self.unproved.discard(connection)
+        self._deadlines.pop(connection, None)
+        self._selector.unregister(connection.socket)
+
+    def close(self) -> None:
+        """Close all; nobody selects any more."""
+        for connection in self._all:
+            connection.state = State.CLOSED
+            connection.socket.close()
+        self._all.clear()
+
+    @property
+    def deadlines_s(self) -> tuple[float, ...]:
+        """When :meth:`expired` has something."""
+        return tuple(self._deadlines.values())
+
+    def expired(self) -> list[Connection]:
+        """Those whose time is up."""
+        if not self._deadlines:
+            return []
+        now_s = self._monotonic()
+        return [c for c, at_s in self._deadlines.items() if now_s >= at_s]
+
+
 class Handler:
     """What a hub's owner does with its connections, all on the hub's thread.
 
@@ -135,3 +220,24 @@ class Handler:
 
     def closed(self, connection: Connection) -> None:
         """It has ended, open or not, other than by ``drop(notify=False)``."""
+
+
+def outgoing_socket(host: str, port: int) -> tuple[socket.socket, Any]:
+    """A socket that does not block, and what to connect it to: an address, never a name.
+
+    Raises OSError.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setblocking(False)
+    return sock, address
+
+
+def set_up(sock: socket.socket, silence_s: float) -> None:
+    """Let no message wait until the one before it is acknowledged; end where the peer's machine is
+    silent for so long."""
+    give_up_on_silence(sock, silence_s)
+    if sock.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):  # it is gone: the next event reports it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -20,9 +20,12 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from elastic.secure_channel.errors import AuthenticationError, ProtocolError
 from elastic.secure_channel.keys import SecretKey
+from elastic.secure_channel.tls import Tls
 
 MAGIC = b"elastic1"
 NONCE_BYTES = 32
@@ -31,6 +34,15 @@ MAX_IDENTITY = 128
 # Of any frame of the handshake.
 MAX_FRAME = len(MAGIC) + NONCE_BYTES + PROOF_BYTES + MAX_IDENTITY
 _IDENTITY_AT = len(MAGIC) + NONCE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What one end of a connection proves to the other."""
+
+    key: Callable[[], SecretKey]  # called for every handshake
+    identity: str = ""
+    tls: Tls | None = None  # for all connections, in both directions; others are refused
 
 
 class ClientHandshake:

@@ -18,19 +18,20 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic.secure_channel.acceptor import Acceptor
-from elastic.secure_channel.connection import READ_BYTES, Connection, Handler, State
+from elastic.secure_channel.connection import (
+    READ_BYTES,
+    Connection,
+    Handler,
+    HubConnections,
+    State,
+    outgoing_socket,
+    set_up,
+)
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import (
-    LimitedReports,
-    Limits,
-    Report,
-    Unproved,
-    give_up_on_silence,
-)
-from elastic.secure_channel.tls import Tls, shake_hands
+from elastic.secure_channel.handshake import ClientHandshake, Credentials, ServerHandshake
+from elastic.secure_channel.limits import LimitedReports, Limits, Report
+from elastic.secure_channel.tls import shake_hands
 
 ACCEPTS_PER_TURN = 16
 _MAX_READS_OF_REST = 64  # a dead process's children may keep writing
@@ -39,10 +40,8 @@ OnError = Callable[[BaseException], object]
 
 
 class Hub:
-    """Its owner calls :meth:`close`. ``key`` is called for every handshake.
-
-    With ``tls`` all its connections use TLS, in both directions; others are refused.
-    """
+    """Its owner calls :meth:`close`. ``report`` takes lines for the log, ``on_error`` what has
+    ended the thread."""
 
     def __init__(
         self,
@@ -50,11 +49,9 @@ class Hub:
         listener: socket.socket,
         handler: Handler,
         *,
-        key: Callable[[], SecretKey],
-        identity: str,
+        credentials: Credentials,
         limits: Limits,
         report: Report,
-        tls: Tls | None = None,
         on_error: OnError = lambda error: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,9 +59,9 @@ class Hub:
         self.limits = limits
         self._listener = listener
         self._handler = handler
-        self._key = key
-        self._identity = identity
-        self._tls = tls
+        self._key = credentials.key
+        self._identity = credentials.identity
+        self._tls = credentials.tls
         self._report = LimitedReports(report, monotonic=monotonic)
         self._on_error = on_error
         self._monotonic = monotonic
@@ -73,11 +70,9 @@ class Hub:
         for sock in (listener, self._waker, self._wakee):
             sock.setblocking(False)
         self._requests: deque[Callable[[], object]] = deque()
-        self._connections: set[Connection] = set()
-        self._pending: Unproved[Connection] = Unproved(limits)
-        self._open = 0  # of the accepted ones
-        self._deadlines: dict[Connection, float] = {}
-        self._acceptor = Acceptor(listener, self._selector, self._pending.room_in_s, monotonic)
+        self._all = HubConnections(self._selector, limits, monotonic)
+        room_in_s = self._all.unproved.room_in_s
+        self._acceptor = Acceptor(listener, self._selector, room_in_s, monotonic)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -115,7 +110,7 @@ class Hub:
     @property
     def connections(self) -> tuple[Connection, ...]:
         """Those that are open."""
-        return tuple(c for c in self._connections if c.state is State.OPEN)
+        return tuple(c for c in self._all if c.state is State.OPEN)
 
     def connect(
         self, host: str, port: int, *, expected: str, within_s: float, data: object = None
@@ -125,17 +120,12 @@ class Hub:
 
         ``Handler.opened`` or ``Handler.closed`` reports how that ends. Raises OSError.
         """
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-        family, kind, protocol, _, address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
+        sock, address = outgoing_socket(host, port)
         limit = self.limits.server_frame_bytes
         connection = Connection(sock, f"{host}:{port}", is_outgoing=True, limit=limit)
         connection.data = data
         connection.handshake = ClientHandshake(self._key(), self._identity, expected=expected)
-        self._connections.add(connection)
-        self._deadlines[connection] = self._monotonic() + within_s
-        self._selector.register(sock, selectors.EVENT_WRITE, connection)
+        self._all.add(connection, within_s, selectors.EVENT_WRITE)
         status = sock.connect_ex(address)
         if status not in (0, errno.EINPROGRESS):
             self.post(lambda: self.drop(connection))
@@ -164,7 +154,7 @@ class Hub:
 
     def detach(self, connection: Connection) -> tuple[socket.socket, bytes]:
         """Give an open connection away: its socket, now blocking, and what it has sent since."""
-        self._forget(connection)
+        self._all.forget(connection)
         connection.socket.setblocking(True)
         return connection.socket, connection.reader.take(READ_BYTES * 2)
 
@@ -172,7 +162,7 @@ class Hub:
         """Close it. ``why`` is logged; without ``notify`` the handler is not called."""
         if connection.is_closed:
             return
-        self._forget(connection)
+        self._all.forget(connection)
         connection.socket.close()
         if why:
             self._report(f"{self.name}: {connection.address} is disconnected: {why}")
@@ -198,10 +188,7 @@ class Hub:
             self._release()
 
     def _release(self) -> None:
-        for connection in tuple(self._connections):
-            connection.state = State.CLOSED
-            connection.socket.close()
-        self._connections.clear()
+        self._all.close()
         self._requests.clear()
         for sock in (self._listener, self._waker, self._wakee):
             sock.close()
@@ -233,15 +220,12 @@ class Hub:
             self._read(connection)
 
     def _patience_s(self) -> float | None:
-        waits_s = [*self._deadlines.values(), *self._acceptor.resumes_at_s]
+        waits_s = [*self._all.deadlines_s, *self._acceptor.resumes_at_s]
         at_s = min(waits_s, default=None)
         return None if at_s is None else max(0.0, at_s - self._monotonic())
 
     def _expire(self) -> None:
-        if not self._deadlines:
-            return
-        now_s = self._monotonic()
-        for connection in [c for c, at_s in self._deadlines.items() if now_s >= at_s]:
+        for connection in self._all.expired():
             if connection.state is State.OPEN:
                 self.drop(connection, f"a message took over {self.limits.message_s:g} s")
             elif connection.is_outgoing:
@@ -257,7 +241,7 @@ class Hub:
                 sock = self._acceptor.accept()
             except OSError as error:  # no descriptor is free
                 self._report(f"{self.name}: cannot accept a connection: {error}")
-                if (oldest := self._pending.oldest) is not None:
+                if (oldest := self._all.unproved.oldest) is not None:
                     self.drop(oldest)
                 return
             if sock is None:
@@ -274,12 +258,11 @@ class Hub:
         except OSError:  # it has gone again
             sock.close()
             return
-        for oldest in (self._pending.to_evict_of(address), self._pending.to_evict()):
+        for oldest in (self._all.unproved.to_evict_of(address), self._all.unproved.to_evict()):
             if oldest is not None:
                 self.drop(oldest, "too many unauthenticated connections")
         sock.setblocking(False)
-        _send_at_once(sock)
-        give_up_on_silence(sock, self.limits.silence_s)
+        set_up(sock, self.limits.silence_s)
         if self._tls is not None:
             try:
                 sock = self._tls.wrap(sock, server_side=True)
@@ -288,20 +271,15 @@ class Hub:
         connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
         connection.state = State.PROVING if self._tls is None else State.SECURING
         connection.handshake = ServerHandshake(self._key(), self._identity)
-        now_s = self._monotonic()
-        self._connections.add(connection)
-        self._pending.add(connection, address, now_s)
-        self._deadlines[connection] = now_s + self.limits.handshake_s
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._all.add_accepted(connection)
 
     def _connected(self, connection: Connection) -> None:
         sock = connection.socket
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
             self.drop(connection)
             return
-        _send_at_once(sock)
-        give_up_on_silence(sock, self.limits.silence_s)
-        self._deadlines[connection] = self._monotonic() + self.limits.handshake_s
+        set_up(sock, self.limits.silence_s)
+        self._all.allow(connection, self.limits.handshake_s)
         if self._tls is None:
             self._prove_to_server(connection)
             return
@@ -350,7 +328,7 @@ class Hub:
         if chunk == b"":
             self.drop(connection)
             return False
-        self._watch(connection)
+        self._all.watch(connection)
         if chunk is None:
             return False
         connection.reader.feed(chunk)
@@ -359,7 +337,7 @@ class Hub:
         except ProtocolError as error:
             self.drop(connection, str(error))
         if not connection.is_closed and connection.state is State.OPEN:
-            self._time_message(connection)
+            self._all.time_message(connection)
         return not connection.is_closed
 
     def _take_frames(self, connection: Connection) -> None:
@@ -380,8 +358,8 @@ class Hub:
             self._queue(connection, handshake.challenge(payload))
         elif isinstance(handshake, ServerHandshake):
             handshake.verify(payload)
-            if self._open >= self.limits.open_connections:
-                raise ProtocolError(f"there are {self._open} connections already")
+            if (count := self._all.accepted_open) >= self.limits.open_connections:
+                raise ProtocolError(f"there are {count} connections already")
             self._open_up(connection, handshake.peer)
 
     def _open_up(self, connection: Connection, identity: str) -> None:
@@ -392,18 +370,8 @@ class Hub:
         connection.was_open = True
         connection.state = State.OPEN
         connection.reader.limit = connection.open_limit
-        self._pending.discard(connection)
-        self._deadlines.pop(connection, None)
-        self._open += not connection.is_outgoing
+        self._all.opened(connection)
         self._handler.opened(connection)
-
-    def _time_message(self, connection: Connection) -> None:
-        """A message that has begun must end in time; an idle connection has no deadline."""
-        if not connection.reader.is_partial:
-            self._deadlines.pop(connection, None)
-        elif connection not in self._deadlines or connection.timed_frame != connection.frames:
-            connection.timed_frame = connection.frames
-            self._deadlines[connection] = self._monotonic() + self.limits.message_s
 
     def _queue(self, connection: Connection, payload: bytes) -> None:
         connection.unsent += frame(payload)
@@ -419,26 +387,6 @@ class Hub:
             self.drop(connection, str(error))
             return
         if is_there:
-            self._watch(connection)
+            self._all.watch(connection)
         else:
             self.drop(connection)
-
-    def _watch(self, connection: Connection) -> None:
-        """Have the selector wait for what the connection waits for."""
-        if self._selector.get_key(connection.socket).events != connection.awaits:
-            self._selector.modify(connection.socket, connection.awaits, connection)
-
-    def _forget(self, connection: Connection) -> None:
-        if connection.state is State.OPEN and not connection.is_outgoing:
-            self._open -= 1
-        connection.state = State.CLOSED
-        self._connections.discard(connection)
-        self._pending.discard(connection)
-        self._deadlines.pop(connection, None)
-        self._selector.unregister(connection.socket)
-
-
-def _send_at_once(sock: socket.socket) -> None:
-    if sock.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # it is gone: the next event reports it
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

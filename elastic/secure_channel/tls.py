@@ -76,7 +76,7 @@ class Tls:
         self._report = LimitedReports(report, monotonic=monotonic)
         self._monotonic = monotonic
         self._signature = _signature_of(files)
-        self._contexts = _load(files)
+        self._contexts = load_contexts(files)
         self._refused: _Signature | None = None
         self._again_at_s = 0.0
 
@@ -100,7 +100,7 @@ class Tls:
         if signature == self._refused and self._monotonic() < self._again_at_s:
             return self._contexts
         try:
-            contexts = _load(self.files)
+            contexts = load_contexts(self.files)
             if _signature_of(self.files) == signature:  # else: the next connection loads again
                 self._contexts, self._signature = contexts, signature
         except OSError as error:
@@ -191,7 +191,7 @@ def _unreadable(name: str, path: str, error: OSError) -> CertificateError:
     )
 
 
-def _load(files: TlsFiles) -> _Contexts:
+def load_contexts(files: TlsFiles) -> _Contexts:
     """Contexts of both roles, which have met once. Raises CertificateError."""
     for name, path in _named(files):
         try:

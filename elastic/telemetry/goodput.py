@@ -8,7 +8,7 @@ it adds up to the wall time from the first line to the last. The parts are in
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +25,9 @@ from elastic.telemetry.activities import (
     union,
 )
 from elastic.telemetry.journal_reader import JournalRecord
-from elastic.telemetry.lanes import StepHistory, agent_lane, lane_start, step_history, worker_lane
-from elastic.telemetry.merging import JournalWriter, MergedJournal
-
-_UNNAMED = ("", "none")  # torchrun's own name for a job without one
+from elastic.telemetry.lanes import agent_lane, lane_start, worker_lane
+from elastic.telemetry.merging import JournalWriter, MergedJournal, RunJournal, run_of
+from elastic.telemetry.step_history import StepHistory, step_history
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class NodeGoodput:
     start_s: float
     end_s: float
     breakdown: Breakdown
+    workers: tuple[Lane, ...] = ()  # one for each process
+    agents: tuple[Lane, ...] = ()  # they count only while the node has no worker
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,17 @@ class Goodput:
 
 def goodput_of(journal: MergedJournal, run_id: str | None = None) -> Goodput:
     """Attribute all wall time of a run: of ``run_id``, else of the one that began last."""
-    notes = list(journal.notes)
-    chosen, writers = _of_run(journal.writers, run_id, notes)
+    return goodput_of_run(run_of(journal, run_id))
+
+
+def goodput_of_run(run: RunJournal) -> Goodput:
+    """Attribute all wall time of a run."""
+    chosen, writers, notes = run.run_id, run.writers, run.notes
     records = [record for writer in writers for record in writer.records]
     facts = step_history(records)
     nodes = _nodes(writers, facts)
     if not nodes:
-        return Goodput(chosen, 0.0, 0.0, Breakdown({}), (), (), 0, 0, tuple(notes))
+        return Goodput(chosen, 0.0, 0.0, Breakdown({}), (), (), 0, 0, notes)
     start_s = min(node.spans[0][0] for node in nodes)
     end_s = max(node.spans[-1][1] for node in nodes)
     present = counts(span for node in nodes for span in node.spans)
@@ -103,25 +108,21 @@ def goodput_of(journal: MergedJournal, run_id: str | None = None) -> Goodput:
         end_s=end_s,
         breakdown=Breakdown(seconds),
         nodes=tuple(
-            NodeGoodput(n.name, n.spans[0][0], n.spans[-1][1], Breakdown(n.seconds)) for n in nodes
+            NodeGoodput(
+                node=n.name,
+                start_s=n.spans[0][0],
+                end_s=n.spans[-1][1],
+                breakdown=Breakdown(n.seconds),
+                workers=tuple(n.workers),
+                agents=tuple(n.agents),
+            )
+            for n in nodes
         ),
         incidents=tuple(_incidents(nodes, records)),
         steps=max(0, facts.last_step - facts.first_step),
         recomputed_steps=facts.recomputed_steps,
-        notes=tuple(notes),
+        notes=notes,
     )
-
-
-def _of_run(
-    writers: Sequence[JournalWriter], run_id: str | None, notes: list[str]
-) -> tuple[str, list[JournalWriter]]:
-    """Those of one run. (A worker of a job without a name does not know which it got.)"""
-    known = list(dict.fromkeys(w.run_id for w in writers if w.run_id not in _UNNAMED))
-    chosen = run_id if run_id is not None else (known[-1] if known else "")
-    if run_id is None and len(known) > 1:
-        others = ", ".join(known[:-1][:5])
-        notes.append(f"the folder holds {len(known)} runs: this is {chosen}; others: {others}")
-    return chosen, [w for w in writers if w.run_id == chosen or w.run_id in _UNNAMED]
 
 
 # Nodes -------------------------------------------------------------------------------------------
@@ -238,6 +239,19 @@ def _sum(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
 # Incidents ---------------------------------------------------------------------------------------
 
 
+def _standstills(
+    times: Sequence[tuple[float, float]], formed: Iterable[JournalRecord]
+) -> list[tuple[tuple[float, float], list[JournalRecord]]]:
+    """Those in which worlds began, each with them. A world that a node joins is formed while the
+    others still train: they stand still next."""
+    worlds: dict[int, list[JournalRecord]] = {}
+    for record in formed:
+        place = bisect_left(times, record.at_s, key=lambda span: span[1])
+        if place < len(times):
+            worlds.setdefault(place, []).append(record)
+    return [(times[place], of_stop) for place, of_stop in sorted(worlds.items())]
+
+
 def _incidents(
     nodes: Sequence[_NodeTime], records: Iterable[JournalRecord]
 ) -> Iterable[IncidentGoodput]:
@@ -245,11 +259,11 @@ def _incidents(
     formed = sorted((r for r in records if r.name == "world-formed"), key=lambda r: r.at_s)
     stops = [(node, stop) for node in nodes for stop in node.interruptions()]
     times = union((stop.start_s, stop.end_s) for _, stop in stops)
+    began_s = min(
+        (lane.progress[0][0] for n in nodes for lane in n.workers if lane.progress), default=0.0
+    )
     charged: set[int] = set()
-    for start_s, end_s in times:
-        worlds = [r for r in formed if start_s <= r.at_s <= end_s]
-        if not worlds:
-            continue
+    for (start_s, end_s), worlds in _standstills(times, [r for r in formed if r.at_s >= began_s]):
         stopped = [(n, s) for n, s in stops if s.start_s >= start_s and s.end_s <= end_s]
         seconds = _sum(node.losses(stop) for node, stop in stopped)
         first = worlds[0].whole("generation") or 0

@@ -104,6 +104,7 @@ class Journal:
         self._clock = clock
         self._log = get_logger()
         self._position: Position = dict
+        self._listeners: list[Callable[[Event], None]] = []
         self._role = role
         self._run_id = run_id
         self._writer = secrets.token_hex(4)
@@ -141,8 +142,12 @@ class Journal:
         """From now on each line says where the process is: its generation, step and rank."""
         self._position = position
 
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Call it with every event from now on, on the thread that emits it. It must not block."""
+        self._listeners.append(listener)
+
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
-        """Log and append one event."""
+        """Log and append one event, and call the listeners."""
         origin = self._origin
         if origin is not None and isinstance(event, WorldEntered):
             origin.generation = event.generation
@@ -153,6 +158,14 @@ class Journal:
                 level, "%s %s", kebab_name(event), shorten(said, _LONGEST_LOGGED), extra=extra
             )
         self._write(event)
+        for listener in self._listeners:
+            self._tell(listener, event)
+
+    def _tell(self, listener: Callable[[Event], None], event: Event) -> None:
+        try:
+            listener(event)
+        except Exception as error:  # noqa: BLE001 - telemetry must not stop training
+            self._log.warning("journal: a listener failed on %s: %r", kebab_name(event), error)
 
     def _write(self, event: Event) -> None:
         file = self._file

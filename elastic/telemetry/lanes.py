@@ -6,21 +6,20 @@ its recoveries. An agent's lane says what a node did while it had no worker.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from math import inf
 
 from elastic.telemetry.activities import Activity, Lane, Stretch
 from elastic.telemetry.journal_reader import JournalRecord
 from elastic.telemetry.merging import JournalWriter
+from elastic.telemetry.step_history import (
+    BESIDE_STEPS,
+    StepHistory,
+    discarded_part,
+    parts_of,
+)
 from elastic.tuning.worker_intervals import MERGED_WINDOWS_S, UNREPORTED_S
 
-_LAST_WINDOWS = 1000
-_PARTS = (
-    ("data_s", Activity.DATA),
-    ("checkpoint_s", Activity.CHECKPOINT),
-    ("evaluation_s", Activity.EVALUATION),
-)
 _LAPS = (
     ("leave_s", Activity.ABORT),
     ("wait_s", Activity.RENDEZVOUS),
@@ -31,95 +30,46 @@ _LAPS = (
 )
 
 
-@dataclass(frozen=True)
-class StepHistory:
-    """What the windows of all ranks tell together."""
-
-    usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
-    windows: Mapping[int, Sequence[JournalRecord]]  # by generation: the last ones of all ranks
-    cuts: Mapping[int, int]  # by generation: the step from which on a later one redid its work
-    first_step: int
-    last_step: int
-    recomputed_steps: int
-
-    def shares_of(self, generation: int) -> dict[Activity, float]:
-        """What its windows hold, as fractions of 1; nothing if there are none."""
-        sums: dict[Activity, float] = defaultdict(float)
-        for record in self.windows.get(generation, ()):
-            discarded = _discarded(record, self.cuts.get(generation))
-            for activity, took_s in _parts(record, discarded).items():
-                sums[activity] += took_s
-        whole_s = sum(sums.values())
-        return {a: took_s / whole_s for a, took_s in sums.items()} if whole_s > 0 else {}
-
-    def usual_of(self, generation: int) -> float | None:
-        """Of the generation, else of the nearest one that tells."""
-        if not self.usual_s:
-            return None
-        return self.usual_s[min(self.usual_s, key=lambda g: abs(g - generation))]
-
-
-def step_history(records: Iterable[JournalRecord]) -> StepHistory:
-    """From the windows of all ranks of a run."""
-    times: dict[int, float] = defaultdict(float)
-    steps: dict[int, int] = defaultdict(int)
-    begins: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    windows: dict[int, deque[JournalRecord]] = {}
-    for record in records:
-        generation, step = record.whole("generation"), record.whole("step")
-        if generation is None or step is None:
-            continue
-        if record.name == "world-joined":
-            begins[generation] = min(step, begins.get(generation, step))
-        elif record.name == "rank-times":
-            made = max(0, record.whole("steps") or 0)
-            begins[generation] = min(step - made, begins.get(generation, step - made))
-            ends[generation] = max(step, ends.get(generation, step))
-            if made and record.text("ended") != "first-step":
-                windows.setdefault(generation, deque(maxlen=_LAST_WINDOWS)).append(record)
-                times[generation] += record.number("productive_s")
-                steps[generation] += made
-    cuts = _cuts(begins)
-    return StepHistory(
-        usual_s={g: times[g] / steps[g] for g in times},
-        windows={g: tuple(last) for g, last in windows.items()},
-        cuts=cuts,
-        first_step=min(begins.values(), default=0),
-        last_step=max(ends.values(), default=0),
-        recomputed_steps=sum(max(0, ends[g] - cuts[g]) for g in ends if g in cuts),
-    )
-
-
-def _parts(record: JournalRecord, discarded: float) -> dict[Activity, float]:
-    """Of a window, in seconds, but for the step that had not ended."""
-    parts = {activity: max(0.0, record.number(name)) for name, activity in _PARTS}
-    productive_s = max(0.0, record.number("productive_s"))
-    parts[Activity.RECOMPUTED] = productive_s * discarded
-    parts[Activity.PRODUCTIVE] = productive_s * (1 - discarded)
-    return parts
-
-
-def _discarded(record: JournalRecord, cut: int | None) -> float:
-    """Which part of the window's steps a later generation, from step ``cut`` on, did again."""
-    steps = record.whole("steps") or 0
-    if cut is None or steps <= 0:
-        return 0.0
-    last = record.whole("step") or 0
-    return min(1.0, max(0, last - max(cut, last - steps)) / steps)
-
-
-def _cuts(begins: Mapping[int, int]) -> dict[int, int]:
-    cuts: dict[int, int] = {}
-    lowest: int | None = None
-    for generation in sorted(begins, reverse=True):
-        if lowest is not None:
-            cuts[generation] = lowest
-        lowest = begins[generation] if lowest is None else min(lowest, begins[generation])
-    return cuts
+def _scaled(
+    start_s: float,
+    end_s: float,
+    parts: Mapping[Activity, float],
+    discarded_in: int | None = None,
+) -> Stretch:
+    """Parts that were measured, as a stretch of that length on the clock of all nodes."""
+    scale = sum(parts.values()) / (end_s - start_s)
+    if scale <= 0:
+        parts, scale = {Activity.PRODUCTIVE: end_s - start_s}, 1.0
+    seconds = {activity: took_s / scale for activity, took_s in parts.items() if took_s > 0}
+    return Stretch(start_s, end_s, seconds, discarded_in)
 
 
 # Workers -----------------------------------------------------------------------------------------
+
+_ALL_PARTS = (("productive_s", Activity.PRODUCTIVE), *BESIDE_STEPS)
+# Events after which a worker's lane says something else than that it makes steps.
+_MOVES_ON = frozenset(
+    {"rank-times", "recovered", "world-fault", "state-restored", "world-joined", "run-closed"}
+)
+
+
+class _WindowSum:
+    """Consecutive windows of whole steps in one world, none of which was done again."""
+
+    def __init__(self, start_s: float, cut: int | None) -> None:
+        self.start_s = self.end_s = start_s
+        self.cut = cut  # later steps were
+        self.seconds = {activity: 0.0 for _, activity in _ALL_PARTS}
+
+    def add(self, record: JournalRecord) -> None:
+        self.end_s = record.at_s
+        get, seconds = record.data.get, self.seconds
+        for name, activity in _ALL_PARTS:
+            took_s = get(name)
+            if type(took_s) is float and 0 < took_s < inf:
+                seconds[activity] += took_s
+            elif took_s:
+                seconds[activity] += max(0.0, record.number(name))
 
 
 def worker_lane(writer: JournalWriter, facts: StepHistory) -> Lane | None:
@@ -138,9 +88,13 @@ class _WorkerLane:
         self._cursor_s = writer.records[0].at_s
         self._meanwhile = Activity.STARTUP  # what no event accounts for
         self._generation: int | None = None  # of the last window
-        self._last_window: Stretch | None = None
+        self._sum: _WindowSum | None = None
 
     def take(self, record: JournalRecord) -> None:
+        if record.name == "rank-times" and self._sum_up(record):
+            return
+        if record.name in _MOVES_ON:
+            self._flush()
         match record.name:
             case "rank-times":
                 self._window(record)
@@ -161,6 +115,7 @@ class _WorkerLane:
         """The process wrote its last line. If it was killed, it had made steps until then that it
         has not summed up: all ranks step together, so they are shared out as those of the world.
         """
+        self._flush()
         is_killed = self._meanwhile is Activity.UNREPORTED and at_s > self._cursor_s
         shares = self._facts.shares_of(self._generation or 0) if is_killed else {}
         if shares:
@@ -192,7 +147,7 @@ class _WorkerLane:
         ended, is_first = record.text("ended"), record.text("ended") == "first-step"
         steps_end_s = end_s - open_s
         if steps_end_s > start_s:
-            self._append(self._steps(record, start_s, steps_end_s), is_first=is_first)
+            self.lane.stretches.append(self._steps(record, start_s, steps_end_s))
             if not is_first and record.whole("steps"):
                 self._progress(start_s, steps_end_s)
             elif is_first:
@@ -200,26 +155,38 @@ class _WorkerLane:
         self._cursor_s = max(start_s, steps_end_s)
         self._open(record, ended, end_s)
 
-    def _append(self, window: Stretch, *, is_first: bool) -> None:
-        """Put a window behind the last one, or add it to that: there may be a million."""
-        last = self._last_window
-        is_more = (
-            last is not None
-            and not is_first
-            and last.end_s == window.start_s
-            and window.end_s - last.start_s <= MERGED_WINDOWS_S
-            and last.discarded_in is None
-            and window.discarded_in is None
-        )
-        if is_more and last is not None:
-            seconds = dict(last.seconds)
-            for activity, took_s in window.seconds.items():
-                seconds[activity] = seconds.get(activity, 0.0) + took_s
-            window = Stretch(last.start_s, window.end_s, seconds)
-            self.lane.stretches[-1] = window
-        else:
-            self.lane.stretches.append(window)
-        self._last_window = None if is_first else window
+    def _sum_up(self, record: JournalRecord) -> bool:
+        """Add a window of whole steps, all of them kept, to those before it; False: it is none.
+
+        There may be a million: what follows looks at one stretch for many of them.
+        """
+        total, data = self._sum, record.data
+        if data.get("ended") != "due" or data.get("open_s"):
+            return False
+        if total is not None and record.at_s - total.start_s > MERGED_WINDOWS_S:
+            self._flush()
+            total = None
+        generation, step = record.whole("generation"), record.whole("step") or 0
+        if total is None:
+            is_next = self._meanwhile is Activity.UNREPORTED and generation == self._generation
+            if not is_next or not record.whole("steps"):
+                return False
+            cut = self._facts.cuts.get(generation or 0)
+            total = self._sum = _WindowSum(self._cursor_s, cut)
+        is_more = generation == self._generation and record.at_s > total.end_s
+        if not is_more or (total.cut is not None and step > total.cut):
+            return False
+        total.add(record)
+        return True
+
+    def _flush(self) -> None:
+        """What was summed up becomes a stretch."""
+        total, self._sum = self._sum, None
+        if total is None or total.end_s <= total.start_s:
+            return
+        self.lane.stretches.append(_scaled(total.start_s, total.end_s, total.seconds))
+        self._progress(total.start_s, total.end_s)
+        self._cursor_s = total.end_s
 
     def _progress(self, start_s: float, end_s: float) -> None:
         """There were whole steps from then to then."""
@@ -232,8 +199,8 @@ class _WorkerLane:
     def _steps(self, record: JournalRecord, start_s: float, end_s: float) -> Stretch:
         """The part of a window that holds whole steps, scaled to its length."""
         generation = record.whole("generation") or 0
-        discarded = _discarded(record, self._facts.cuts.get(generation))
-        parts = _parts(record, discarded)
+        discarded = discarded_part(record, self._facts.cuts.get(generation))
+        parts = parts_of(record, discarded)
         if record.text("ended") == "first-step":
             usual_s = self._facts.usual_of(generation)
             whole_s = max(0.0, record.number("productive_s")) + parts[Activity.DATA]
@@ -242,11 +209,7 @@ class _WorkerLane:
                 parts[Activity.FIRST_STEP] = whole_s - usual_s
                 parts[Activity.RECOMPUTED] = usual_s * discarded
                 parts[Activity.PRODUCTIVE] = usual_s * (1 - discarded)
-        scale = sum(parts.values()) / (end_s - start_s)
-        if scale <= 0:
-            parts, scale = {Activity.PRODUCTIVE: end_s - start_s}, 1.0
-        seconds = {activity: took_s / scale for activity, took_s in parts.items() if took_s > 0}
-        return Stretch(start_s, end_s, seconds, generation if discarded else None)
+        return _scaled(start_s, end_s, parts, generation if discarded else None)
 
     def _open(self, record: JournalRecord, ended: str, end_s: float) -> None:
         """What a window holds after the last commit: a step that did not end."""

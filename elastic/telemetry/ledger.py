@@ -54,9 +54,11 @@ class Ledger:
             "step", generation=generation, step=step, epoch=epoch, rank=rank, samples=samples
         )
 
-    def end(self, *, generation: int, step: int, rank: int, sha256: str) -> None:
-        """This rank is done, with weights of this hash."""
-        self._write("end", generation=generation, step=step, rank=rank, sha256=sha256)
+    def end(self, *, generation: int, step: int, rank: int, sha256: str, position: int = 0) -> None:
+        """This rank is done, with weights of this hash: those at its position of a replica."""
+        self._write(
+            "end", generation=generation, step=step, rank=rank, sha256=sha256, position=position
+        )
 
     def _write(self, event: str, **fields: object) -> None:
         if self._fd is not None:

@@ -11,12 +11,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from elastic.telemetry.journal_reader import JournalRecord
 from elastic.tuning.worker_intervals import CLOCK_SET_S, SILENT_NODE_S
 
 # What all ranks or nodes write at once, and how far apart it may be without any skew.
 _TOGETHER = (("world-joined", 1.0), ("world-entered", 20.0), ("job-ended", 20.0))
+_UNNAMED = ("", "none")  # torchrun's own name for a job without one
+_MOST_FOR_A_MEDIAN = 2000
 _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
 
 
@@ -63,13 +66,40 @@ class MergedJournal:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class RunJournal:
+    """The part of a merged journal that is about one run."""
+
+    run_id: str
+    writers: tuple[JournalWriter, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def records(self) -> list[JournalRecord]:
+        """All events, in order of time."""
+        return sorted((r for w in self.writers for r in w.records), key=attrgetter("at_s"))
+
+
+def run_of(journal: MergedJournal, run_id: str | None = None) -> RunJournal:
+    """``run_id``, else the run that began last. (A worker of a job without a name does not know
+    which one it got.)"""
+    known = list(dict.fromkeys(w.run_id for w in journal.writers if w.run_id not in _UNNAMED))
+    chosen = run_id if run_id is not None else (known[-1] if known else "")
+    notes = list(journal.notes)
+    if run_id is None and len(known) > 1:
+        others = ", ".join(known[:-1][:5])
+        notes.append(f"the folder holds {len(known)} runs: this is {chosen}; others: {others}")
+    writers = tuple(w for w in journal.writers if w.run_id == chosen or w.run_id in _UNNAMED)
+    return RunJournal(chosen, writers, tuple(notes))
+
+
 def merge(records: Iterable[JournalRecord], notes: Sequence[str] = ()) -> MergedJournal:
     """Put all records on one clock (``at_s``) and in order. Says what it had to correct."""
     writers = _by_writer(records)
     found = list(notes)
     found += _gaps(writers)
     found += _place(writers)
-    ordered = sorted((r for w in writers for r in w.records), key=lambda r: r.at_s)
+    ordered = sorted((r for w in writers for r in w.records), key=attrgetter("at_s"))
     if ordered:
         found += _silent(writers, ordered)
     return MergedJournal(tuple(ordered), tuple(writers), tuple(found))
@@ -83,7 +113,7 @@ def _by_writer(records: Iterable[JournalRecord]) -> list[JournalWriter]:
             known = writers[record.writer] = JournalWriter(record.writer)
         known.records.append(record)
     for writer in writers.values():
-        writer.records.sort(key=lambda r: (r.monotonic_s, r.seq))
+        writer.records.sort(key=attrgetter("monotonic_s", "seq"))
     return sorted(writers.values(), key=lambda w: w.records[0].time_s)
 
 
@@ -91,8 +121,8 @@ def _gaps(writers: Iterable[JournalWriter]) -> list[str]:
     """Numbers that nobody has written: rotated away, or lost with a full disk or a bad line."""
     notes = []
     for writer in writers:
-        known = sorted({r.seq for r in writer.records if r.seq >= 0})
-        missing = known[-1] + 1 - len(known) if known else 0
+        known = {r.seq for r in writer.records if r.seq >= 0}
+        missing = max(known) + 1 - len(known) if known else 0
         if missing:
             events = "event is" if missing == 1 else "events are"
             notes.append(
@@ -117,9 +147,9 @@ def _place(writers: Sequence[JournalWriter]) -> list[str]:
         clocks[writer.clock].append(writer)
     offsets, notes = {}, []
     for clock, of_clock in clocks.items():
-        medians = [_median(r.time_s - r.monotonic_s for r in w.records) for w in of_clock]
-        offsets[clock] = statistics.median(medians)
-        notes += _set_clocks(of_clock, offsets[clock])
+        own = [[r.time_s - r.monotonic_s for r in w.records] for w in of_clock]
+        offsets[clock] = statistics.median([_median(of_writer) for of_writer in own])
+        notes += _set_clocks(of_clock, own, offsets[clock])
     skews = _skews(clocks, offsets)
     for clock, skew_s in skews.items():
         nodes = ", ".join(sorted({w.node for w in clocks[clock]}))
@@ -135,9 +165,11 @@ def _place(writers: Sequence[JournalWriter]) -> list[str]:
     return notes
 
 
-def _set_clocks(writers: Sequence[JournalWriter], offset_s: float) -> list[str]:
+def _set_clocks(
+    writers: Sequence[JournalWriter], offsets: Sequence[Sequence[float]], offset_s: float
+) -> list[str]:
     moved_s = max(
-        (abs(r.time_s - r.monotonic_s - offset_s) for w in writers for r in w.records), default=0.0
+        max(max(of_writer) - offset_s, offset_s - min(of_writer)) for of_writer in offsets
     )
     if moved_s < CLOCK_SET_S:
         return []
@@ -183,27 +215,32 @@ def _together(
     return times
 
 
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
+def _median(values: Sequence[float]) -> float:
+    """Of so many of them as it takes: a clock is set rarely."""
+    return statistics.median(values[:: max(1, len(values) // _MOST_FOR_A_MEDIAN)])
 
 
 # Nodes that never came back ----------------------------------------------------------------------
 
 
 def _silent(writers: Sequence[JournalWriter], ordered: Sequence[JournalRecord]) -> list[str]:
-    """Nodes whose journals end without a word while others go on."""
+    """Nodes whose agents end without a word while others go on; since when, all files of a node
+    say: workers write more often than their agent, and may outlive it."""
     last_s = ordered[-1].at_s
+    newest_s: dict[str, float] = {}
     ends: dict[str, tuple[float, bool]] = {}
     for writer in writers:
+        newest = writer.records[-1]
+        newest_s[writer.node] = max(newest.at_s, newest_s.get(writer.node, float("-inf")))
         if writer.role != "agent":
             continue
-        newest = writer.records[-1]
         said = any(r.name in _LAST_LINES for r in writer.records[-3:])
         if newest.at_s >= ends.get(writer.node, (float("-inf"), False))[0]:
             ends[writer.node] = (newest.at_s, said)
     lost = {r.text("lost"): r.text("reason") for r in ordered if r.name == "node-lost"}
     notes = []
-    for node, (end_s, said) in sorted(ends.items()):
+    for node, (_, said) in sorted(ends.items()):
+        end_s = newest_s[node]
         if said or (node not in lost and last_s - end_s < SILENT_NODE_S):
             continue
         why = f": it was lost ({lost[node]})" if node in lost else ""

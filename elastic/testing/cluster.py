@@ -3,7 +3,8 @@
 Each node is a real ``python -m torch.distributed.run`` in a separate session with its own log.
 Ledgers, journals, checkpoints and logs lie in one folder::
 
-    with LocalCluster(["127.0.0.1:2379"], "train.py", tmp_path, min_nodes=2, max_nodes=3) as c:
+    options = TorchrunOptions(min_nodes=2, max_nodes=3)
+    with LocalCluster(["127.0.0.1:2379"], "train.py", tmp_path, options) as c:
         c.start_nodes(3)
         c.wait_training(nodes=3)
         c.leader().kill()
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -30,9 +33,9 @@ from elastic.membership.records import Keys, Leader, Node, WorldRecord, decode
 from elastic.store.keyvalue import KeyValue
 from elastic.testing.forks.server import ForkServer
 from elastic.testing.ledger import LedgerReader, RunLedger
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, TorchrunOptions
 from elastic.testing.processes import Process, kill_at_once, marked_with
-from elastic.testing.waiting import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S, pause_s
 
 T = TypeVar("T")
 C = TypeVar("C", bound="LocalCluster")
@@ -50,12 +53,9 @@ class LocalCluster:
         endpoints: of etcd, ``host:port``; with ``backend="c10d"`` the store's, one.
         script: the training script.
         folder: takes ledger, journal, checkpoints and logs; the nodes' working directory.
+        options: of all nodes, unless one is started with others.
         args: of the script.
         run_id: ``--rdzv-id``; a fresh one by default.
-        nproc: workers per node, unless a node is started with another number.
-        conf: ``--rdzv-conf``.
-        env: added to the nodes' environment, over this process's own.
-        flags: more flags for torchrun.
         open_store: connects to the job's store for :meth:`world` and :meth:`leader`; by default
             an ``EtcdStore`` without TLS and password.
         fork_server: forks agents and workers, which then need not import torch; by default they
@@ -67,17 +67,10 @@ class LocalCluster:
         endpoints: Sequence[str],
         script: str | Path,
         folder: Path,
+        options: TorchrunOptions | None = None,
         *,
         args: Sequence[str] = (),
         run_id: str | None = None,
-        min_nodes: int = 1,
-        max_nodes: int = 3,
-        nproc: int = 1,
-        backend: str = "etcd-v3",
-        max_restarts: int = 100,
-        conf: Mapping[str, object] | None = None,
-        env: Mapping[str, str] | None = None,
-        flags: Sequence[str] = (),
         open_store: Callable[[], KeyValue] | None = None,
         fork_server: ForkServer | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -87,14 +80,8 @@ class LocalCluster:
         self.folder = folder.resolve()
         self.args = tuple(args)
         self.run_id = run_id or f"test-{uuid.uuid4().hex[:8]}"
-        self.min_nodes = min_nodes
-        self.max_nodes = max_nodes
-        self.nproc = nproc
-        self.backend = backend
-        self.max_restarts = max_restarts
-        self.conf = dict(conf or {})
-        self.env = dict(env or {})
-        self.flags = tuple(flags)
+        self.options = options or TorchrunOptions()
+        self.env = dict(self.options.env)  # of the nodes that are started from now on
         self.nodes: list[LocalNode] = []
         self._open_store = open_store or self._open_etcd
         self._store: KeyValue | None = None
@@ -129,26 +116,17 @@ class LocalCluster:
         name = name or f"node{len(self.nodes)}"
         if any(node.name == name and node.running for node in self.nodes):
             raise ValueError(f"a node named {name!r} is running already")
-        smallest = self.min_nodes if min_nodes is None else min_nodes
-        largest = self.max_nodes if max_nodes is None else max_nodes
-        settings = {**self.conf, **(conf or {})}
+        common = self.options
+        options = replace(
+            common,
+            min_nodes=common.min_nodes if min_nodes is None else min_nodes,
+            max_nodes=common.max_nodes if max_nodes is None else max_nodes,
+            nproc=nproc or common.nproc,
+            conf={**common.conf, **(conf or {})},
+        )
         command = [
             *launcher,
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={smallest}:{largest}",
-            f"--nproc-per-node={nproc or self.nproc}",
-            f"--max-restarts={self.max_restarts}",
-            f"--rdzv-backend={self.backend}",
-            f"--rdzv-endpoint={','.join(endpoints or self.endpoints)}",
-            f"--rdzv-id={self.run_id}",
-            f"--local-addr={address}",
-            *(
-                [f"--rdzv-conf={','.join(f'{k}={v}' for k, v in settings.items())}"]
-                * bool(settings)
-            ),
-            *self.flags,
+            *options.command(endpoints or self.endpoints, self.run_id, address),
             str(self.script),
             *self.args,
         ]
@@ -224,13 +202,13 @@ class LocalCluster:
         """
         deadline = self._clock.monotonic() + timeout_s
         while True:
-            all_ended = not self.running
+            all_ended, began_s = not self.running, time.thread_time()
             if value := condition():
                 return value
             if all_ended or self._clock.monotonic() > deadline:
                 why = "all nodes have ended" if all_ended else f"waited {timeout_s:g} s"
                 raise ClusterTimeout(f"{what}: {why}\n{self.report()}")
-            self._clock.sleep(_POLL_S)
+            self._clock.sleep(pause_s(time.thread_time() - began_s, _POLL_S))
 
     def wait_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Until ``step`` is completed."""
@@ -324,7 +302,7 @@ class LocalCluster:
     @property
     def keys(self) -> Keys:
         """The names of this job's keys in etcd."""
-        return Keys.of(str(self.conf.get("prefix", "/elastic")), self.run_id)
+        return Keys.of(str(self.options.conf.get("prefix", "/elastic")), self.run_id)
 
     @property
     def store(self) -> KeyValue:

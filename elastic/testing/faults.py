@@ -8,11 +8,13 @@ sentence, so that a failing run names itself and can be run again::
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.testing.cluster import LocalCluster
 from elastic.testing.node import LocalNode
+from elastic.testing.processes import send
 
 
 class Target(Protocol):
@@ -109,8 +111,13 @@ class KillWorker:
         return f"kill worker {self.local_rank} of {self.target}"
 
     def inject(self, cluster: LocalCluster) -> None:
-        for node in self.target.find(cluster):
-            node.kill_worker(self.local_rank)
+        # All are found before one is killed: the other agents may end theirs as soon as one dies.
+        found = [(node, node.workers()) for node in self.target.find(cluster)]
+        for node, workers in found:
+            if self.local_rank not in workers:
+                raise LookupError(f"{node} has no worker {self.local_rank}, only {sorted(workers)}")
+        for _, workers in found:
+            send(workers[self.local_rank].pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

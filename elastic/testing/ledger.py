@@ -5,11 +5,12 @@ Every worker process appends JSON lines to its own file in one folder (``ELASTIC
     {"event": "start", "generation", "step", "rank", "size", "node", "time"}
     {"event": "begin", "generation", "step", "epoch", "rank", "samples": [...], "time"}
     {"event": "step", "generation", "step", "epoch", "rank", "samples": [...], "time"}
-    {"event": "end", "generation", "rank", "sha256", "time"}
+    {"event": "end", "generation", "rank", "sha256", "position", "time"}
 
 ``start`` says at which step a generation begins on that rank; ``begin`` is written when a step is
 handed out, ``step`` once the optimizer has stepped; ``end`` carries the hash of the final
-weights. Times are wall clock: all workers of a test run on one machine.
+weights, or of the shards at this position of each replica. Times are wall clock: all workers of a
+test run on one machine.
 
 **Gradients and steps.** No rank can complete a step before all have given their gradients. So
 where one rank has completed a step and another died before it could say so, that one's samples
@@ -74,6 +75,7 @@ class LedgerEnd:
     rank: int
     sha256: str
     time_s: float
+    position: int = 0  # in its replica: the ranks with the same one hold the same
 
 
 LedgerEvent = Start | LedgerStep | Begin | LedgerEnd
@@ -81,12 +83,16 @@ LedgerEvent = Start | LedgerStep | Begin | LedgerEnd
 
 @dataclass(frozen=True)
 class Pause:
-    """The time without a completed step between two generations, on the slowest survivor."""
+    """The time without a completed step between two generations, on the slowest survivor.
+
+    ``step_s`` is what its last step before took: the part of the pause that no change caused.
+    """
 
     before: int
     after: int
     node: str
     duration_s: float
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,16 +162,14 @@ class RunLedger:
     def pauses(self) -> tuple[Pause, ...]:
         """For each change of the world, the longest gap between two completed steps of a node
         that stepped both before and after it."""
-        span: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
-        for step in self.steps:
-            first, last = span[step.generation].get(step.node, (step.time_s, step.time_s))
-            span[step.generation][step.node] = (min(first, step.time_s), max(last, step.time_s))
-        generations = sorted(span)
+        times: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        for done in sorted(self.steps, key=lambda done: done.time_s):
+            times[done.generation][done.node][done.step] = done.time_s
         result = []
-        for before, after in pairwise(generations):
+        for before, after in pairwise(sorted(times)):
             gaps = [
-                Pause(before, after, node, span[after][node][0] - span[before][node][1])
-                for node in span[before].keys() & span[after].keys()
+                _gap(before, after, node, times[before][node], times[after][node])
+                for node in times[before].keys() & times[after].keys()
             ]
             if gaps:
                 result.append(max(gaps, key=lambda pause: pause.duration_s))
@@ -225,9 +229,12 @@ class RunLedger:
         size = max(s.size for s in self.starts if s.generation == last)
         if sorted(hashes) != list(range(size)):
             raise LedgerError(f"generation {last} has {size} ranks; finished: {sorted(hashes)}")
-        if len(set(hashes.values())) != 1:
+        positions = {e.rank: e.position for e in self.ends if e.generation == last}
+        if len({(positions[rank], sha256) for rank, sha256 in hashes.items()}) != len(
+            set(positions.values())
+        ):
             raise LedgerError(f"final weights differ between ranks: {hashes}")
-        return next(iter(hashes.values()))
+        return hashes[0]
 
     def describe_lineage(self) -> str:
         """For people: ``1: steps 0-41 of 0-45, 2: steps 42-99``."""
@@ -342,8 +349,16 @@ def _event(data: dict[str, Any], node: str) -> LedgerEvent:
             rank=int(data["rank"]),
             sha256=str(data["sha256"]),
             time_s=float(data["time"]),
+            position=int(data.get("position", 0)),
         )
     raise ValueError(f"unknown event {kind!r}")
+
+
+def _gap(before: int, after: int, node: str, old: dict[int, float], new: dict[int, float]) -> Pause:
+    """The pause of a node with these steps' times on either side."""
+    last = sorted(old.values())[-2:]
+    step_s = last[1] - last[0] if len(last) == 2 else 0.0
+    return Pause(before, after, node, min(new.values()) - last[-1], step_s)
 
 
 def _some(items: Sequence[int], show: int = 5) -> str:

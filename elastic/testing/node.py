@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,45 @@ from elastic.testing.processes import (
     send,
 )
 from elastic.testing.reaper import OWNERS, owners
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions:
+    """How torchrun starts a node of a job.
+
+    Args:
+        nproc: workers per node.
+        conf: ``--rdzv-conf``.
+        env: added to the nodes' environment, over this process's own.
+        flags: more flags for torchrun.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 3
+    nproc: int = 1
+    backend: str = "etcd-v3"
+    max_restarts: int = 100
+    conf: Mapping[str, object] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    flags: Sequence[str] = ()
+
+    def command(self, endpoints: Sequence[str], run_id: str, address: str) -> list[str]:
+        """The command line of torchrun, without the script. ``address`` is the node's."""
+        conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self.min_nodes}:{self.max_nodes}",
+            f"--nproc-per-node={self.nproc}",
+            f"--max-restarts={self.max_restarts}",
+            f"--rdzv-backend={self.backend}",
+            f"--rdzv-endpoint={','.join(endpoints)}",
+            f"--rdzv-id={run_id}",
+            f"--local-addr={address}",
+            *([f"--rdzv-conf={conf}"] if conf else []),
+            *self.flags,
+        ]
 
 
 class LocalNode:

@@ -18,6 +18,15 @@ _WORK = "import torch"
 IDLE_S = 2.0
 
 
+def is_within(took_s: float, limit_s: float) -> bool:
+    """Whether something took less than ``limit_s`` of an idle machine's time.
+
+    How slow this machine is takes seconds of CPU time to measure, and only matters where the limit
+    of an idle one does not hold.
+    """
+    return took_s < limit_s or took_s < limit_s * measure_slowness()
+
+
 def measure_slowness(clock: Clock = SYSTEM_CLOCK) -> float:
     """How many times longer than on an idle machine a process takes to start; at least 1."""
     began_s = clock.monotonic()

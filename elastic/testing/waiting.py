@@ -12,6 +12,7 @@ T = TypeVar("T")
 # with a limit that grows with elastic.testing.slowness.
 PATIENCE_S = 180.0
 _POLL_S = 0.01
+_MOST_BUSY = 0.2  # of a core; listing checkpoints or reading a ledger takes milliseconds of it
 
 
 def eventually(
@@ -22,7 +23,14 @@ def eventually(
     Raises AssertionError with ``what`` after ``within_s``.
     """
     deadline_s = time.monotonic() + within_s
-    while not (value := condition()):
+    while True:
+        began_s = time.thread_time()
+        if value := condition():
+            return value
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(_POLL_S)
-    return value
+        time.sleep(pause_s(time.thread_time() - began_s, _POLL_S))
+
+
+def pause_s(check_s: float, least_s: float) -> float:
+    """How long to wait between two checks of a condition that takes ``check_s`` of CPU time."""
+    return max(least_s, check_s / _MOST_BUSY - check_s)

@@ -4,7 +4,8 @@ Start with ``run``, the public API, and ``components``, which puts the parts tog
 ``attempts`` (calls of the training function), ``shutdown`` and ``preemption`` (the end of the
 process), :mod:`~elastic.training.loop` (epochs, steps, commits),
 :mod:`~elastic.training.recovery` (from one world to the next), ``lifecycle`` (the present world
-and its phase), :mod:`~elastic.training.checkpointing`, ``current_step``,
+and its phase), :mod:`~elastic.training.observers` (metrics, progress, profiles),
+:mod:`~elastic.training.checkpointing`, ``current_step``,
 :mod:`~elastic.training.state` (what must survive), :mod:`~elastic.training.gradients`,
 :mod:`~elastic.training.data`, and ``step``. Each imports only what comes after it.
 

@@ -11,10 +11,9 @@ from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
 from elastic.training.recovery.bootstrap import Bootstrap
-from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.selection import Strategies
+from elastic.training.recovery.training_state import TrainingState
 from elastic.training.state.job_state import JobState
-from elastic.training.state.registry import Registry
 from elastic.training.step import OwnBatch, Step
 
 
@@ -24,27 +23,27 @@ class Attempts:
     def __init__(
         self,
         *,
-        registry: Registry,
+        state: TrainingState,
         scope: Scope,
         lifecycle: Lifecycle,
         strategies: Strategies,
         bootstrap: Bootstrap,
-        progress: RankProgress,
         loop: StepLoop,
         callbacks: StepCallbacks,
         listeners: Listeners,
     ) -> None:
-        self._registry = registry
-        self._job = registry.job
+        self._registry = state.registry
+        self._job = state.job
+        self._progress = state.progress
         self._scope = scope
         self._lifecycle = lifecycle
         self._strategies = strategies
         self._bootstrap = bootstrap
-        self._progress = progress
         self._loop = loop
         self._callbacks = callbacks
         self._listeners = listeners
         self._has_registered = False  # something, by the function that retry calls
+        self._has_outer_data = False  # a loader, before the function that may build the model
         self._outside: JobState | None = None  # what was registered before it
 
     # -- registration -------------------------------------------------------------------------
@@ -63,7 +62,14 @@ class Attempts:
     def restore_if_complete(self) -> None:
         """Within retry, once model, optimizer and loader are registered: restore the state, so
         that the function can read it before its first loop."""
+        self.enter_if_complete()
         if self._scope.in_retry and self._registry.is_complete:
+            self._bootstrap.enter_loop()
+
+    def enter_if_complete(self) -> None:
+        """Within retry, where a loader is all that was registered before it: enter the world and
+        restore the state, unless the function builds a model."""
+        if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
             self._bootstrap.enter_loop()
 
     # -- attempts -----------------------------------------------------------------------------
@@ -79,19 +85,21 @@ class Attempts:
             self._register_again()
         if not self._lifecycle.is_restored:
             self._strategies.begin_retry()
-        if self._registry.has_data_or_model:
+        self._has_outer_data = self._registry.has_data and not self._job.is_rebuilt
+        if self._registry.has_model:
             self._bootstrap.enter_loop()  # the function may read the job's progress from run.state
         elif not self._strategies.active.waits_for_registration:
             self._bootstrap.enter_world()
 
     def _register_again(self) -> None:
-        """The function makes model, optimizer and loader by itself, and does so again: the new
-        objects inherit the state of those that its last call has made."""
+        """The function creates model, optimizer and loader in each call: the new objects inherit
+        the state of those that its last call created."""
         assert self._outside is not None
-        self._bootstrap.inherit_later(self._job.tree())
+        if not self._job.is_rebuilt:
+            self._bootstrap.inherit_later(self._job.tree())
+            self._progress.register_again()
+            self._lifecycle.register_again()
         self._registry.go_back_to(self._outside)
-        self._progress.register_again()
-        self._lifecycle.register_again()
         self._has_registered = False
 
     def end(self) -> None:
@@ -107,7 +115,7 @@ class Attempts:
             self.begin()
         self._bootstrap.enter_loop()
         progress = self._job.progress
-        info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.size)
+        info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.data_size)
         self._progress.script_has_run()
         step = self._loop.begin(None, (info, None), iter(()))
         step.only_micro_batch()

@@ -1,25 +1,33 @@
-"""The parts of training, and how they are put together: the only place that knows all of them."""
+"""The components of training, and how they are assembled: the only module that imports all."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-import torch
-
+from elastic.errors import ConfigError
+from elastic.mesh import ModelReplica, ReplicaMeeting
 from elastic.process_group import ProcessGroup
-from elastic.telemetry.journal import EventSink
+from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
 from elastic.training.attempts import Attempts
 from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.current_step import CurrentStep
+from elastic.training.current_step import CurrentStep, logged_at
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.listeners import Listeners
+from elastic.training.loop.boundary import StepBoundary
 from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.loop.commits import Commits
+from elastic.training.loop.loops import steps_left
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
+from elastic.training.observers.defaults import default_writers
+from elastic.training.observers.metrics_log import MetricsLog
+from elastic.training.observers.profiling import ProfileRequest, StepProfiler
+from elastic.training.observers.progress_line import ProgressLine
+from elastic.training.observers.progress_line import is_wanted as progress_is_wanted
+from elastic.training.observers.step_observers import Recorders, StepObservers
 from elastic.training.preemption import Preemption
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.in_process import InProcess
@@ -27,145 +35,236 @@ from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.restart import Restart
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.step_timer import StepTimer
+from elastic.training.recovery.training_state import TrainingState
 from elastic.training.shutdown import Shutdown
 from elastic.training.state.job_state import JobState
 from elastic.training.state.registry import Registry
 from elastic.training.step_account import StepAccount
+from elastic.tuning.worker_intervals import REPLICA_MEETS_S
+from elastic.worker.received_world import replica_spec
 from elastic.worker.worlds import Worlds
+from elastic.world.world import node_name, world_from_environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connectivity:
+    """What this process shares with others."""
+
+    group: ProcessGroup
+    worlds: Worlds | None  # the link to the agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCalls:
+    """Which part of the API the script is in, and its callbacks."""
+
+    scope: Scope
+    callbacks: StepCallbacks
+    listeners: Listeners
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """Everything that reports on this process."""
+
+    recorders: Recorders
+    metrics: MetricsLog
+    profiler: StepProfiler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How this process gets into a world."""
+
+    strategies: Strategies
+    bootstrap: Bootstrap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How this process ends: after the script, or with SIGTERM."""
+
+    shutdown: Shutdown
+    preemption: Preemption
 
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
     """What a :class:`~elastic.training.run.Run` delegates to. One per process."""
 
-    device: torch.device
-    registry: Registry
-    current: CurrentStep
-    scope: Scope
+    connectivity: Connectivity
+    state: TrainingState
     lifecycle: Lifecycle
     checkpoints: CheckpointManager
-    progress: RankProgress
-    strategies: Strategies
-    bootstrap: Bootstrap
+    recovery: Recovery
+    script: ScriptCalls
     loop: StepLoop
     attempts: Attempts
-    callbacks: StepCallbacks
-    listeners: Listeners
-    shutdown: Shutdown
-    preemption: Preemption
+    reporting: Reporting
+    ending: Ending
 
     @property
     def job(self) -> JobState:
         """The state of the job."""
-        return self.registry.job
+        return self.state.job
+
+    @property
+    def worlds(self) -> Worlds | None:
+        """The link to the agent; None without one."""
+        return self.connectivity.worlds
+
+    def position(self) -> dict[str, int | None]:
+        """Where this rank is, for the lines of its journal."""
+        step = self.job.progress.step
+        if not self.lifecycle.has_world:
+            return {"step": step}
+        world = self.lifecycle.world
+        return {"rank": world.rank, "generation": world.generation, "step": step}
 
 
 def assemble(
     *,
     seed: int,
     group: ProcessGroup,
+    replica: ModelReplica | None = None,
     checkpoints: CheckpointManager,
     ledger: Ledger,
     journal: EventSink,
     worlds: Worlds | None = None,
 ) -> Components:
-    """The parts of one process. ``worlds`` is the link to its agent: by default that of
+    """The components of one process. ``worlds`` is the link to its agent: by default that of
     ``ELASTIC_LINK``, or none.
 
     Raises LinkError if the agent does not answer.
     """
-    current, scope, halt, timer = CurrentStep(), Scope(), Halt(), StepTimer()
-    callbacks, listeners = StepCallbacks(), Listeners()
-    registry = Registry(seed=seed, inside=lambda: current.inside)
-    job = registry.job
+    halt, timer = Halt(), StepTimer()
+    state = _training_state(seed, group)
     if worlds is None and (link := os.environ.get("ELASTIC_LINK")):
-        worlds = _connect(link, group, job, current, timer)
+        worlds = _connect(link, group, state.job, state.current, timer)
+    if replica is not None and replica.mesh:
+        _form(replica, worlds)
     if worlds is not None:
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
-    registry.piggyback(checkpoints.flags)
-    account = StepAccount(journal)
-    lifecycle = Lifecycle(job, group, checkpoints, ledger, listeners, account)
-    progress = RankProgress(job, registry.guard, current)
-    restart = Restart(job, lifecycle, group, checkpoints, progress, halt, worlds)
+    state.registry.piggyback(checkpoints.flags)
+    script = ScriptCalls(scope=Scope(), callbacks=StepCallbacks(), listeners=Listeners())
+    reporting = _reporting(state, script.scope, ledger, journal)
+    if worlds is not None:
+        worlds.on_profile = lambda asked: reporting.profiler.ask(
+            ProfileRequest(asked.steps, ranks=asked.ranks)
+        )
+    recorders = reporting.recorders
+    lifecycle = Lifecycle(
+        state.job, group, checkpoints, ledger, script.listeners, recorders.observers, replica
+    )
+    restart = Restart(state, lifecycle, group, checkpoints, halt, worlds)
     in_process = None
     if worlds is not None:
-        in_process = InProcess(
-            job, current, worlds, group, lifecycle, checkpoints, progress, timer, account, journal
-        )
+        in_process = InProcess(state, worlds, group, lifecycle, checkpoints, timer, recorders)
     strategies = Strategies(restart, in_process, group)
-    bootstrap = Bootstrap(job, lifecycle, checkpoints, progress, strategies)
-    commits = Commits(
-        registry, current, lifecycle, strategies, progress, checkpoints, callbacks, ledger, account
-    )
+    bootstrap = Bootstrap(state, lifecycle, strategies)
     loop = StepLoop(
-        registry=registry,
-        current=current,
-        scope=scope,
+        state=state,
+        scope=script.scope,
         lifecycle=lifecycle,
         strategies=strategies,
         bootstrap=bootstrap,
-        progress=progress,
         checkpoints=checkpoints,
-        commits=commits,
-        halt=halt,
-        worlds=worlds,
+        boundary=StepBoundary(
+            state=state,
+            lifecycle=lifecycle,
+            strategies=strategies,
+            checkpoints=checkpoints,
+            halt=halt,
+            worlds=worlds,
+        ),
+        commits=Commits(state, lifecycle, strategies, checkpoints, script.callbacks, recorders),
         ledger=ledger,
     )
     attempts = Attempts(
-        registry=registry,
-        scope=scope,
+        state=state,
+        scope=script.scope,
         lifecycle=lifecycle,
         strategies=strategies,
         bootstrap=bootstrap,
-        progress=progress,
         loop=loop,
-        callbacks=callbacks,
-        listeners=listeners,
+        callbacks=script.callbacks,
+        listeners=script.listeners,
     )
     shutdown = Shutdown(
-        registry=registry,
-        current=current,
+        state=state,
         lifecycle=lifecycle,
         strategies=strategies,
-        progress=progress,
         checkpoints=checkpoints,
         loop=loop,
         halt=halt,
         group=group,
         worlds=worlds,
-        ledger=ledger,
-        account=account,
-        journal=journal,
+        recorders=recorders,
     )
     preemption = Preemption(
-        job=job,
-        current=current,
+        state=state,
         lifecycle=lifecycle,
         strategies=strategies,
-        progress=progress,
         checkpoints=checkpoints,
         halt=halt,
         group=group,
         worlds=worlds,
-        journal=journal,
+        recorders=recorders,
     )
     return Components(
-        device=group.device,
-        registry=registry,
-        current=current,
-        scope=scope,
+        connectivity=Connectivity(group=group, worlds=worlds),
+        state=state,
         lifecycle=lifecycle,
         checkpoints=checkpoints,
-        progress=progress,
-        strategies=strategies,
-        bootstrap=bootstrap,
+        recovery=Recovery(strategies=strategies, bootstrap=bootstrap),
+        script=script,
         loop=loop,
         attempts=attempts,
-        callbacks=callbacks,
-        listeners=listeners,
-        shutdown=shutdown,
-        preemption=preemption,
+        reporting=reporting,
+        ending=Ending(shutdown=shutdown, preemption=preemption),
     )
+
+
+def _training_state(seed: int, group: ProcessGroup) -> TrainingState:
+    current = CurrentStep()
+    registry = Registry(seed=seed, inside=lambda: current.inside, group=group)
+    return TrainingState(registry, current, RankProgress(registry.job, registry.guard, current))
+
+
+def _reporting(state: TrainingState, scope: Scope, ledger: Ledger, journal: EventSink) -> Reporting:
+    metrics = MetricsLog(
+        journal,
+        lambda: logged_at(state.current, state.job.progress),
+        default_writers=default_writers,
+    )
+    progress_line = ProgressLine(
+        lambda: metrics.newest,
+        lambda: steps_left(scope, state.job),
+        is_on=progress_is_wanted(),
+    )
+    profiler = StepProfiler(journal)
+    observers = StepObservers(StepAccount(journal), metrics, progress_line, profiler)
+    return Reporting(
+        recorders=Recorders(ledger, journal, observers), metrics=metrics, profiler=profiler
+    )
+
+
+def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
+    """Form the group of this replica's ranks. Raises ConfigError if there is no agent for it."""
+    if replica.mesh.size == 1:
+        replica.form(None)
+        return
+    if worlds is None:
+        raise ConfigError(
+            f"elastic.join(mesh=…) with replicas of {replica.mesh.size} ranks (mesh "
+            f"{replica.mesh}), and no agent that changes worlds in process",
+            hint="torchrun --rdzv-backend=etcd-v3 …; other launchers recover sharded models by a "
+            "restart (docs/how-to/sharded.md)",
+        )
+    found = worlds.meet_replica(replica.mesh.size, REPLICA_MEETS_S, mesh=str(replica.mesh))
+    folder = os.path.dirname(os.environ["ELASTIC_LINK"])
+    spec = replica_spec(found, replica.mesh.size)
+    replica.form(ReplicaMeeting(folder, found.nonce, spec))
 
 
 def _connect(
@@ -178,3 +277,17 @@ def _connect(
     )
     worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     return worlds
+
+
+def journal_of_environment() -> Journal:
+    """The journal that ``ELASTIC_JOURNAL`` asks for."""
+    return Journal(
+        folder=os.environ.get("ELASTIC_JOURNAL"),
+        identity={
+            "node": node_name(),
+            "rank": int(os.environ.get("RANK", "0")),
+            "generation": world_from_environment().generation,
+        },
+        role="worker",
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID"),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.accumulation import Accumulation
-from elastic.training.step import Step
+from elastic.training.step import Progress, Step
 
 
 class CurrentStep:
@@ -70,5 +70,18 @@ class CurrentStep:
 
     def drop_uncommitted(self) -> None:
         """Neither the step nor the accumulated ones before it have taken effect."""
+        step = self.step
         self.drop()
-        self.accumulation.drop()
+        self.accumulation.interrupt(step)
+
+
+def logged_at(current: CurrentStep, progress: Progress) -> int:
+    """The step that the script logs values for: how many are committed once the present one is.
+
+    After a loop that was left in a step, that step counts if an optimizer has stepped.
+    """
+    step = current.step
+    # Without calling properties: this is asked in every step.
+    if step is not None and (current._left_loader is None or step.stepped):
+        return step.number + 1
+    return progress.step

@@ -15,12 +15,13 @@ from enum import Enum
 
 from elastic.errors import NoWorld, TrainingError
 from elastic.hangs.phases import phases
+from elastic.mesh import ModelReplica
 from elastic.process_group import ProcessGroup
 from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.listeners import Listeners
+from elastic.training.observers.step_observers import StepObservers
 from elastic.training.state.job_state import JobState
-from elastic.training.step_account import StepAccount
 from elastic.world.world import World
 
 
@@ -44,7 +45,13 @@ TRANSITIONS: Mapping[WorldPhase, frozenset[WorldPhase]] = {
     ),
     WorldPhase.REGISTERING: frozenset({WorldPhase.TRAINING, WorldPhase.JOINING, WorldPhase.CLOSED}),
     WorldPhase.PAUSED: frozenset({WorldPhase.CHANGING, WorldPhase.CLOSED}),
-    WorldPhase.CHANGING: frozenset({WorldPhase.TRAINING, WorldPhase.CLOSED}),
+    WorldPhase.CHANGING: frozenset(
+        {
+            WorldPhase.FORMED,
+            WorldPhase.TRAINING,
+            WorldPhase.CLOSED,
+        }
+    ),
     WorldPhase.CLOSED: frozenset(),
 }
 
@@ -61,14 +68,16 @@ class Lifecycle:
         checkpoints: CheckpointManager,
         ledger: Ledger,
         listeners: Listeners,
-        account: StepAccount,
+        observers: StepObservers,
+        replica: ModelReplica | None = None,
     ) -> None:
         self._job = job
         self._group = group
         self._checkpoints = checkpoints
         self._ledger = ledger
         self._listeners = listeners
-        self._account = account
+        self._observers = observers
+        self.replica = replica or ModelReplica()  # of this rank: itself, or several
         self._phase = WorldPhase.JOINING
         self._world: World | None = None
 
@@ -121,7 +130,7 @@ class Lifecycle:
             node=world.node,
         )
         phases.begin_world(world.rank)
-        self._account.begin_world(world.generation, self._job.progress.step)
+        self._observers.begin_world(world, self._job.progress.step)
         self._listeners.begin(world)
 
     def register_again(self) -> None:
@@ -135,7 +144,7 @@ class Lifecycle:
 
     def pause(self) -> None:
         """Wait for another world with the state of this one."""
-        self._account.pause()
+        self._observers.pause()
         self._move(WorldPhase.PAUSED)
 
     def begin_change(self) -> None:

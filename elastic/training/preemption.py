@@ -15,14 +15,12 @@ import threading
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import CheckpointSkipped
 from elastic.process_group import ProcessGroup
-from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
-from elastic.training.current_step import CurrentStep
 from elastic.training.halt import Halt, Place
 from elastic.training.lifecycle import Lifecycle
-from elastic.training.recovery.progress import RankProgress
+from elastic.training.observers.step_observers import Recorders
 from elastic.training.recovery.selection import Strategies
-from elastic.training.state.job_state import JobState
+from elastic.training.recovery.training_state import TrainingState
 from elastic.tuning.worker_intervals import (
     BOUNDARY_S,
     PREEMPTION_ASK_AGAIN_S,
@@ -47,27 +45,26 @@ class Preemption:
     def __init__(
         self,
         *,
-        job: JobState,
-        current: CurrentStep,
+        state: TrainingState,
         lifecycle: Lifecycle,
         strategies: Strategies,
-        progress: RankProgress,
         checkpoints: CheckpointManager,
         halt: Halt,
         group: ProcessGroup,
         worlds: Worlds | None,
-        journal: EventSink,
+        recorders: Recorders,
     ) -> None:
-        self._job = job
-        self._current = current
+        self._job = state.job
+        self._current = state.current
+        self._progress = state.progress
         self._lifecycle = lifecycle
         self._strategies = strategies
-        self._progress = progress
         self._checkpoints = checkpoints
         self._halt = halt
         self._group = group
         self._worlds = worlds
-        self._journal = journal
+        self._observers = recorders.observers
+        self._journal = recorders.journal
         self._is_told = threading.Lock()
 
     def install(self) -> None:
@@ -95,6 +92,7 @@ class Preemption:
         elif not self._strategies.active.is_state_held_elsewhere:
             with self._is_told:  # a second signal waits: the first one's thread ends the process
                 self._save_before_restart()
+                self._observers.end_world("fault")  # what was logged for the saved steps
                 os._exit(EXIT_CODE)
 
     # -- it is not started again --------------------------------------------------------------

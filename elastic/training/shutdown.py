@@ -6,17 +6,13 @@ import logging
 
 from elastic.events import CheckpointSkipped, RunClosed
 from elastic.process_group import ProcessGroup
-from elastic.telemetry.journal import EventSink
-from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager, leaving_s
-from elastic.training.current_step import CurrentStep
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.step_loop import StepLoop
-from elastic.training.recovery.progress import RankProgress
+from elastic.training.observers.step_observers import Recorders
 from elastic.training.recovery.selection import Strategies
-from elastic.training.state.registry import Registry
-from elastic.training.step_account import StepAccount
+from elastic.training.recovery.training_state import TrainingState
 from elastic.tuning.worker_intervals import LAST_SAVE_S, SHARE_S
 from elastic.worker.worlds import Worlds
 
@@ -27,46 +23,43 @@ class Shutdown:
     def __init__(
         self,
         *,
-        registry: Registry,
-        current: CurrentStep,
+        state: TrainingState,
         lifecycle: Lifecycle,
         strategies: Strategies,
-        progress: RankProgress,
         checkpoints: CheckpointManager,
         loop: StepLoop,
         halt: Halt,
         group: ProcessGroup,
         worlds: Worlds | None,
-        ledger: Ledger,
-        account: StepAccount,
-        journal: EventSink,
+        recorders: Recorders,
     ) -> None:
-        self._job = registry.job
-        self._guard = registry.guard
-        self._current = current
+        self._job = state.job
+        self._guard = state.guard
+        self._current = state.current
+        self._progress = state.progress
         self._lifecycle = lifecycle
         self._strategies = strategies
-        self._progress = progress
         self._checkpoints = checkpoints
         self._loop = loop
         self._halt = halt
         self._group = group
         self._worlds = worlds
-        self._ledger = ledger
-        self._account = account
-        self._journal = journal
+        self._ledger = recorders.ledger
+        self._observers = recorders.observers
+        self._journal = recorders.journal
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
-        """The process ends; ``error`` is what ended it, for its agent."""
+        """The process ends; ``error`` is reported to its agent as the reason."""
         strategy = self._strategies.active
         self._guard.close()
         if clean and not self._halt.has_left:
             self._close_in_order()
         else:
-            self._account.end_world("close" if clean else "fault")
+            self._observers.end_world("close" if clean else "fault")
             must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
             self._end_with(error if must_save else "")
             strategy.release_peers()
+        self._observers.close()
         # After an error nothing else is touched: a step has begun, peers may be gone.
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
@@ -76,13 +69,14 @@ class Shutdown:
     def _close_in_order(self) -> None:
         """Training is complete: its last state is committed before the process ends."""
         self._loop.finish()
-        self._account.end_world("close")
+        self._observers.end_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
             self._ledger.end(
                 generation=self._lifecycle.world.generation,
                 step=self._job.progress.step,
                 rank=self._lifecycle.world.rank,
                 sha256=self._job.weights_sha256(),
+                position=self._lifecycle.world.rank_in_replica,
             )
         if self._lifecycle.is_restored and self._current.step is None:
             self._checkpoints.flush(self._job, LAST_SAVE_S)
@@ -93,7 +87,7 @@ class Shutdown:
         self._group.destroy()
 
     def _end_with(self, error: str) -> None:
-        """The process ends with an exception of the script: save what can be saved."""
+        """The process ends with an exception of the script: save the last commit if possible."""
         if error and self._lifecycle.is_restored and self._checkpoints.is_open:
             with self._halt.own_save():
                 self._save_after(error)

@@ -1,13 +1,14 @@
 """Where this rank's time goes, summed up in the journal every few seconds.
 
-One event per window rather than one per step: a step costs a few list operations. The phases come
-from :data:`elastic.hangs.phases.phases`; :mod:`elastic.telemetry.goodput` reads the events.
+One event per window rather than one per step: a step costs a few stores. The phases come from
+:data:`elastic.hangs.phases.phases`; :mod:`elastic.telemetry.goodput` reads the events.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import RankTimes
@@ -20,48 +21,51 @@ from elastic.tuning.worker_intervals import STEP_TIMES_S
 _BESIDE_STEPS = (Phase.DATA, Phase.CHECKPOINT, Phase.EVALUATION)
 
 
+class PhaseTimes(Protocol):
+    """What is needed of the recorder of phases."""
+
+    def seconds(self) -> Sequence[float]: ...
+    def at_commit(self) -> tuple[float, Sequence[float]]: ...
+
+
 class StepAccount:
-    """One per process. The main thread calls it; it does nothing outside of a world."""
+    """One per process. The main thread calls it; it does nothing outside of a world.
+
+    :meth:`committed` need not be called after each step: the recorder knows when the last one was.
+    """
 
     def __init__(
-        self,
-        journal: EventSink,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-        seconds: Callable[[], Sequence[float]] = phases.seconds,
+        self, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK, times: PhaseTimes = phases
     ) -> None:
         self._journal = journal
         self._clock = clock
-        self._seconds = seconds
+        self._times = times
         self._generation: int | None = None
         self._is_first = False
-        self._step = self._steps = 0
-        self._began_s = self._committed_s = 0.0
+        self._step = self._began_step = 0
+        self._began_s = 0.0
         self._began: Sequence[float] = ()
-        self._committed: Sequence[float] = ()
 
     def begin_world(self, generation: int, step: int) -> None:
         """Training continues in a world, after ``step`` steps."""
         phases.account()
         self._generation, self._step, self._is_first = generation, step, True
-        self._begin_window(self._clock.monotonic(), self._seconds())
+        self._begin_window(self._clock.monotonic(), self._times.seconds())
 
     def committed(self, step: int) -> None:
         """That many steps have taken effect."""
         if self._generation is None:
             return
-        self._step, self._steps = step, self._steps + 1
-        now_s = self._clock.monotonic()
-        self._committed_s, self._committed = now_s, self._seconds()
-        if self._is_first or now_s - self._began_s >= STEP_TIMES_S:
-            self._report("first-step" if self._is_first else "due", now_s, self._committed)
+        self._step = step
+        if self._is_first or self._clock.monotonic() - self._began_s >= STEP_TIMES_S:
+            self._report("first-step" if self._is_first else "due", *self._times.at_commit())
             self._is_first = False
 
     def end_world(self, ended: str) -> None:
         """The world is over, or the process ends. ``ended``: "fault", "change" or "close"."""
         if self._generation is None:
             return
-        self._report(ended, self._clock.monotonic(), self._seconds())
+        self._report(ended, self._clock.monotonic(), self._times.seconds())
         self._generation = None
 
     def pause(self) -> None:
@@ -69,21 +73,22 @@ class StepAccount:
         self._generation = None
 
     def _begin_window(self, now_s: float, seconds: Sequence[float]) -> None:
-        self._steps = 0
-        self._began_s = self._committed_s = now_s
-        self._began = self._committed = seconds
+        self._began_step = self._step
+        self._began_s, self._began = now_s, seconds
 
     def _report(self, ended: str, now_s: float, seconds: Sequence[float]) -> None:
         assert self._generation is not None
+        steps = self._step - self._began_step
+        committed_s, committed = self._times.at_commit() if steps else (self._began_s, self._began)
         whole = [b - a for a, b in zip(self._began, seconds, strict=True)]
-        open_ = [b - a for a, b in zip(self._committed, seconds, strict=True)]
+        open_ = [b - a for a, b in zip(committed, seconds, strict=True)]
         duration_s = now_s - self._began_s
-        open_s = (now_s - self._committed_s) - sum(open_[phase] for phase in _BESIDE_STEPS)
+        open_s = (now_s - committed_s) - sum(open_[phase] for phase in _BESIDE_STEPS)
         beside_s = sum(whole[phase] for phase in _BESIDE_STEPS)
         event = RankTimes(
             generation=self._generation,
             step=self._step,
-            steps=self._steps,
+            steps=steps,
             duration_s=round(duration_s, 6),
             productive_s=round(max(0.0, duration_s - beside_s - open_s), 6),
             data_s=round(whole[Phase.DATA], 6),

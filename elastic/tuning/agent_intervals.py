@@ -12,14 +12,38 @@ from __future__ import annotations
 # The leader writes how far the job is at most once in this, for `elastic status`: half a write per
 # second and job.
 PROGRESS_S = 2.0
+# The same while nothing but heartbeats is new: a job that stands still.
+PROGRESS_STANDING_S = 5.0
+# A node's heartbeat goes to the leader over their connection this often: etcd sees nothing of it.
+HEARTBEAT_S = 2.0
+# A heartbeat older than this is shown as late: a node's thread may wait for one call to etcd, and
+# the leader writes what it has heard every few seconds.
+HEARTBEAT_LATE_S = 15.0
 # `elastic status` names nodes that were lost as long ago as this.
 RECENT_LOSS_S = 600.0
 # Between two looks of `elastic status --watch`,
 STATUS_WATCH_S = 2.0
+# Between two looks of `elastic dashboard` at etcd, once for all of its clients: a page that shows a
+# loss within two seconds asks every second.
+DASHBOARD_ETCD_S = 1.0
+# Between two looks of it for new lines of the journals.
+DASHBOARD_JOURNALS_S = 0.5
+# Between two drawings of its charts while the run just goes on: a change is drawn at once.
+DASHBOARD_CHARTS_S = 15.0
+# Before it connects to etcd again, which has refused or did not answer when it was to connect.
+DASHBOARD_RECONNECT_S = 1.0
+# A page that shows nothing new hears from the server this often: proxies close silent streams.
+DASHBOARD_PING_S = 15.0
+# A page that has lost the server tries again after this.
+DASHBOARD_RETRY_S = 1.0
+# When it ends, clients have this long to take what is on its way.
+DASHBOARD_GOODBYE_S = 1.0
 # Between two looks of `elastic wait`, whose caller waits for its end.
 WAIT_LOOK_S = 0.5
 # How long `elastic wait` waits unless told, as kubectl does.
 WAIT_TIMEOUT_S = 30.0
+# `elastic profile` holds its request for so long: all agents that watch have heard of it by then.
+PROFILE_REQUEST_S = 3.0
 # One call to etcd, retries included.
 STORE_CALL_S = 5.0
 # For the first contact of a store that is not told another limit: one call.
@@ -181,6 +205,10 @@ STACKS_DUMPED_S = 1.0
 STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
 STACKS_PY_SPY_S = 5.0
+# The report has lines of the kernel's log that are no older: others say nothing of this hang.
+KERNEL_LOG_S = 600.0
+# To read what the kernel's log has said since the workers started: the node's thread waits for it.
+KERNEL_LOG_READ_S = 0.2
 
 # Stragglers -------------------------------------------------------------------------------------
 
@@ -191,12 +219,21 @@ STRAGGLER_WINDOW_S = 10.0
 
 # The health endpoint -----------------------------------------------------------------------------
 
-# A connection to /livez or /readyz is closed after this: a kubelet asks and goes.
+# A connection to a probe or to /metrics is closed after this: who asks there asks and goes.
 HEALTH_CONNECTION_S = 2.0
 # The server's thread turns this often, and closes connections that are over their time.
 HEALTH_TURN_S = 0.2
 # After no descriptor was free for a connection.
 HEALTH_ACCEPT_AGAIN_S = 0.05
+
+# OpenTelemetry -----------------------------------------------------------------------------------
+
+# Between two exports of a node's metrics by OTLP (OTEL_METRIC_EXPORT_INTERVAL): the default of
+# OpenTelemetry's specification.
+OTLP_EXPORT_S = 60.0
+# An agent that ends waits so long for the last export, and as long again for the thread: a
+# collector that hangs keeps no node from leaving.
+OTLP_CLOSE_S = 2.0
 
 # The command line --------------------------------------------------------------------------------
 

@@ -1,18 +1,12 @@
-"""Options: frozen dataclasses with units in the names, read at the edge from three places.
+"""What an agent can be told: one frozen dataclass, with units in the names and every rule checked.
 
-``--rdzv-conf key=value`` wins over ``ELASTIC_KEY`` in the environment, which wins over the
-defaults here. An unknown option is refused with the nearest known name. The names that torch's
-own rendezvous backends take are accepted, and mapped where they mean something, so that a
-command line written for them goes on working.
+:mod:`elastic.tuning.option_sources` reads it from the command line and the environment.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from elastic.errors import ConfigError
 from elastic.tuning import profiles, timeouts
@@ -22,47 +16,16 @@ from elastic.tuning.agent_intervals import (
     HEALTHY_S,
     NODE_IDLE_S,
     QUARANTINE_S,
-    STOCK_LAST_CALL_S,
     STRAGGLER_WINDOW_S,
-    TORCHRUN_TIMEOUT_S,
 )
 from elastic.tuning.timeouts import Timeouts
 
-ENVIRONMENT_PREFIX = "ELASTIC_"
 MODES = ("in-process", "restart")
 HANG_DETECTION = ("on", "report", "off")
 STRAGGLER_ACTIONS = ("report", "exclude", "off")
 LEAST_STRAGGLER_FACTOR = 1.05  # below, ranks of equal machines would be reported in turns
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
-_SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _TIMES = Timeouts()
-
-# What torch's c10d, etcd and etcd-v2 backends accept (torch 2.11 to 2.15:
-# rendezvous/{dynamic,etcd,c10d}_rendezvous*.py), and what it means here.
-_STOCK_NAMES = {
-    "join_timeout": "join_timeout_s",
-    "last_call_timeout": "last_call_s",
-    "etcd_prefix": "prefix",
-    "ca_cert": "cacert",
-    "ssl_cert": "cert",
-    "ssl_cert_key": "key",
-    "read_timeout": "connect_timeout_s",
-}
-_STOCK_WITHOUT_MEANING = frozenset(
-    {
-        "timeout",  # handled apart: torchrun always sends 900
-        "is_host",
-        "store_type",
-        "close_timeout",
-        "heartbeat_timeout",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
-        "rank",
-        "protocol",
-        "use_libuv",
-    }
-)
-_QUOTES = "\"'"
 
 # Pairs beyond those of one Timeouts: the first, so many times, is below the second.
 _ORDERS = (
@@ -91,6 +54,7 @@ _LEAST = (
 OTHER_VARIABLES = frozenset(
     {
         "CHECKPOINTS",
+        "DASHBOARD_TOKEN",
         "ENDING",
         "ERROR_FILE_OWNER",
         "JOURNAL",
@@ -102,9 +66,13 @@ OTHER_VARIABLES = frozenset(
         "NODE_ID",
         "NODE_MEMORY",
         "NODE_NAME",
+        "OTEL",
         "PEER_SILENCE_S",
         "PREFLIGHT_PASSED",
+        "PROFILES",
+        "PROGRESS",
         "STOCK_ETCD",
+        "TENSORBOARD",
         "TUNED",
         "WORLD",
     }
@@ -138,6 +106,7 @@ class AgentOptions:
     prefix: str = "/elastic"
     # Of this node's memory: own parts of checkpoints, and as much for copies of another node's.
     node_memory_share: float = 0.25  # 0: no memory tier
+    node_memory_copies: int = 1  # nodes that hold copies: as many adjacent ones may be lost at once
     # What becomes of a worker that hangs (elastic/hangs): "on" ends it, "report" only writes a
     # report, "off" does not look.
     hang_detection: str = "on"
@@ -150,6 +119,9 @@ class AgentOptions:
     straggler_action: str = "report"
     straggler_factor: float = 1.3  # of the others' time per sample
     straggler_window_s: float = STRAGGLER_WINDOW_S
+    # Ranks that hold the model once. With more of them than workers on a node, worlds are formed of
+    # whole replicas of several nodes, and the others wait (elastic/membership/replicas.py).
+    replica_size: int = 1
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # Of the network: the variables that workers get (elastic/tuning/profiles.py).
     profile: str | None = None  # None: chosen by what the machine has
@@ -161,7 +133,7 @@ class AgentOptions:
 
     # What a pod is told by its manifest (deploy/base).
     termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
-    health_port: int | None = None  # /livez and /readyz; 0: the kernel chooses, None: no server
+    health_port: int | None = None  # probes and metrics; 0: the kernel chooses, None: no server
     hung_after_s: float = _TIMES.hung_after_s  # an agent's thread that does not turn is hung
     park: bool = False  # stay when the job is done, for whoever would start this node again
     pod_ip: str | None = None  # what the other nodes reach this one at, without --local-addr
@@ -169,6 +141,15 @@ class AgentOptions:
     memory_limit_bytes: int | None = None  # of this node, workers and shared memory included
 
     def __post_init__(self) -> None:
+        self._check_times()
+        self._check_ports()
+        self._check_memory()
+        self._check_modes()
+        self._check_stragglers()
+        self._check_store_credentials()
+        self._check_node_tls()
+
+    def _check_times(self) -> None:
         for name in _positive_options():
             if (value := getattr(self, name)) is not None:
                 timeouts.require_positive(name, value)
@@ -200,16 +181,29 @@ class AgentOptions:
             timeouts.require_end_before_kill(
                 "leave_grace_s", self.leave_grace_s, self.termination_grace_s
             )
+
+    def _check_ports(self) -> None:
         if self.health_port is not None and not 0 <= self.health_port <= 65535:
             raise ConfigError(
                 f"health_port={self.health_port} is not a port (0 to 65535)",
                 hint=timeouts.where_to_set("health_port"),
             )
+
+    def _check_memory(self) -> None:
         if not 0 <= self.node_memory_share <= 0.45:
             raise ConfigError(
                 f"node_memory_share={self.node_memory_share:g} is not between 0 and 0.45",
                 hint=timeouts.where_to_set("node_memory_share"),
             )
+        copies = self.node_memory_copies
+        if copies < 1 or (taken := (1 + copies) * self.node_memory_share) > 0.9:
+            raise ConfigError(
+                f"node_memory_copies={copies}"
+                + (f": parts and copies would take {taken:.0%} of memory" if copies > 0 else ""),
+                hint="at least one copy, and (1 + copies) × node_memory_share at most 0.9",
+            )
+
+    def _check_modes(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(
                 f"mode={self.mode} is not one of {', '.join(MODES)}",
@@ -222,6 +216,8 @@ class AgentOptions:
                 f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
                 hint=timeouts.where_to_set("hang_detection"),
             )
+
+    def _check_stragglers(self) -> None:
         if self.straggler_action not in STRAGGLER_ACTIONS:
             raise ConfigError(
                 f"straggler_action={self.straggler_action} is none of "
@@ -240,6 +236,8 @@ class AgentOptions:
                 "known only where workers keep a link to their agent",
                 hint="use mode=in-process, or straggler_action=report",
             )
+
+    def _check_store_credentials(self) -> None:
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):
             if getattr(self, one) and not getattr(self, other):
                 raise ConfigError(
@@ -249,6 +247,8 @@ class AgentOptions:
             raise ConfigError(
                 "password_file is set and user is not", hint=timeouts.where_to_set("user")
             )
+
+    def _check_node_tls(self) -> None:
         given = [name for name in NODE_TLS if getattr(self, name)]
         missing = [name for name in NODE_TLS if name not in given]
         if given and missing:
@@ -262,132 +262,4 @@ class AgentOptions:
 
 def _positive_options() -> list[str]:
     in_seconds = [f.name for f in fields(AgentOptions) if f.name.endswith("_s")]
-    return [*in_seconds, "failure_budget", "memory_limit_bytes"]
-
-
-def read_options(
-    conf: Mapping[str, Any], environ: Mapping[str, str], *, for_program: bool = False
-) -> AgentOptions:
-    """Merge defaults, environment and ``--rdzv-conf``.
-
-    ``for_program``: a program calls ``elastic_launch`` and expects each node's results, so that
-    the others are waited for as long as torch's own backends do (docs/decisions/0022).
-
-    Raises:
-        ConfigError: unknown name (with the nearest known one) or unusable value.
-    """
-    known = {f.name: str(f.type) for f in fields(AgentOptions)}
-    values: dict[str, Any] = {}
-    for variable, text in environ.items():
-        name = _option_of_variable(variable, known)
-        if name is not None:
-            values[name] = _parse(name, known[name], text, variable)
-    given_as: dict[str, str] = {}
-    for given, value in ((_unquoted(k), _unquoted(v)) for k, v in conf.items()):
-        conf_name = _option_of_conf(given, value, known)
-        if conf_name is not None:
-            parsed = _parse(conf_name, known[conf_name], value, "--rdzv-conf")
-            _require_one_value(given_as, conf_name, given, parsed, values)
-            values[conf_name] = parsed
-    last_call_s = STOCK_LAST_CALL_S if for_program else AgentOptions.last_call_s
-    return AgentOptions(**{**_fitting_defaults(values, last_call_s), **values})
-
-
-def _require_one_value(
-    given_as: dict[str, str], option: str, given: str, value: Any, values: Mapping[str, Any]
-) -> None:
-    """Raise ConfigError if an option is given by two of its names, with two values."""
-    other = given_as.setdefault(option, given)
-    if other != given and values[option] != value:
-        raise ConfigError(
-            f"{other}={values[option]} and {given}={value} in --rdzv-conf are the same option, "
-            f"{option}",
-            hint=f"give {option} alone",
-        )
-
-
-def _fitting_defaults(values: Mapping[str, Any], last_call_s: float) -> dict[str, float]:
-    """Defaults of options that are not given, and would contradict those that are."""
-    derived = {"last_call_s": last_call_s}
-    if "termination_grace_s" in values:
-        derived["leave_grace_s"] = timeouts.for_pod(values["termination_grace_s"]).leave_grace_s
-    if (hang_script_timeout_s := values.get("hang_script_timeout_s")) is not None:
-        derived["collective_timeout_s"] = timeouts.collective_for(hang_script_timeout_s)
-    for low, high in (
-        ("last_call_s", "join_timeout_s"),
-        ("join_window_s", "join_timeout_s"),
-        ("quarantine_s", "join_timeout_s"),
-        ("healthy_s", "failure_window_s"),
-    ):
-        if (limit_s := values.get(high, 0.0)) > 0:
-            derived[low] = min(derived.get(low, getattr(AgentOptions, low)), limit_s / 2)
-    return derived
-
-
-def _unquoted(text: Any) -> Any:
-    """Without the quotes that a shell was to take away: ``--rdzv-conf="'lease_s=4'"``, as it is
-    written in manifests and lists of arguments. torch cuts it at commas, quotes and all."""
-    return text.strip(_QUOTES) if isinstance(text, str) else text
-
-
-def _option_of_variable(variable: str, known: Mapping[str, str]) -> str | None:
-    if not variable.startswith(ENVIRONMENT_PREFIX):
-        return None
-    rest = variable[len(ENVIRONMENT_PREFIX) :]
-    if rest in OTHER_VARIABLES:
-        return None
-    name = rest.lower()
-    if name in known:
-        return name
-    # Other products use this prefix, too (ELASTIC_PASSWORD, ELASTIC_APM_...): only what looks
-    # like a slip of one of our names is refused.
-    names = [n.upper() for n in known] + sorted(OTHER_VARIABLES)
-    near = difflib.get_close_matches(rest, names, n=1, cutoff=0.8)
-    if near:
-        raise ConfigError(
-            f"unknown environment variable {variable}",
-            hint=f"did you mean {ENVIRONMENT_PREFIX}{near[0]}?",
-        )
-    return None
-
-
-def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | None:
-    if given in known:
-        return given
-    if given == "timeout":
-        is_default = str(value) == str(TORCHRUN_TIMEOUT_S)
-        return None if is_default else "join_timeout_s"
-    if given in _STOCK_NAMES:
-        return _STOCK_NAMES[given]
-    if given in _STOCK_WITHOUT_MEANING:
-        return None
-    names = [*known, *_STOCK_NAMES]
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"unknown option {given}={value} in --rdzv-conf",
-        hint=f"{hint}Known: {', '.join(sorted(known))}",
-    )
-
-
-def _parse(name: str, kind: str, value: Any, place: str) -> Any:
-    if kind.startswith("str"):
-        return str(value)
-    if kind == "bool":
-        return _parse_switch(name, str(value), place)
-    is_whole = kind.startswith("int")
-    try:
-        return int(value) if is_whole else float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{name}={value!r} in {place} is not a number",
-            hint=f"give a {'whole ' if is_whole else ''}number"
-            + (" of seconds" if name.endswith("_s") else ""),
-        ) from None
-
-
-def _parse_switch(name: str, text: str, place: str) -> bool:
-    switch = _SWITCH.get(text.lower())
-    if switch is None:
-        raise ConfigError(f"{name}={text!r} in {place} is neither 1 nor 0", hint="give 1 or 0")
-    return switch
+    return [*in_seconds, "failure_budget", "memory_limit_bytes", "replica_size"]

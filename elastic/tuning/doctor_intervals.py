@@ -21,12 +21,16 @@ DOCTOR_OTHER_RANKS_S = 2.0
 DOCTOR_END_S = 2.0
 # The ranks of one node may be done at once while another node's wait for their deadline.
 DOCTOR_EXCHANGE_MARGIN_S = 15.0
+# Between two looks at what ranks have written that mpirun has started.
+DOCTOR_MPI_POLL_S = 0.1
 # A message size whose round trip takes longer ends the series of speeds.
 DOCTOR_SLOW_ROUND_TRIP_S = 2.0
 # The raw TCP stream between two ranks, for the comparison with torch: both are on their way.
 DOCTOR_RAW_CONNECT_S = 10.0
 # A TCP connection to a port of another node: three tries of SYN (0, 1 and 3 s) on a lossy network.
 DOCTOR_PAIR_CONNECT_S = 3.0
+# Data is sent to each address of another node for so long: enough for TCP to reach its speed.
+DOCTOR_BANDWIDTH_S = 0.3
 # The first contact of etcd. One call of an agent has the same limit (STORE_CALL_S).
 DOCTOR_ETCD_CONNECT_S = 5.0
 # One call to etcd, and the first event of a watch.

@@ -23,6 +23,8 @@ _MOST_ADDRESSES = 1024
 # Any port: a connected datagram socket sends nothing, it makes the kernel choose the route.
 _ANY_PORT = 9
 
+_MUCH_FASTER = 2  # times as many bits in a second
+
 LOOPBACK = "lo"
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"  # as the kernel writes them (link_layer)
 _ACTIVE = "ACTIVE"
@@ -124,6 +126,19 @@ def source_address(towards: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def faster_interface(network: Network, name: str) -> Interface | None:
+    """A device of this machine that is at least twice as fast as that interface, by what their
+    drivers say. Virtual interfaces are none: they say a speed that no cable has."""
+    slow = network.interface(name)
+    if slow is None or slow.speed_mbps is None or name == LOOPBACK:
+        return None
+    devices = [one for one in network.interfaces if one.driver and one.speed_mbps is not None]
+    fastest = max(devices, key=lambda one: one.speed_mbps or 0, default=None)
+    if fastest is None or (fastest.speed_mbps or 0) < _MUCH_FASTER * slow.speed_mbps:
+        return None
+    return fastest
 
 
 def interface_towards(

@@ -73,6 +73,7 @@ class Route(NamedTuple):
 
     interface: str
     reason: str
+    hint: str = ""  # what may be better, and how to have it
 
 
 def choose(network: Network, *, max_nodes: int) -> Choice:

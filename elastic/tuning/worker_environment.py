@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 from elastic.errors import ConfigError
 from elastic.tuning import profiles, timeouts
-from elastic.tuning.network import LOOPBACK, Network, interface_towards, source_address
+from elastic.tuning.network import (
+    LOOPBACK,
+    Network,
+    faster_interface,
+    interface_towards,
+    source_address,
+)
 from elastic.tuning.profiles import Choice, Route, Setting
 
 # The names that an agent has set, for its workers and for agents that are started by them: what is
@@ -129,7 +135,10 @@ def effective(
         profile=choice,
         route=route,
         entries=tuple(entries),
-        warnings=tuple(_warnings(given, is_in_process=is_in_process)),
+        warnings=(
+            *_warnings(given, is_in_process=is_in_process),
+            *((route.hint,) if route is not None and route.hint else ()),
+        ),
     )
 
 
@@ -187,10 +196,24 @@ def choose_route(
         towards = interface_towards(network, peer, source)
         if towards is not None:
             who = "the leader" if peer == peers[0] else "another node"
-            return Route(towards.name, f"it is on the route to {who}, {peer}")
+            reason = f"it is on the route to {who}, {peer}"
+            return Route(towards.name, reason, _faster(network, towards.name))
     if own is not None:
-        return Route(own.name, f"it has {own_address}, where the other nodes reach this one")
+        reason = f"it has {own_address}, where the other nodes reach this one"
+        return Route(own.name, reason, _faster(network, own.name))
     return None
+
+
+def _faster(network: Network, interface: str) -> str:
+    """Not chosen by itself: only the nodes together know whether they all reach it."""
+    faster, slow = faster_interface(network, interface), network.interface(interface)
+    if faster is None or slow is None:
+        return ""
+    return (
+        f"{interface} has {slow.speed_mbps} Mbit/s and {faster.name} {faster.speed_mbps}: if all "
+        f"nodes reach each other over it, start them with --local-addr={faster.addresses[0]} "
+        "(each with its own; `elastic doctor --nnodes` measures both)"
+    )
 
 
 def check_interfaces(given: Mapping[str, Given], network: Network) -> None:

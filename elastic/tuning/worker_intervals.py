@@ -46,6 +46,31 @@ SILENT_NODE_S = 10.0
 # Between two looks of `elastic events --follow` for new lines.
 FOLLOW_S = 0.3
 
+# What steps have noted is added up, and looked through for what is due, this often: in each step it
+# would cost more, since it would run from cold caches.
+STEP_SUMS_S = 0.1
+# Rank 0 hands what was logged to its writers this often: once in a batch costs less than in every
+# step. The files of a killed process lack no more than this, STEP_SUMS_S and one step.
+METRICS_FLUSH_S = 0.5
+# All ranks keep what they logged for so long: the next rank 0 writes what the last one
+# did not get to. A death is noticed within seconds, and a flush may wait for a slow disk.
+METRICS_KEEP_S = 30.0
+# Between two events `metrics` in the journal: enough for a curve, about 100 KiB an hour.
+METRICS_EVENT_S = 5.0
+# For the writers to write what they have before another process may: a local disk takes a
+# millisecond, and nobody recovers meanwhile.
+METRICS_DRAIN_S = 1.0
+# For the writers to finish at the end of the process.
+METRICS_CLOSE_S = 30.0
+
+# Between two lines of progress in a file: an hour is 720 lines.
+PROGRESS_LINE_S = 5.0
+# Between two changes of the line in a terminal.
+PROGRESS_STATUS_S = 0.5
+
+# Ranks of a replica start together, but a busy machine imports torch for minutes.
+REPLICA_MEETS_S = 300.0
+
 # Meeting in a world's store ----------------------------------------------------------------------
 
 # Between two looks for a newer world, while nobody listens at the store's port.
@@ -68,6 +93,9 @@ PREFLIGHT_S = 45.0
 DRAIN_S = 0.05
 # Between two looks whether they have.
 DRAIN_SLICE_S = 0.0005
+# Between two collections of garbage, where parameters of the last world are still in memory: one
+# of another thread, which makes ours return at once, takes milliseconds.
+GARBAGE_SLICE_S = 0.01
 # A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
 # abort is heard of at the end of one, where gloo does not say it at once.
 GLOO_SLICE_MS = 20
@@ -122,6 +150,9 @@ SAVE_SLICE_S = 0.02
 # A disk that is slower than the policy slows training down to its rate. One that hangs does not:
 # after one wait of this length saves are skipped until it answers.
 BUSY_WAIT_S = 5.0
+# Shards in the nodes' memory: a step begins once this rank's share of the save before is
+# written, or after this. Memory that takes longer is swapped out, or full.
+MEMORY_WAIT_S = 30.0
 # The owner of a folder renews its file this often.
 OWNER_HEARTBEAT_S = 5.0
 # Six renewals: restarted workers are back within seconds, and their job must not lose its folder

@@ -9,15 +9,20 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError, TrainingError
+from elastic.events import Event
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.link.client import LinkClient
 from elastic.link.protocol import (
+    COUNTED,
     Bye,
     CollectiveFailure,
+    CountEvents,
     Entered,
     FlightAsk,
     Heartbeat,
@@ -25,26 +30,32 @@ from elastic.link.protocol import (
     MeasureSteps,
     Message,
     Permit,
+    ProfileSteps,
     Ready,
+    ReplicaJoin,
+    ReplicaMeet,
+    ReplicaPending,
     SigtermAnswer,
     SigtermAsk,
     StepReport,
     WorldMessage,
 )
-from elastic.messages.environment import world_variables
-from elastic.messages.world import derive
-from elastic.secure_channel.keys import SecretKey
 from elastic.stragglers.windows import step_windows
 from elastic.telemetry.log import get_logger
-from elastic.tuning.timeouts import peer_silence_of
 from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
 from elastic.worker.flight_recorder import FlightRecorder
 from elastic.worker.hang_page import offer_page
-from elastic.world.arrival import GroupSpec
 from elastic.world.faults import GroupBuildFailed, unreachable_peers
-from elastic.world.world import World, node_name
 
 AGENT_DIED_EXIT_CODE = 1
+
+
+class ToAgent(Protocol):
+    """What sends to the agent: a :class:`~elastic.link.client.LinkClient`."""
+
+    def send(self, message: Message) -> None: ...
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None: ...
+    def close(self) -> None: ...
 
 
 class Worlds:
@@ -71,20 +82,30 @@ class Worlds:
         self.is_waiting = False  # the main thread, for a world
         self._permitted_until_s = math.inf  # by clock.boottime(); no agent has set a limit yet
         self._leaving_answer: bool | None = None
-        self._client: LinkClient | None = None
+        self._client: ToAgent | None = None
+        self.on_profile: Callable[[ProfileSteps], object] = lambda asked: None
         self._flights = FlightRecorder(self.send, clock)
+        self._counts_events = False  # the agent has metrics
+        self._meeting: ReplicaMeet | None = None  # of this worker's replica
+        self._replica_is_pending = False  # it waits for other nodes
 
     def connect(self, path: str, *, local_rank: int) -> None:
         """Perform the handshake. Raises LinkError if the agent does not answer."""
-        self._client = LinkClient.connect(
-            path,
-            local_rank=local_rank,
-            on_message=self._on_message,
-            on_agent_death=_die,
-            beat=self._beat,
+        self.attach(
+            LinkClient.connect(
+                path,
+                local_rank=local_rank,
+                on_message=self.receive,
+                on_agent_death=_die,
+                beat=self._beat,
+            )
         )
         if (page := offer_page()) is not None:
-            self._client.send(page)
+            self.send(page)
+
+    def attach(self, client: ToAgent) -> None:
+        """Send to the agent by this client, and close it at the end."""
+        self._client = client
 
     def close(self, *, clean: bool, error: str = "") -> None:
         """The process is about to end."""
@@ -172,7 +193,11 @@ class Worlds:
             get_logger().warning("training continues: the agent is back")
 
     def next(self) -> WorldMessage:
-        """Wait for a world newer than the present one, and make it the present one."""
+        """Wait for a world newer than the present one, and make it the present one.
+
+        Raises ConfigError where a replica takes several nodes, and elastic.join() had no mesh.
+        """
+        _require_mesh(os.environ, has_met=self._meeting is not None)
         phases.enter(Phase.NO_WORLD)
         with self._changed:
             if not self._said_ready:
@@ -189,6 +214,25 @@ class Worlds:
                     return newest
                 self.is_waiting = True
                 self._changed.wait(WORKER_SLICE_S)
+
+    def meet_replica(self, size: int, timeout_s: float, *, mesh: str = "") -> ReplicaMeet:
+        """Where the ranks of this worker's replica meet, once all are there: those of this node
+        within the time, those of others whenever there are such nodes.
+
+        Raises TrainingError if the former do not come.
+        """
+        self.send(ReplicaJoin(size=size, mesh=mesh))
+        deadline_s = self._clock.monotonic() + timeout_s
+        with self._changed:
+            while self._meeting is None:
+                if self._clock.monotonic() > deadline_s and not self._replica_is_pending:
+                    raise TrainingError(
+                        f"the other ranks of this node did not call elastic.join(mesh=…) with a "
+                        f"replica of {size} ranks within {timeout_s:g} s",
+                        hint="every worker of a node joins with the same mesh",
+                    )
+                self._changed.wait(WORKER_SLICE_S)
+            return self._meeting
 
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Until there is a world newer than the present one; ``meanwhile`` is called now and
@@ -214,6 +258,16 @@ class Worlds:
         """To the agent; lost if there is none any more."""
         if self._client is not None:
             self._client.send(message)
+
+    def count(self, event: Event) -> None:
+        """An event of this process: to the agent, if that counts events of this kind."""
+        if self._counts_events and isinstance(event, COUNTED):
+            self.send(event)
+
+    def report_position(self) -> None:
+        """A heartbeat that does not wait until it is due."""
+        if self._client is not None:
+            self._client.send_heartbeat(self._position())
 
     def entered(self, step: int) -> None:
         """This rank is in the present world, with ``step`` steps committed."""
@@ -257,7 +311,8 @@ class Worlds:
             self.send(StepReport(times=times))
         return self._position()
 
-    def _on_message(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
+        """A message of the agent."""
         match message:
             case WorldMessage():
                 self._learn(message)
@@ -267,10 +322,20 @@ class Worlds:
                 with self._changed:
                     self._permitted_until_s = until_s
                     self._changed.notify_all()
+            case ReplicaMeet():
+                with self._changed:
+                    self._meeting = message
+                    self._changed.notify_all()
+            case ReplicaPending():
+                self._replica_is_pending = True
             case FlightAsk():
                 self._flights.dump()
             case MeasureSteps(window_s=window_s):
                 step_windows.measure(window_s)
+            case ProfileSteps():
+                self.on_profile(message)
+            case CountEvents():
+                self._counts_events = True
             case _:
                 pass
 
@@ -298,35 +363,16 @@ class Worlds:
         return message.assignment is not None or message.nodes > 0
 
 
-def world_of(message: WorldMessage) -> World:
-    """The world as the training sees it."""
-    return derive(World, message.world, message.assignment, node=node_name(), is_launched=True)
-
-
-def group_spec(message: WorldMessage) -> GroupSpec:
-    """What its process group is built from."""
-    return derive(
-        GroupSpec,
-        message.world,
-        message.assignment,
-        store_key=SecretKey.parse(message.store_key),
-        store_tls=message.store_tls,
-        silence_s=peer_silence_of(os.environ),
-    )
-
-
-def write_environment(message: WorldMessage) -> None:
-    """What torchrun would have put into the environment, had it started this world."""
-    assert message.assignment is not None, "this node is not in the world"
-    variables = world_variables(
-        message.world,
-        message.assignment,
-        node_rank=message.node_rank,
-        nodes=message.nodes,
-        store_host=message.world.store_host,
-        store_port=message.world.store_port,
-    )
-    os.environ.update(variables)
+def _require_mesh(environ: Mapping[str, str], *, has_met: bool) -> None:
+    """What a replica over several nodes consists of, torch has to know: it is the default group."""
+    replica_size, workers = environ.get("ELASTIC_REPLICA_SIZE"), environ.get("LOCAL_WORLD_SIZE")
+    if replica_size and workers and int(replica_size) > int(workers) and not has_met:
+        raise ConfigError(
+            f"recovery in process with replica_size={replica_size} and {workers} workers on this "
+            "node, and elastic.join() without mesh=…: a replica that takes several nodes needs one",
+            hint=f'elastic.join(mesh={{"shard": {replica_size}}}), or start the agents with '
+            "--rdzv-conf=mode=restart (docs/how-to/sharded.md)",
+        )
 
 
 def _die() -> None:

@@ -7,17 +7,26 @@ torchrun reads ``TORCHELASTIC_ERROR_FILE`` of each worker, but only scripts deco
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+import torch
+
 from elastic.errors import ElasticError
+from elastic.events import WorldFault
+from elastic.telemetry.journal import EventSink, Position
 from elastic.world.faults import is_world_fault
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
+_OUR_AGENT = "ELASTIC_NODE_ID"  # an agent of ours reports who is lost, and starts this one again
+_PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_OF_LIBRARIES = ("<frozen ", *(package + os.sep for package in _PACKAGES))
 # Of DistributedSampler, dist.get_rank() and others, at the top of a script.
 _NO_GROUP = "Default process group has not been initialized"
 _NO_GROUP_YET = (
@@ -31,7 +40,9 @@ _NO_GROUP_YET = (
 class FailureHook:
     """An excepthook that records the exception, and remembers that there was one."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: EventSink | None = None, position: Position = dict) -> None:
+        self._journal = journal
+        self._position = position
         self.failed = False
         self.text = ""  # what failed, in a line
         self.is_of_the_world = False  # peers are gone; the script has made no mistake
@@ -53,11 +64,27 @@ class FailureHook:
         self.is_of_the_world = is_world_fault(error)
         if isinstance(error, Exception):
             record(error)
-        self._next(kind, error, trace)
+        if self._journal is None or not self.is_of_the_world or not os.environ.get(_OUR_AGENT):
+            self._next(kind, error, trace)
+        else:
+            self._report_lost_peers(error, self._journal)
         if _NO_GROUP in str(error):
             sys.stderr.write(_NO_GROUP_YET)
         if isinstance(error, ElasticError):
             self._exit_code = error.exit_code
+
+    def _report_lost_peers(self, error: BaseException, journal: EventSink) -> None:
+        """In a line: all ranks of a world raise this, since one of them is gone, and their agents
+        start them again. The leader's log says which one."""
+        at = self._position()
+        event = world_fault(error, generation=at.get("generation") or 0, step=at.get("step") or 0)
+        journal.emit(event, level=logging.DEBUG)
+        if os.environ.get("ELASTIC_JOURNAL"):
+            return  # the traceback is in there
+        sys.stderr.write(
+            f"elastic: peers are gone, or the connection to them: {self.text}\n  raised "
+            f"{_place(error)}; ELASTIC_JOURNAL=FOLDER keeps the traceback\n"
+        )
 
     def _leave(self) -> None:
         # Not in the hook: init_process_group puts a hook around this one that collects what is
@@ -67,6 +94,25 @@ class FailureHook:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._exit_code)
+
+
+def world_fault(error: BaseException, *, generation: int, step: int) -> WorldFault:
+    """The event of an exception that means that peers are gone, with its traceback."""
+    return WorldFault(
+        generation=generation,
+        step=step,
+        error=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _place(error: BaseException) -> str:
+    """Where the script was: the last frame that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_OF_LIBRARIES)]
+    if not own:
+        return "outside of the script"
+    return f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
 
 
 def record(error: Exception) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.errors import ConfigError
 from elastic.messages.environment import identity_in
 from elastic.messages.world import RankAssignment, WorldIdentity
+from elastic.world.mesh import ReplicaMesh
 
 # What torchrun (any backend) sets and env:// needs. Without them a process is a world of one.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -29,10 +30,39 @@ class World(WorldIdentity, RankAssignment):
         lineage: earlier generations, oldest first.
         node: the name of this node, for people.
         is_launched: False for plain ``python train.py``, a world of one.
+        mesh: the dimensions of a replica; none: each rank is one.
     """
 
     node: str
     is_launched: bool
+    mesh: ReplicaMesh = field(default_factory=ReplicaMesh)
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica: the ranks that together hold the model once."""
+        return self.rank // self.mesh.size
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are."""
+        return self.size // self.mesh.size
+
+    @property
+    def rank_in_replica(self) -> int:
+        """From 0; ranks with the same one hold the same shards."""
+        return self.rank % self.mesh.size
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each global batch this rank sees: those of a tensor-parallel group, say,
+        see the same. From 0 to :attr:`data_size`; without a mesh it is the rank."""
+        own = self.mesh.data_position(self.rank_in_replica)
+        return self.replica * self.mesh.data_size + own
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts each global batch is split."""
+        return self.replicas * self.mesh.data_size
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:

@@ -33,6 +33,7 @@ from elastic.secure_channel import strict_json
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import ProtocolError
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import PEER_SILENCE_S, Limits
@@ -93,11 +94,9 @@ class StoreServer(Handler):
             "elastic-store",
             _listen(port, backlog=max(_BACKLOG, 2 * size)),
             self,
-            key=lambda: key,
-            identity=nonce,
+            credentials=Credentials(key=lambda: key, identity=nonce, tls=tls),
             limits=limits,
             report=get_logger().warning,
-            tls=tls,
             on_error=self._died,
         )
         self._hub.start()
@@ -340,7 +339,7 @@ def _request(payload: bytes) -> Json:
         if type(request[name]) is not kind:
             raise ProtocolError(f"{operation}.{name} is no {kind.__name__}: {payload[:80]!r}")
     if not all(isinstance(key, str) for key in request.get("keys", ())):
-        raise ProtocolError(f"{operation}.keys has what is no str: {payload[:80]!r}")
+        raise ProtocolError(f"{operation}.keys holds a value that is not a str: {payload[:80]!r}")
     return request
 
 
@@ -348,7 +347,7 @@ def _number(value: bytes) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ProtocolError("add to what is no number") from None
+        raise ProtocolError("add to a value that is not a number") from None
 
 
 def _text(value: bytes) -> str:

@@ -16,7 +16,8 @@ import pytest
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, errors
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import (
@@ -32,6 +33,7 @@ from elastic.events import Event
 from elastic.membership.records import Cause, Member, ProcessIdentity, WorldRecord, WorldState
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.entrypoint import create_handler
+from elastic.rendezvous.error_files import tolerate_unreadable_error_files
 from elastic.rendezvous.replacement import Replacement
 
 PROCESS = ProcessIdentity(
@@ -145,7 +147,24 @@ def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
     first, second = handler.calls
     assert (first.nproc, first.role, first.max_restarts, first.failure) == (1, "trainer", 5, None)
     assert second.failure == torch_private.WorkerFailure("ValueError: bad loss", 3)
-    assert len(second.worker_pids) == 1
+
+
+@pytest.mark.parametrize(
+    "half_written", ["", '{"message": {"mess', "[]", '{"message": {}}', "\\377"], ids=repr
+)
+def test_a_worker_killed_while_it_writes_its_error_file_does_not_end_the_agent(
+    half_written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing_api, "ProcessFailure", errors.ProcessFailure)
+    tolerate_unreadable_error_files()
+    script = (  # torch takes $$ for $
+        "[ $TORCHELASTIC_RESTART_COUNT = 0 ] "
+        f"&& printf '{half_written}' > $TORCHELASTIC_ERROR_FILE && kill -9 $$$$; exit 0"
+    )
+    handler = OneWorld(world(1), 0)
+    agent = agent_for(handler, 1, script, max_restarts=5)
+    assert agent.run().state == api.WorkerState.SUCCEEDED
+    assert handler.calls[1].failure == torch_private.WorkerFailure(None, -signal.SIGKILL)
 
 
 class Replacing(OneWorld):

@@ -78,6 +78,14 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def called(node: ast.Call) -> str:
+    """The last name of what is called: ``getattr`` for that and for ``builtins.getattr``."""
+    match node.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
 def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """The private names in a module that are another package's."""
     of_torch: set[str] = set()
@@ -96,7 +104,7 @@ def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if root_of(node) in of_torch or node.attr not in own:
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+        elif isinstance(node, ast.Call) and called(node).endswith("attr"):
             words = [a.value for a in node.args if isinstance(a, ast.Constant)]
             yield from (w for w in words if isinstance(w, str) and is_private(w) and w not in own)
 

@@ -18,6 +18,7 @@ POSITIVE: Schema = {"type": "integer", "minimum": 1}
 FLAG: Schema = {"type": "boolean"}
 STRINGS: Schema = {"type": "array", "items": STRING, "minItems": 1}
 HOURS: Schema = {"type": "string", "pattern": r"^\d+h$"}  # Go's durations know no days
+SECONDS: Schema = {"type": "string", "pattern": r"^\d+s$"}
 LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 # Checked as a Job's, with Kubernetes' own schema.
 JOB_SPEC: Schema = {"type": "object"}
@@ -119,7 +120,27 @@ POD_MONITOR = record(
     selector=record(("matchLabels",), matchLabels=LABELS | {"minProperties": 1}),
     podMetricsEndpoints={
         "type": "array",
-        "items": record(("port",), port=STRING, interval={"type": "string", "pattern": r"^\d+s$"}),
+        "items": record(("port",), port=STRING, path={"const": "/metrics"}, interval=SECONDS),
+        "minItems": 1,
+    },
+)
+
+_ALERT = record(
+    ("alert", "expr", "labels", "annotations"),
+    alert={"type": "string", "pattern": "^[A-Z][A-Za-z]+$"},
+    expr=STRING,
+    labels=record(("severity",), severity={"enum": ["critical", "warning", "info"]}),
+    annotations=record(("summary", "description"), summary=STRING, description=STRING),
+    **{"for": {"type": "string", "pattern": r"^\d+(s|m|h)$"}},
+)
+
+PROMETHEUS_RULE = record(
+    ("groups",),
+    groups={
+        "type": "array",
+        "items": record(
+            ("name", "rules"), name=STRING, rules={"type": "array", "items": _ALERT, "minItems": 1}
+        ),
         "minItems": 1,
     },
 )
@@ -136,6 +157,7 @@ SCHEMAS: dict[str, Schema] = {
         "kueue.x-k8s.io/v1beta2", "LocalQueue", record(("clusterQueue",), clusterQueue=STRING)
     ),
     "PodMonitor": of_kind("monitoring.coreos.com/v1", "PodMonitor", POD_MONITOR),
+    "PrometheusRule": of_kind("monitoring.coreos.com/v1", "PrometheusRule", PROMETHEUS_RULE),
     "PodGroup": of_kind(
         "scheduling.volcano.sh/v1beta1",
         "PodGroup",

@@ -23,7 +23,7 @@ from elastic.errors import StoreRefused
 from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
-from elastic.tuning.agent_options import read_options
+from elastic.tuning.option_sources import read_options
 
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 PATIENCE_S = 60.0

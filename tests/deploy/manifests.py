@@ -38,6 +38,10 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "jobset+node-tls": ("jobset", ("node-tls",)),
     "prod+etcd-monitoring": ("prod", ("etcd-monitoring",)),
     "jobset+etcd-monitoring": ("jobset", ("etcd-monitoring",)),
+    "prod+monitoring": ("prod", ("monitoring",)),
+    "dev+monitoring": ("dev", ("monitoring",)),
+    "job+monitoring+etcd-monitoring": ("job", ("monitoring", "etcd-monitoring")),
+    "trainer+monitoring": ("trainer", ("monitoring",)),
     "prod+node-tls+own-certificates": ("prod", ("node-tls", "own-certificates")),
 }
 # What a platform gives where cert-manager does not make it (the runbook's table).
@@ -65,8 +69,9 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("--overlay=job", "--nodes=2:5", "--with=rdma", "--with=kueue", "--run-id=b"),
         *("--gpus-per-node=2", IMAGE),
     ),
-    "kube render jobset+spot+volcano": (
+    "kube render jobset+spot+volcano+monitoring": (
         *("--overlay=jobset", "--with=spot", "--with=volcano", "--gpus-per-node=1", IMAGE),
+        "--with=monitoring",
     ),
     "kube render trainer": (
         *("--overlay=trainer", "--nodes=4:6", "--grace=90", IMAGE, "train.py", "-x"),
@@ -91,7 +96,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     **{
         f"several {overlay}": (
             *(f"--overlay={overlay}", "--name=llama", "--namespace=team", "--nodes=3:5", IMAGE),
-            *("--with=kueue", "--with=volcano"),
+            *("--with=kueue", "--with=volcano", "--with=monitoring"),
         )
         for overlay in ("prod", "job", "jobset", "trainer")
     },

@@ -216,6 +216,18 @@ def check_etcd(place: Place) -> None:
     assert (N, "ConfigMap", "etcd-restore") not in place.cluster.objects
 
 
+def check_monitored(place: Place) -> None:
+    """Without a restart of a worker."""
+    for kind, name in (
+        ("PodMonitor", "workers"),
+        ("PodMonitor", "etcd"),
+        ("PrometheusRule", "elastic"),
+    ):
+        assert place.cluster.objects[N, kind, name]["metadata"]["labels"]["release"] == "prometheus"
+    place.cluster.settle()
+    assert place.workers == place.first
+
+
 def check_deleted(place: Place) -> None:
     # The claims of etcd go with the namespace.
     left = {key for key in place.cluster.objects if key[0] == N and "data-etcd-" not in key[2]}
@@ -229,6 +241,7 @@ AFTERWARDS: dict[Scenario, Callable[[Place], None]] = {
     ("Scale", 0): check_scaled,
     ("Drain", 0): check_drained,
     ("etcd", 0): check_etcd,
+    ("Monitoring", 0): check_monitored,
     ("Upgrade", 1): check_upgraded,
     ("Upgrade", 2): check_upgraded,
     ("Restart", 1): check_restarted,

@@ -64,9 +64,14 @@ def test_drains_go_on_until_the_minimum_is_left(budget: Object) -> None:
     assert granted == [True, True, False, False, False, False]
 
 
-def test_what_is_not_in_the_world_goes_at_any_time(budget: Object) -> None:
-    some = pods(ready=4, not_ready=1, pending=1)
-    assert [evict(pod, budget, some, ASKED_FOR) for pod in some] == [False] * 4 + [True] * 2
+@pytest.mark.parametrize("ready", [LOW, LOW - 1])
+def test_what_is_not_in_the_world_goes_at_any_time(budget: Object, ready: int) -> None:
+    """Below the minimum, too, where the default policy would keep it."""
+    some = pods(ready=ready, not_ready=1, pending=1)
+    assert [evict(pod, budget, some, ASKED_FOR) for pod in some] == [False] * ready + [True] * 2
+    by_default = {k: v for k, v in budget.items() if k != "unhealthyPodEvictionPolicy"}
+    again = pods(ready=ready, not_ready=1)
+    assert evict(again[-1], by_default, again, ASKED_FOR) == (ready >= LOW)
 
 
 def test_no_overlay_needs_all_replicas_ready_for_a_drain(manifests: Rendered) -> None:

@@ -72,14 +72,20 @@ def test_etcd_is_reached_by_its_clients_on_its_clients_port_alone(manifests: Ren
 
 
 def test_monitors_find_pods_whose_port_is_open_to_monitoring(manifests: Rendered) -> None:
-    assert bool(manifests.of("PodMonitor")) == ("etcd-monitoring" in manifests.name)
+    parts = manifests.name.replace("kube render ", "").split("+")
+    wanted = {"etcd-monitoring": "etcd", "monitoring": "workers"}
+    names = {monitor["metadata"]["name"] for monitor in manifests.of("PodMonitor")}
+    assert names == {name for part, name in wanted.items() if part in parts}
     for monitor in manifests.of("PodMonitor"):
         labels = monitor["spec"]["selector"]["matchLabels"]
         (pod,) = [p for p in manifests.pods() if labels.items() <= p.labels.items()]
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         ports = {p["name"]: p["containerPort"] for c in pod.containers for p in c["ports"]}
         port = ports[endpoint["port"]]
-        assert f"--listen-metrics-urls=http://0.0.0.0:{port}" in pod.containers[0]["args"]
+        if pod.component == "etcd":
+            assert f"--listen-metrics-urls=http://0.0.0.0:{port}" in pod.containers[0]["args"]
+        else:
+            assert str(port) == manifests.settings["ELASTIC_HEALTH_PORT"]
         assert allowed(manifests.of("NetworkPolicy"), MONITORING, ours(pod.component), port)
 
 

@@ -11,7 +11,8 @@ from manifests import Pod, Rendered
 
 from elastic.cli.launch.flags import build_parser, node_range
 from elastic.store.etcd.endpoints import Endpoint, parse_endpoints
-from elastic.tuning.agent_options import OTHER_VARIABLES, AgentOptions, read_options
+from elastic.tuning.agent_options import OTHER_VARIABLES, AgentOptions
+from elastic.tuning.option_sources import read_options
 from elastic.tuning.timeouts import for_pod
 
 POD_IP = "10.1.2.3"

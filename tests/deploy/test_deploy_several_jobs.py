@@ -14,7 +14,7 @@ from pod_security import violations
 from test_deploy_network import ETCD, MONITORING, OUTSIDE, ours
 
 from elastic.store.etcd.endpoints import parse_endpoints
-from elastic.tuning.agent_options import read_options
+from elastic.tuning.option_sources import read_options
 
 JOBS = ("several prod", "several job", "several jobset", "several trainer")
 LLAMA, BERT = ours("worker", "llama"), ours("worker", "bert")

@@ -76,6 +76,13 @@ def assert_same(idiom: Idiom, outcome: RunOutcome, alone: RunOutcome) -> None:
         _assert_close(first.result, expected.result, idiom.tolerance_of, what, outcome)
 
 
+def assert_as_undisturbed(idiom: Idiom, outcome: RunOutcome, undisturbed: RunOutcome) -> None:
+    """The result that as many workers have without a fault."""
+    first, expected = outcome.survivors[0], undisturbed.survivors[0]
+    what = f"{first.name} and {expected.name} undisturbed"
+    _assert_close(first.result, expected.result, idiom.tolerance_of, what, outcome)
+
+
 def _assert_close(
     result: dict[str, torch.Tensor],
     expected: dict[str, torch.Tensor],

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 from catalogue import GROUPS, PAGE, REFUSED, Idiom, idioms, page
-from idiom_runs import SIZE, IdiomRuns, assert_same
+from idiom_runs import SIZE, IdiomRuns, assert_as_undisturbed, assert_same
 
 from elastic.testing.small_world.world import CALLS, LINES
 
@@ -53,6 +53,8 @@ def check_death(runs: IdiomRuns, idiom: Idiom, seed: int, counted: str) -> None:
     outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
     assert outcome.died_at, f"{death} was not reached"
     assert_same(idiom, outcome, runs.alone(idiom))
+    if is_replaced and not idiom.is_compared_alone:  # three workers draw what three have drawn
+        assert_as_undisturbed(idiom, outcome, runs.undisturbed(idiom))
 
 
 @pytest.mark.parametrize("idiom", idioms(REFUSED), ids=name_of)

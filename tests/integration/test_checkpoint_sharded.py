@@ -279,7 +279,7 @@ def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path, way: str) -> N
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_another_rank_is_of_the_same_kind(error: checkpoints.LoadError) -> None:
-    told = exchange._from_json(json.loads(json.dumps(exchange._as_json(error))), 3)
+    told = exchange.error_from_json(json.loads(json.dumps(exchange.error_as_json(error))), 3)
     assert type(told) is type(error)
     assert told.message == f"on rank 3: {error.message}"
     assert told.hint == error.hint

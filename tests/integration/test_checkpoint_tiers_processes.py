@@ -23,6 +23,7 @@ from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
 from checkpoints.memory.peer_storage import PeerAddress
 from checkpoints.memory.replication import ReplicationOutcome
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()  # what forks of this process share
@@ -144,8 +145,7 @@ class Node:
         host = MemoryHost(
             self.folder,
             host="127.0.0.1",
-            key=lambda: KEY,
-            identity=self.folder.name,
+            credentials=Credentials(key=lambda: KEY, identity=self.folder.name),
             neighbours=lambda: known[0],
             on_outcome=told,
         )

@@ -61,7 +61,14 @@ def test_with_a_slow_joining_node_the_demo_keeps_every_promise_and_cleans_up(
     assert ADDED in by_cause["joined"], said["generations"]
     assert said["steps"] == STEPS
     assert all((s["once"], s["twice"], s["never"]) == (1437, 0, 0) for s in said["samples"])
-    assert not list(tmp_path.glob("elastic-demo-*"))
+    # Its report is all that is left.
+    assert [str(path) for path in tmp_path.glob("elastic-demo-*")] == [said["report"]]
+    page = Path(said["report"]).read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "The job succeeded after " in page
+    assert f"{STEPS} steps on 2 to 3 nodes" in page
+    assert '<h2 id="curves">Loss</h2>' in page
+    assert f">{VICTIM}</text>" in page and "lost</text>" in page
 
 
 def test_an_interrupt_ends_everything_cleanly(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.cli.launch import processes
+from elastic.testing.forks.program import run_program
 
 pytestmark = pytest.mark.cluster
 
@@ -76,6 +77,8 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    if not any(word.startswith("--nodes-local") for word in words):  # this process is the agent
+        return run_program(command(*words), environment(), cwd=folder, timeout_s=DEADLINE_S)
     return subprocess.run(
         command(*words),
         cwd=folder,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,17 @@ import pytest
 from test_node_service import TestNode
 
 from elastic.cli.main import main
-from elastic.leadership.job_progress import decode_progress
+from elastic.clock import ManualClock
+from elastic.leadership.job_progress import RecordedHeartbeat, decode_progress
 from elastic.leadership.progress_writer import ProgressWriter
+from elastic.liveness.heartbeats import HeardHeartbeat, NodeHeartbeat
 from elastic.membership.records import Keys
 from elastic.membership.step_rate import StepRate
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.keyvalue import Lease
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_intervals import PROGRESS_STANDING_S
 
 KEYS = Keys.of("/elastic", "llama-7")
 # docs/security.md: what a user needs who may look, and no more.
@@ -82,6 +87,22 @@ def test_a_user_without_rights_gets_a_sentence(
     assert "Traceback" not in said.err
 
 
+def test_a_status_imports_no_torch(guarded: EmbeddedEtcd, tmp_path: Path) -> None:
+    """That is what it takes to answer within half a second."""
+    password = tmp_path / "password"
+    password.write_text("viewer\n")
+    code = (
+        "import sys\n"
+        "from elastic.cli.main import main\n"
+        f"code = main(['status', '--rdzv-endpoint={guarded.endpoint}', '--rdzv-id=llama-7',"
+        f" '--rdzv-conf=user=viewer,password_file={password},connect_timeout_s=60'])\n"
+        "print(code, 'grpc' in sys.modules,"
+        " sorted({'torch', 'numpy', 'matplotlib', 'rich', 'starlette'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1 True []", done.stderr
+
+
 def test_an_etcd_that_is_away_is_exit_code_69(capsys: pytest.CaptureFixture[str]) -> None:
     with EmbeddedEtcd(name="gone") as etcd:
         endpoint = etcd.endpoint
@@ -115,12 +136,16 @@ def node() -> Iterator[TestNode]:
 
 def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> None:
     server = node.store.server
-    context = node.service._loop._at
+    context = node.context
     store = CountingStore(server)
     leases: list[Lease | None] = [None]
-    context = replace(context, store=store)
+    clock = ManualClock(1_769_860_800.0)
+    context = replace(context, store=store, clock=clock)
+    heard: dict[str, HeardHeartbeat] = {}
     steps: list[int | None] = [None]
-    writer = ProgressWriter(context, lambda: leases[0], lambda: steps[0])
+    writer = ProgressWriter(
+        context, lambda: leases[0], lambda: steps[0], lambda: 500, lambda: heard
+    )
     writer.write()
     assert store.puts == []
     leases[0] = store.lease(60.0)
@@ -141,10 +166,28 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     found = written()
     assert (found.generation, found.step, found.step_time_s) == (2, 41, 0.25)
     assert found.checkpoint_step == 40
+    assert found.checkpoint_at_s is not None and found.planned_steps == 500
+    writes = len(store.puts)
+    for _ in range(3):  # the job stands still: time passes, and that is no news
+        writer.write()
+    assert len(store.puts) == writes
+    heard["id-b"] = HeardHeartbeat(NodeHeartbeat(generation=2, step=40), clock.monotonic() - 3.0)
+    writer.write()
+    assert len(store.puts) == writes, "nor are heartbeats alone"
+    clock.advance(PROGRESS_STANDING_S)
+    writer.write()
+    assert len(store.puts) == writes + 1, "but they are written every few seconds"
+    at_s = clock.wall() - PROGRESS_STANDING_S - 3.0
+    assert written().heartbeats == (
+        RecordedHeartbeat(node_id="id-b", generation=2, step=40, heard_at_s=at_s),
+    )
+    writer.write()
+    assert len(store.puts) == writes + 1, "and not more often"
+    writes += 1
     context.status.store_problem = "etcd does not answer"
     context.status.step_rate = StepRate(generation=2, step=42, step_time_s=0.25, at_s=0.0)
     writer.write()
-    assert len(store.puts) == 2, "a store in trouble is left alone"
+    assert len(store.puts) == writes, "a store in trouble is left alone"
     (lease,) = leases
     assert lease is not None
     lease.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 from etcd_fixtures import PATIENCE_S
+from forked_ranks import fork_ranks
 
 from elastic.cli.main import main
 from elastic.clock import SYSTEM_CLOCK
@@ -25,6 +26,7 @@ from elastic.store.keyvalue import KeyValue
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines for a machine that does much else; one test has its own."""
     monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", PATIENCE_S / 3)
+    fork_ranks(monkeypatch)
 
 
 @dataclass

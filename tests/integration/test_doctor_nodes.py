@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from etcd_fixtures import PATIENCE_S
 from etcd_proxy import CuttingProxy
+from forked_ranks import fork_ranks
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.session import OPERATIONS
@@ -27,6 +29,12 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.tuning.agent_options import AgentOptions
 
 COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of this process; those of a :class:`Node` start as they always do."""
+    fork_ranks(monkeypatch)
 
 
 @dataclass
@@ -200,3 +208,52 @@ def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(roo
     assert found["gloo init env://"]["status"] == "failed" and not wrong["healthy"]
     assert "GLOO_SOCKET_IFNAME" in found["gloo init env://"]["remedy"]
     assert found["gloo after that"]["status"] == "skipped"
+
+
+@pytest.mark.skipif(
+    not networks.available() or shutil.which("tc") is None,
+    reason="needs root, network namespaces, and `tc` of iproute2",
+)
+def test_between_two_machines_the_fast_way_is_measured_and_how_to_use_it_is_said(root: str) -> None:
+    """A slow network leads to etcd, which is where a node takes its address from."""
+    with (
+        networks.Network(2) as network,
+        EmbeddedEtcd(name="doctor-fast") as etcd,
+        CuttingProxy(etcd.endpoint, listen=network.host) as proxy,
+    ):
+        one, other = network.machines
+        fast = networks.add_fast_link(one, other, slow_mbit=20)
+
+        def report(one_addr: str = "", other_addr: str = "") -> list[dict[str, Any]]:
+            common = (
+                f"--rdzv-endpoint={proxy.endpoint}",
+                "--rdzv-id=job",
+                f"--rdzv-conf=prefix={root.rstrip('/')}",
+                "--nnodes=2",
+                f"--join-timeout={2 * PATIENCE_S}",
+                f"--deadline={PATIENCE_S}",
+                "--local",
+            )
+
+            def with_address(address: str) -> tuple[str, ...]:
+                return (*common, f"--local-addr={address}") if address else common
+
+            with (
+                node("one", *with_address(one_addr), launcher=one.launcher) as a,
+                node("other", *with_address(other_addr), launcher=other.launcher) as b,
+            ):
+                found, same = a.report(), b.report()
+            assert found["findings"] == same["findings"]
+            return [f for f in found["findings"] if f["name"].startswith("bandwidth")]
+
+        (slow,) = report()
+        (well,) = report(*fast)
+    names = {slow["name"].rpartition(" → ")[0], slow["name"].rpartition(" → ")[2]}
+    assert names == {"bandwidth one", "other"} or names == {"bandwidth other", "one"}
+    assert slow["status"] == "warning"
+    assert f"({networks.INTERFACE}, which a job uses)" in slow["measured"]
+    assert "--local-addr=ADDRESS" in slow["remedy"]
+    assert f"ELASTIC_INTERFACE={networks.FAST}" in slow["remedy"]
+    assert any(address in slow["remedy"] for address in fast)
+    assert well["status"] == "ok"
+    assert f"({networks.FAST}, which a job uses)" in well["measured"]

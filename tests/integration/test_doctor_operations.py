@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from etcd_fixtures import PATIENCE_S
+from forked_ranks import fork_ranks
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.operations import OPERATIONS, wrong
@@ -24,6 +25,12 @@ from elastic.doctor.findings import Finding, Status
 from elastic.doctor.meeting import Participant, alone
 
 PROGRAM = "elastic.doctor.collectives.operations"
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those of the doctors that tests start as a command."""
+    fork_ranks(monkeypatch)
 
 
 def participant(nproc: int) -> Participant:

@@ -36,7 +36,7 @@ def black_hole() -> Iterator[str]:
 def test_every_endpoint_is_named_with_its_reason(
     connect: Connect, nobody: str, black_hole: str
 ) -> None:
-    begun_s = time.monotonic()
+    begun_s, before = time.monotonic(), elastic_threads()
     with pytest.raises(StoreUnreachable) as caught:
         connect(f"{nobody},{black_hole},no-such-host.invalid:2379", connect_timeout_s=3)
     message = caught.value.message
@@ -47,7 +47,7 @@ def test_every_endpoint_is_named_with_its_reason(
     assert caught.value.hint
     assert caught.value.exit_code == 69
     assert time.monotonic() - begun_s < PATIENCE_S
-    assert elastic_threads() == set()
+    assert elastic_threads() <= before
 
 
 def test_a_live_member_is_found_behind_dead_ones(

@@ -26,7 +26,7 @@ def use_and_close(endpoint: str, root: str) -> None:
 
 
 def test_threads_and_descriptors_come_back(shared_etcd: EmbeddedEtcd, root: str) -> None:
-    process = psutil.Process()
+    process, before = psutil.Process(), elastic_threads()
     for _ in range(3):  # gRPC keeps some of its own from the first use on
         use_and_close(shared_etcd.endpoint, root)
     descriptors, threads = process.num_fds(), threading.active_count()
@@ -34,10 +34,11 @@ def test_threads_and_descriptors_come_back(shared_etcd: EmbeddedEtcd, root: str)
         use_and_close(shared_etcd.endpoint, root)
     eventually(lambda: process.num_fds() <= descriptors + 2, "descriptors are closed")
     eventually(lambda: threading.active_count() <= threads, "threads have ended")
-    assert elastic_threads() == set()
+    assert elastic_threads() <= before
 
 
 def test_a_store_closes_while_etcd_is_frozen(own_etcd: EmbeddedEtcd) -> None:
+    before = elastic_threads()
     store = EtcdStore(EtcdConfig(endpoints=parse_endpoints(own_etcd.endpoint)))
     recorder = Recorder()
     store.watch(["/"], recorder, name="frozen")
@@ -48,13 +49,14 @@ def test_a_store_closes_while_etcd_is_frozen(own_etcd: EmbeddedEtcd) -> None:
     thread.start()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert elastic_threads() == set()
+    assert elastic_threads() <= before
 
 
 def test_a_callback_that_raises_is_reported_to_the_owner(
     shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     crashes: list[tuple[str, BaseException]] = []
+    before = elastic_threads()
     store = EtcdStore(
         EtcdConfig(endpoints=parse_endpoints(shared_etcd.endpoint)),
         on_crash=lambda name, error: crashes.append((name, error)),
@@ -70,4 +72,4 @@ def test_a_callback_that_raises_is_reported_to_the_owner(
     assert store.put(f"{root}a", b"") > 0  # the others go on
     watch.close()
     store.close()
-    assert elastic_threads() == set()
+    assert elastic_threads() <= before

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import networks
 import pytest
 
-from elastic.testing.forks.server import ForkedPopen, ForkServer
+from elastic.testing.forks.program import run_program
+from elastic.testing.forks.server import ForkedPopen, ForkServer, can_fork
 from elastic.testing.processes import TOKEN, Process, marked_with
 from elastic.testing.waiting import PATIENCE_S, eventually
 
-# Everything that a process may ask about itself, and the product's modules that it has.
+# Everything that a process may ask about itself, and what it has imported of ours and of grpc.
 PROGRAM = """
 import json, os, sys, threading
 own = open("/proc/self/environ", "rb").read().rstrip(b"\\0").split(b"\\0")
@@ -33,7 +36,9 @@ print(json.dumps({
     "elastic": sorted(m for m in sys.modules if m.startswith(("elastic.", "checkpoints", "grpc"))),
 }))
 """
-AGENT = ("-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run")
+ELASTIC_RUN = ("-m", "elastic.cli.main", "run")
+ONE_NODE = ("--nnodes=1", "--nproc-per-node=2")
 C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
 
 
@@ -72,16 +77,70 @@ def test_a_fork_looks_like_a_process_that_was_started(server: ForkServer, tmp_pa
         assert first == "to stderr", "nothing is kept back"
         told.append(json.loads(second))
     forked, started = told
-    # The fork server's own packages, and what torchrun imports by itself.
-    imported = set(forked.pop("elastic")) - {
-        "elastic.testing",
-        "elastic.testing.forks",
-        "elastic.rendezvous",
-    }
-    assert imported == {"elastic.rendezvous.entrypoint"}
+    imported = set(forked.pop("elastic"))
+    assert {"elastic.training.run", "elastic.rendezvous.handler"} <= imported
+    assert not {name for name in imported if name.startswith("grpc")}, "workers never have it"
     assert started.pop("elastic") == []
     assert forked == started
     assert forked["parent"] == os.getpid() and forked["session"] and forked["tasks"] == 1
+
+
+ANSWERS = """
+import sys
+for line in sys.stdin:
+    print(line.strip().upper(), flush=True)
+print("the end", file=sys.stderr)
+"""
+
+
+def test_a_fork_talks_through_pipes(server: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ANSWERS)
+    before = os.listdir("/proc/self/fd")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, str(script)]
+    with ForkedPopen(server.client, command, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"HELLO\n"
+        assert process.communicate(b"you\n", timeout=PATIENCE_S) == (b"YOU\n", b"the end\n")
+    assert process.returncode == 0
+    assert os.listdir("/proc/self/fd") == before
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with ForkedPopen(server.client, command, stdin=subprocess.DEVNULL, **both) as process:
+        assert process.communicate(timeout=PATIENCE_S)[0] == b"the end\n"
+
+
+INTERFACES = """
+import json, os, socket
+print(json.dumps([
+    [name for _, name in socket.if_nameindex()], sorted(os.listdir("/sys/class/net")),
+    os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/mnt") != OUTSIDE,
+    open("/proc/self/cmdline").read().rstrip("\\0").split("\\0")[1:],
+]))
+"""
+
+
+@pytest.mark.skipif(not networks.available(), reason="needs root, and `ip` of iproute2")
+def test_a_fork_runs_in_the_network_namespace_of_its_launcher(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(f"OUTSIDE = {os.readlink('/proc/self/ns/mnt')!r}\n{INTERFACES}")
+    with networks.Network(1, has_decoy=True) as network:
+        (machine,) = network.machines
+        command = [*machine.launcher, sys.executable, str(script)]
+        assert can_fork(command, os.environ)
+        started = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        with (tmp_path / "output").open("wb") as output:
+            process = ForkedPopen(server.client, command, stdout=output, stderr=subprocess.STDOUT)
+            code = process.wait(PATIENCE_S)
+        forked = (tmp_path / "output").read_text()
+    assert (code, forked) == (0, started)
+    inside, shown, *_ = json.loads(forked)
+    assert sorted(inside) == shown and "lo" in inside
+    assert set(inside) != {name for _, name in socket.if_nameindex()}
 
 
 @pytest.mark.parametrize(
@@ -102,17 +161,76 @@ def test_it_ends_as_such_a_process_ends(
     assert start(server, tmp_path, str(script)).wait(PATIENCE_S) == code
 
 
+# The order in which an interpreter ends, and C after it.
+ENDING = """
+import atexit, ctypes, sys, threading
+
+class Said:
+    def __init__(self, name, held=None): self.name, self.held = name, held
+    def __del__(self): print("freed", self.name, flush=True)
+
+libc = ctypes.CDLL(None)
+circle = Said("a circle"); circle.held = circle
+of_main = Said("of main")
+if "abort" in sys.argv:
+    libc["__cxa_atexit"](libc.abort, None, None)
+atexit.register(print, "atexit", flush=True)
+libc.printf(b"buffered by C\\n")
+threading.Thread(target=lambda: print("thread", flush=True)).start()
+sys.exit(4)
+"""
+
+
+def test_it_frees_what_the_program_has_made_and_ends_by_exit(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ENDING)
+    ends = []
+    for by in (server, None):
+        code = start(by, tmp_path, str(script)).wait(PATIENCE_S)
+        ends.append((code, (tmp_path / "output").read_text().splitlines()))
+    forked, started = ends
+    assert forked == started
+    done = {"thread", "atexit", "freed of main", "freed a circle", "buffered by C"}
+    assert forked[0] == 4 and set(forked[1]) == done
+    # Handlers of C's that the program registers are called: here, one that ends it otherwise.
+    assert start(server, tmp_path, str(script), "abort").wait(PATIENCE_S) == -signal.SIGABRT
+
+
+def test_a_program_that_is_run_to_its_end_has_its_code_and_both_outputs(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys\nprint(os.getcwd())\nprint('why', file=sys.stderr)\nsys.exit(3)"
+    )
+    done = run_program(
+        [sys.executable, str(script)], os.environ, cwd=tmp_path, timeout_s=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"{tmp_path}\n", "why\n")
+
+
+def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import time\ntime.sleep(600)")
+    token = "stays-forked/0"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_program([sys.executable, str(script)], {**os.environ, TOKEN: token}, timeout_s=0.1)
+    assert marked_with(token) == []
+
+
 def workers_of(token: str) -> list[Process]:
     return [p for p in marked_with(token) if "LOCAL_RANK" in p.environment]
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "elastic run"])
 def test_workers_of_an_agent_are_its_children_and_marked(
-    server: ForkServer, tmp_path: Path
+    server: ForkServer, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     script = tmp_path / "program.py"
     script.write_text("import time; time.sleep(600)")
-    agent = start(server, tmp_path, *AGENT, *C10D, str(script), **{TOKEN: "a-fork/0"})
+    command = (*launcher, *ONE_NODE, *C10D, str(script))
+    agent = start(server, tmp_path, *command, **{TOKEN: "a-fork/0"})
     try:
         workers = eventually(
             lambda: found if len(found := workers_of("a-fork")) == 2 else None, "two workers"
@@ -122,7 +240,8 @@ def test_workers_of_an_agent_are_its_children_and_marked(
         assert all(str(script) in w.command for w in workers)
         assert len(marked_with("a-fork")) == 3, "an agent and its workers, and no server"
         agent.terminate()
-        assert agent.wait(PATIENCE_S) == 1, (tmp_path / "output").read_text()
+        code = 1 if launcher == TORCHRUN else 128 + signal.SIGTERM
+        assert agent.wait(PATIENCE_S) == code, (tmp_path / "output").read_text()
         assert marked_with("a-fork") == []
     finally:
         agent.kill()

@@ -295,7 +295,7 @@ def test_a_machine_that_stood_still_has_no_hung_workers(
     clock = ManualClock()
     agent = Agent(tmp_path, clock=clock)
     agent.add(worker)
-    agent.watch._do_tasks()
+    agent.watch.run_tasks()
     worker.enter(Phase.COMPUTE)
     for _ in range(10):
         clock.advance(TICK_S)
@@ -312,13 +312,13 @@ def test_a_newer_world_begins_all_clocks_anew(worker: Worker, tmp_path: Path) ->
     agent = Agent(tmp_path, clock=clock)
     agent.add(worker)
     worker.enter(Phase.COMPUTE)
-    agent.watch._do_tasks()
+    agent.watch.run_tasks()
     while (watched := agent.watch.worker(worker.pid)) is None or watched.quiet_s < LONG_S * TICK_S:
         clock.advance(TICK_S)
         agent.watch.tick()
     agent.watch.enter_world(4, 1)
     clock.advance(TICK_S)
-    agent.watch._do_tasks()
+    agent.watch.run_tasks()
     assert watched.quiet_s == 0.0
     assert agent.watch.facts(watched).rank == 1
     agent.watch.close()
@@ -334,7 +334,7 @@ def test_a_tick_costs_little(worker: Worker, tmp_path: Path) -> None:
             Supervised(pid, n, "") for n, pid in enumerate([worker.pid, *(o.pid for o in others)])
         )
     )
-    agent.watch._do_tasks()
+    agent.watch.run_tasks()
 
     def timed() -> float:
         began_s = time.thread_time()

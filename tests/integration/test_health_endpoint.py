@@ -17,6 +17,7 @@ from elastic.agent.service import NodeService
 from elastic.events import Event
 from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
+from elastic.node.context import NodeContext
 from elastic.node.identity import current_process
 from elastic.node.run_secret import RunSecret
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -161,12 +162,14 @@ class Silent:
 def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
     store = StuckStore()
     service = NodeService(
-        store=store,
-        keys=Keys.of("/elastic", "health"),
-        secret=RunSecret.obtain(store, Keys.of("/elastic", "health")),
-        node=waiting_node(),
-        options=AgentOptions(hung_after_s=HUNG_AFTER_S),
-        journal=Silent(),
+        NodeContext.of(
+            waiting_node(),
+            store=store,
+            keys=Keys.of("/elastic", "health"),
+            secret=RunSecret.obtain(store, Keys.of("/elastic", "health")),
+            options=AgentOptions(hung_after_s=HUNG_AFTER_S),
+            journal=Silent(),
+        )
     )
     server = HealthServer(0, service.probes, on_error=service.fail)
     service.start()

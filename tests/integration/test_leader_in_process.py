@@ -16,14 +16,13 @@ from test_node_service import (
     KEYS,
     OPTIONS,
     TestNode,
-    eventually,
     leader_in,
     waits,
     world_in,
 )
 
 from elastic.agent.messages import ChangeNode
-from elastic.agent.workers import LinkSaid
+from elastic.agent.supervision.workers import LinkSaid
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import StragglerFound
 from elastic.link.protocol import StepReport
@@ -42,6 +41,7 @@ from elastic.membership.step_rate import StepRate
 from elastic.store.keyvalue import Put, WatchEvent
 from elastic.stragglers.facts import StepDurations
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.testing.waiting import eventually
 from elastic.tuning.agent_options import AgentOptions
 
 
@@ -52,7 +52,7 @@ class InProcess(TestNode):
 
     def change(self, **fields: Any) -> None:
         change: Callable[[Node], Node] = lambda node: replace(node, **fields)  # noqa: E731
-        self.service._loop.post(ChangeNode(change))
+        self.service.loop.post(ChangeNode(change))
 
     def ready(self) -> InProcess:
         """The workers reached the step loop."""
@@ -66,7 +66,7 @@ class InProcess(TestNode):
     def step(self, step: int, generation: int, step_time_s: float = 0.1) -> None:
         """The workers report how far they are."""
         at_s = SYSTEM_CLOCK.monotonic()
-        self.service._status.step_rate = StepRate(generation, step, step_time_s, at_s)
+        self.status.step_rate = StepRate(generation, step, step_time_s, at_s)
 
     def workers_die(self, generation: int, failure: str = "killed", exit_code: int = -9) -> None:
         self.change(
@@ -80,7 +80,7 @@ class InProcess(TestNode):
 
     def report(self, generation: int, *accused: str) -> None:
         """The workers' collective failed, or they waited in vain for ``accused``."""
-        lease = eventually(lambda: self.service._loop._lease)
+        lease = eventually(lambda: self.service.loop.registration.lease)
         report = FailureReport(
             node_id=self.id, generation=generation, error="reset", accused=accused
         )
@@ -197,6 +197,29 @@ def test_a_report_that_outruns_the_news_of_a_death_costs_no_world(
     assert world.node_ids == (a.id, b.id)
 
 
+def test_a_replaced_worker_is_not_started_again_before_the_leader_knows_that_it_is_ready(
+    server: MemoryServer, start: Start
+) -> None:
+    """The first world of a job is entered by a start of workers: that mode is not asked again."""
+    (node, *_) = trio(server, start)
+
+    def is_ready_after(arrived_for: int) -> None:  # without a word to the leader
+        node.status.change_node(
+            lambda n: replace(
+                n,
+                state=NodeState.READY,
+                in_process=True,
+                running=None,
+                arrived_for=arrived_for,
+            )
+        )
+
+    is_ready_after(1)
+    assert not node.service.newer_world()
+    is_ready_after(0)  # another node's: it warmed up, and is to start in this one
+    assert node.service.newer_world()
+
+
 def test_a_broken_report_is_reported_and_harms_nobody(server: MemoryServer, start: Start) -> None:
     nodes = trio(server, start)
     MemoryStore(server).put(KEYS.failure_report("intruder"), b"{not json")
@@ -228,7 +251,7 @@ def test_a_plan_waits_for_the_first_step_to_be_reported(server: MemoryServer, st
     joining_node = start().ready()
     eventually(lambda: node_in(server, joining_node).state is NodeState.READY)
     leader = next(n for n in nodes if n.id == leader_in(server))
-    eventually(lambda: leader.service._loop._succession.term._planned_since_s)  # type: ignore[union-attr]
+    eventually(lambda: leader.service.loop.succession.term.writer.planned_since_s)  # type: ignore[union-attr]
     assert world_in(server).generation == 1
     for node in nodes:
         node.step(0, 1, step_time_s=0.0)
@@ -333,7 +356,7 @@ def test_an_outage_of_the_store_spends_no_budget(server: MemoryServer, start: St
     leader = next(n for n in nodes if n.id == leader_in(server))
     leader.workers_die(1)  # its own record needs no watch
     server.disconnect()
-    eventually(lambda: leader.service._status.store_problem)
+    eventually(lambda: leader.status.store_problem)
     for _ in range(5):
         leader.change()  # each makes it try again
     server.reconnect()
@@ -360,17 +383,17 @@ def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(
 ) -> None:
     a, b, c = trio(server, start)
     deaf = next(n for n in (a, b) if n.id != leader_in(server))
-    loop = deaf.service._loop
-    hear = loop._on_base
+    store_events = deaf.service.loop.store_events
+    hear = store_events.handle
 
     def hear_no_worlds(event: WatchEvent) -> None:
         if not (isinstance(event, Put) and event.entry.key == KEYS.world):
             hear(event)
 
-    monkeypatch.setattr(loop, "_on_base", hear_no_worlds)
+    monkeypatch.setattr(store_events, "handle", hear_no_worlds)
     c.workers_die(1)
     world = generation(server, 2)
-    eventually(lambda: deaf.service._status.world.world == world)
+    eventually(lambda: deaf.status.world.world == world)
 
 
 def test_below_min_nodes_the_survivors_pause_and_go_on_without_a_restart(
@@ -421,7 +444,7 @@ def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
         checkpoint_s=0.0,
         script_s=0.0,
     )
-    node.service._loop.post(LinkSaid(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
+    node.service.loop.post(LinkSaid(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
 
 
 def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:
@@ -455,7 +478,7 @@ def replaced(
     assert world.node_ids == (nodes[0].id, nodes[2].id, spare.id)
     assert world.switch_at_step is not None
     assert world.reason == f"{spare.journal.name} replaces {slow.journal.name}: {found.reason}"
-    eventually(lambda: slow.service._status.world.world == world)
+    eventually(lambda: slow.status.world.world == world)
     return nodes, slow, world
 
 
@@ -469,10 +492,10 @@ def test_a_straggler_trains_until_the_switch_and_waits_for_another_place_then(
     assert not slow.service.newer_world(), "its workers go on to the boundary"
     members_run(server, [nodes[0], nodes[2]], world)
     assert not slow.service.newer_world()
-    slow.service._status.workers_left = True  # at the boundary, as told
+    slow.status.workers_left = True  # at the boundary, as told
     assert slow.service.newer_world()
     slow.arrive()
-    eventually(lambda: not slow.service._status.workers_left)
+    eventually(lambda: not slow.status.workers_left)
     assert not slow.service.newer_world()
 
 

@@ -72,6 +72,22 @@ def test_an_agent_that_is_stopped_holds_up_no_worker(processes: Processes) -> No
     client.close()
 
 
+def test_heartbeats_take_no_room_from_messages_while_the_agent_is_stopped(
+    processes: Processes,
+) -> None:
+    process, path = processes.agent()
+    client = connect(path)
+    assert line(process) == "Hello"
+    os.kill(process.pid, signal.SIGSTOP)
+    for step in range(5000):  # more than there is room for
+        client.send_heartbeat(Heartbeat(generation=1, step=step, phase="step", step_time_s=0.5))
+    client.send(Entered(generation=1, step=7))
+    os.kill(process.pid, signal.SIGCONT)
+    said = (line(process) for _ in iter(int, 1))
+    assert next(words for words in said if words.startswith("Entered")).split()[1] == "7"
+    client.close()
+
+
 def test_a_client_is_closed_though_its_agent_is_stopped(processes: Processes) -> None:
     process, path = processes.agent()
     client = connect(path)

@@ -5,7 +5,6 @@ Histories of PROTOCOL section 4 and 8 that need no torchrun: tests/kill runs the
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import threading
@@ -29,6 +28,7 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.events import Event, FailureJudged, FailureTimelineWritten, NodeLost, Waiting
+from elastic.failures.kernel_log import KernelLog
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, Policy
@@ -44,12 +44,14 @@ from elastic.membership.records import (
     WorldState,
     decode,
 )
+from elastic.node.context import NodeContext
 from elastic.node.identity import current_process
 from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.testing.waiting import eventually
 from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
@@ -78,14 +80,6 @@ def waits(node: TestNode) -> list[str]:
     return [e.reason for e in node.events if isinstance(e, Waiting)]
 
 
-def eventually(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < end, "not within the deadline"
-        time.sleep(0.005)
-    return found
-
-
 class TestNode:
     """One node: its service, and a main thread that behaves like torchrun's."""
 
@@ -102,15 +96,13 @@ class TestNode:
         contact: Callable[[], float] | None = None,
         tls: Tls | None = None,
         oom_kills: OomKillCounter | None = None,
+        kernel_log: KernelLog | None = None,
     ) -> None:
         number = next(_ids)
         self.store = MemoryStore(server)
         self.journal = Recorder(f"n{number}")
-        self.service = NodeService(
-            store=self.store,
-            keys=KEYS,
-            secret=RunSecret.obtain(self.store, KEYS),
-            node=Node(
+        self.context = NodeContext.of(
+            Node(
                 node_id=f"id{number}",
                 name=f"n{number}",
                 nproc=0,
@@ -131,12 +123,17 @@ class TestNode:
                 failure_exit_code=None,
                 joined_at_s=float(number),
             ),
+            store=self.store,
+            keys=KEYS,
+            secret=RunSecret.obtain(self.store, KEYS),
             options=options,
             journal=self.journal,
-            last_contact_s=contact,
-            oom_kills=oom_kills,
             tls=tls,
         )
+        if kernel_log is not None:
+            self.context = replace(self.context, kernel_log=kernel_log)
+        self.status = self.context.status
+        self.service = NodeService(self.context, last_contact_s=contact, oom_kills=oom_kills)
         self.service.start()
         self.id = self.service.node_id
 
@@ -172,7 +169,7 @@ class TestNode:
 
     def stop(self) -> None:
         """Do nothing any more, without a word; the port still answers."""
-        loop = self.service._loop
+        loop = self.service.loop
         loop._end = lambda: None  # type: ignore[method-assign]
         loop.post(Close())
         loop._thread.join()
@@ -180,8 +177,8 @@ class TestNode:
     def crash(self) -> None:
         """Vanish without a word: no resignation, no deletion; the port refuses from now on."""
         self.stop()
-        self.service._loop.close()
-        self.service._loop._succession.end_term()
+        self.service.loop.close()
+        self.service.loop.succession.end_term()
 
     def die(self) -> None:
         """Crash, and the lease ends in its time."""
@@ -190,11 +187,11 @@ class TestNode:
 
     def is_connected(self) -> bool:
         """It is connected with the leader; the leader, with both followers."""
-        connections = self.service._loop._succession._connections
-        return bool(connections._leaders) or len(connections._followers) == 2
+        connections = self.service.loop.succession.connections
+        return bool(connections.leaders) or len(connections.followers) == 2
 
     def lease_id(self) -> int:
-        lease = self.service._loop._lease
+        lease = self.service.loop.registration.lease
         return lease.id if lease is not None else 0
 
 
@@ -385,6 +382,27 @@ def test_a_timeline_that_cannot_be_written_is_in_the_error_all_the_same(
     )
 
 
+def test_a_node_whose_gpu_fails_by_its_kernel_log_alone_is_quarantined(
+    start: Callable[..., TestNode], tmp_path: Path
+) -> None:
+    """As torchrun sees it: without a link. The first failure to be told is that of its peer."""
+    text = "RuntimeError: Connection closed by peer [10.0.0.4]:4711"
+    kmsg, xid = tmp_path / "kmsg", "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
+    kmsg.write_text(f"4,1,1,-;{xid}\n")  # before the workers started: not about them
+    nodes = [start(min_nodes=1, max_nodes=3, kernel_log=KernelLog(kmsg)).arrive()]
+    nodes += [start(min_nodes=1, max_nodes=3).arrive() for _ in range(2)]
+    for node in nodes:
+        node.enter()
+    with kmsg.open("a") as log:
+        log.write(f"4,2,2,-;{xid}\n")
+    for node in reversed(nodes):
+        node.arrive(text, exit_code=1)
+    assert nodes[1].enter().node_ids == nodes[2].enter().node_ids
+    (judged,) = [e for node in nodes for e in node.events if isinstance(e, FailureJudged)]
+    assert (judged.failed, judged.rule) == (nodes[0].journal.name, "gpu-hardware")
+    assert judged.evidence == f"kernel log: {xid}"
+
+
 def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
     start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
@@ -429,8 +447,8 @@ def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
 def test_a_node_with_a_faulty_gpu_is_left_out_of_the_next_world(
     start: Callable[..., TestNode], monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    patient = functools.partial(Policy, origin_settle_s=DEADLINE_S)
-    monkeypatch.setattr("elastic.agent.service.Policy", patient)
+    of = Policy.of
+    monkeypatch.setattr(Policy, "of", lambda *who: replace(of(*who), origin_settle_s=DEADLINE_S))
     a, b, c = trio(start)
     if is_first:
         b.arrive("RuntimeError: CUDA error: uncorrectable ECC error encountered")
@@ -500,7 +518,7 @@ def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., Tes
     ]
     for thread in threads:
         thread.start()
-    eventually(lambda: a.service._status.node.state is NodeState.FINISHED)
+    eventually(lambda: a.status.node.state is NodeState.FINISHED)
     assert not ended
     c.crash()
     for thread in threads:
@@ -547,7 +565,7 @@ def test_an_outage_of_the_store_disturbs_nobody(
     a, b, c = trio(start)
     server.disconnect()
     c.crash()
-    eventually(lambda: a.service._status.store_problem or b.service._status.store_problem)
+    eventually(lambda: a.status.store_problem or b.status.store_problem)
     assert not a.service.newer_world()
     server.reconnect()
     assert {a.follow().generation, b.follow().generation} == {2}
@@ -578,9 +596,9 @@ def test_a_node_that_has_lost_the_store_makes_no_call_when_its_leader_dies(
     nodes = [start(min_nodes=1, contact=lambda: last_contact[0]).arrive() for _ in range(2)]
     for node in nodes:
         node.enter()
-    leader = eventually(lambda: next((n for n in nodes if n.service._loop._succession.term), None))
+    leader = eventually(lambda: next((n for n in nodes if n.service.loop.succession.term), None))
     follower = next(n for n in nodes if n is not leader)
-    succession, calls = follower.service._loop._succession, list[str]()
+    succession, calls = follower.service.loop.succession, list[str]()
     delete = follower.store.compare_and_delete
 
     def counted(key: str, *, expected_revision: int) -> bool:
@@ -589,10 +607,10 @@ def test_a_node_that_has_lost_the_store_makes_no_call_when_its_leader_dies(
 
     monkeypatch.setattr(follower.store, "compare_and_delete", counted)
     server.disconnect()
-    eventually(lambda: follower.service._loop._isolation.watch_is_cut)
+    eventually(lambda: follower.service.loop.isolation.watch_is_cut)
     last_contact[0] = time.monotonic() - 5.0
     leader.crash()
-    eventually(lambda: calls or succession._follow_at_s is not None)
+    eventually(lambda: calls or succession.wake_s is not None)
     assert calls == []
     last_contact[0] = time.monotonic() + 2 * DEADLINE_S
     server.reconnect()
@@ -606,9 +624,9 @@ def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     a = start(min_nodes=1, max_nodes=1, contact=lambda: last_contact[0]).arrive()
     a.enter()
     server.disconnect()
-    eventually(lambda: a.service._loop._isolation.watch_is_cut)
+    eventually(lambda: a.service.loop.isolation.watch_is_cut)
     last_contact[0] = time.monotonic() - 5.0
-    a.service._status.store_problem = ""  # as after a turn that needed nothing of the store
+    a.status.store_problem = ""  # as after a turn that needed nothing of the store
     ended: list[Done | None] = []
     main = threading.Thread(
         target=lambda: ended.append(a.service.finish(patience_s=0.2)), name="main", daemon=True

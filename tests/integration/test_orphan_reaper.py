@@ -171,11 +171,12 @@ FORKING_AGENT = textwrap.dedent(
                 grandchild = os.fork()
                 if grandchild:
                     tell("grandchild", grandchild)
+            else:
+                tell("bystander", os.getpid())  # only now it has let go of the mark
             time.sleep(600)
             os._exit(0)
     tell("guard", guard.pid)
-    for kind, pid in kinds.items():
-        tell(kind, pid)
+    tell("worker", kinds["worker"])
     tell("mark", guard.forked)
     sys.stdin.readline()
     """

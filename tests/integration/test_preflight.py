@@ -24,6 +24,7 @@ from elastic.membership.records import Keys, Leader, encode
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.store import EtcdStore
 from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.testing.forks.program import run_program
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.tuning.agent_options import AgentOptions
 from elastic.worker.preflight import PASSED_VARIABLE
@@ -44,20 +45,20 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     path = folder / "train.py"
     path.write_text(script)
-    limit = (
-        None
-        if descriptors is None
-        else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-    )
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-id=job"),
+        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
+        f"--rdzv-conf=prefix={root.rstrip('/')},{conf}",
+        *("--max-restarts=1", "--local-addr=127.0.0.1", str(path)),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_NODE_NAME": "this-one"}
+    if descriptors is None:
+        return run_program(command, env, timeout_s=3 * PATIENCE_S)
+    limits = (descriptors, descriptors)
     return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-id=job"),
-            *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
-            f"--rdzv-conf=prefix={root.rstrip('/')},{conf}",
-            *("--max-restarts=1", "--local-addr=127.0.0.1", str(path)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_NODE_NAME": "this-one"},
-        preexec_fn=limit,
+        command,
+        env=env,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
         capture_output=True,
         text=True,
         timeout=3 * PATIENCE_S,

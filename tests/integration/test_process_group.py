@@ -96,7 +96,7 @@ def test_rebuilds_leave_nothing_behind(
         early, late = told["early"], told["late"]
         print(scenario, cycles, early, late, told["ms"])
         assert late["fds"] == early["fds"]
-        assert late["threads"] == early["threads"]
+        assert late["threads"] <= early["threads"]
         assert late["rss_mib"] < early["rss_mib"] + 8
         assert told["hook"] == "excepthook"  # not one of torch's around another for each group
 

@@ -146,6 +146,7 @@ def test_told_to_go_while_etcd_is_being_reached_is_75(tmp_path: Path, run_id: st
             ),
             run_id,
             tmp_path / "log",
+            fork_server=shared_fork_server(),
         )
         try:
             client, _ = mute.accept()  # it waits for an answer now

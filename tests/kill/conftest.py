@@ -59,7 +59,7 @@ def job(jobs: JobSeries[TrainingJob]) -> TrainingJob:
 @pytest.fixture
 def nodes(job: TrainingJob) -> list[LocalNode]:
     """As many nodes as the job may have, which train together."""
-    return job.bring_to(job.max_nodes)
+    return job.bring_to(job.options.max_nodes)
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import yaml
 from training_job import TrainingJob
 
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import kill_at_once
 from elastic.testing.waiting import PATIENCE_S
@@ -97,7 +98,9 @@ class StatefulSet(TrainingJob):
     """``with StatefulSet(...) as workers: workers.scale(3)``."""
 
     def __init__(self, *arguments: Any, settings: Mapping[str, str], **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords, fork_server=None)  # as in production
+        super().__init__(*arguments, **keywords)
+        # Pods that start now import torch for seconds, as in production.
+        self.cold_starts = False
         self._settings = dict(settings)  # over the ConfigMap's: what an overlay would set
         self._pods: dict[str, Pod] = {}
         self._replicas = 0
@@ -267,6 +270,7 @@ class StatefulSet(TrainingJob):
             f"{self._token}/{len(self.nodes)}",
             self.folder / "logs" / f"{len(self.nodes)}-{name}.log",
             folder=self.folder,
+            fork_server=None if self.cold_starts else shared_fork_server(),
         )
         self.nodes.append(node)
         return node

@@ -15,7 +15,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 QUARANTINE_S = 15.0
-WORKLOAD = Workload(samples=500, epochs=1000, step_s=0.05)
+WORKLOAD = Workload(samples=500, epochs=300, step_s=0.2)
 
 
 def test_a_joining_node_that_crashes_every_time_disturbs_once(

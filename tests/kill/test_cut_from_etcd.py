@@ -22,7 +22,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=40, step_s=0.1)
+WORKLOAD = Workload(samples=500, epochs=20, step_s=0.3)
 LEASE_S = 2.0
 # All three on an idle machine. A cut lasts for CUT_S, with time enough to find etcd again before
 # half of the takeover time is over: then a member has to stop.

@@ -2,7 +2,8 @@
 
 One cluster for all: starting one costs more than a kill, and a job that survives ten faults in a
 row proves more than ten jobs that survive one. Each test starts from three training nodes and may
-run alone; one ends the job and checks all that it trained.
+run alone; one ends the job and checks all that it trained. The soak test goes through all of it
+with processes that start as in production.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from training_job import TrainingJob, Workload
 
 from elastic.membership.records import Cause, Member
 from elastic.store.embedded.etcd import EmbeddedCluster
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
-from elastic.testing.slowness import measure_slowness
+from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
 WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
@@ -24,7 +26,15 @@ WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module", params=["in-process", "restart"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "in-process",
+        "restart",
+        pytest.param("in-process, cold", marks=pytest.mark.soak),
+        pytest.param("restart, cold", marks=pytest.mark.soak),
+    ],
+)
 def jobs(
     request: pytest.FixtureRequest,
     etcd_of_three: EmbeddedCluster,
@@ -32,6 +42,9 @@ def jobs(
     workload: Workload,
     undisturbed: Path,
 ) -> JobSeries[TrainingJob]:
+    mode, _, starts = request.param.partition(", ")
+    # Cold: every process starts as in production.
+    fork_server = None if starts == "cold" else shared_fork_server()
     return start_series(
         lambda folder: TrainingJob(
             etcd_of_three.endpoints,
@@ -39,8 +52,8 @@ def jobs(
             workload=workload,
             min_nodes=2,
             max_nodes=3,
-            conf={"mode": request.param},
-            fork_server=None,  # every process starts as in production
+            conf={"mode": mode},
+            fork_server=fork_server,
         ),
         undisturbed,
     )
@@ -82,11 +95,10 @@ def test_a_killed_agent_takes_its_workers_along(job: TrainingJob, nodes: list[Lo
     generation = job.generation()
     victim = bystander(job)
     workers = [p.pid for p in victim.workers().values()]
-    limit_s = WORKERS_GONE_S * measure_slowness()
     victim.kill_agent()
-    victim.wait_gone(workers, timeout_s=limit_s)
+    assert is_within(victim.wait_gone(workers, PATIENCE_S), WORKERS_GONE_S)
     job.wait_training(nodes=2, after_generation=generation)
-    job.wait_for(lambda: not victim.processes(), limit_s, "the end of everything of the node")
+    job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of everything of the node")
 
 
 def test_a_dead_etcd_member_changes_nothing_and_a_killed_node_is_left_behind(

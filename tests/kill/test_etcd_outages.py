@@ -11,12 +11,14 @@ from training_job import TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
-from elastic.testing.slowness import measure_slowness
+from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-OUTAGE_S = 60.0  # many times the lease
+# Many times the lease (4 s), and the longest wait between two attempts to reach etcd.
+OUTAGE_S = 20.0
+LONG_OUTAGE_S = 60.0
 # On an idle machine. Promised are 2 s (benchmarks/recovery.py measures it).
 RECOVERED_S = 10.0
 STEP_WITHIN_S = 10.0  # on an idle machine; a step that waits for etcd takes longer than that
@@ -36,25 +38,25 @@ def jobs(
 
 def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float) -> None:
     """Kill etcd, train on without it for ``outage_s``, start it with its data."""
-    limit_s = STEP_WITHIN_S * measure_slowness()
     etcd.kill()
     until = time.monotonic() + outage_s
     job.wait_progress(3)
-    train_until(job, until, limit_s)
+    train_until(job, until)
     etcd.start()
 
 
-def train_until(job: TrainingJob, until: float, limit_s: float) -> None:
+def train_until(job: TrainingJob, until: float) -> None:
     """Each step must come within its time: training does not stop."""
-    while time.monotonic() < until:
-        job.wait_progress(1, timeout_s=limit_s)
+    while (began := time.monotonic()) < until:
+        job.wait_progress(1)
+        assert is_within(time.monotonic() - began, STEP_WITHIN_S)
 
 
 def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
     """The agents are back in touch, and found nothing to change."""
     # Longer than every lease that began before the outage: a node that had lost its own, and
     # was thrown out for it, would show now.
-    train_until(job, time.monotonic() + 6.0, STEP_WITHIN_S * measure_slowness())
+    train_until(job, time.monotonic() + 6.0)
     world = job.world()
     assert world is not None
     assert world.generation == generation
@@ -71,15 +73,17 @@ def test_etcd_restarts_with_its_data(job: TrainingJob, etcd: EmbeddedEtcd) -> No
     assert_no_generation_was_spent(job, generation)
 
 
-def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
-    job: TrainingJob, etcd: EmbeddedEtcd
+@pytest.mark.parametrize(
+    "outage_s", [OUTAGE_S, pytest.param(LONG_OUTAGE_S, marks=pytest.mark.soak)]
+)
+def test_etcd_is_down_for_many_leases_and_a_node_dies_meanwhile(
+    job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float
 ) -> None:
     """No step waits for etcd. A death does: the survivors pause until etcd is back, no longer."""
     nodes = job.bring_to(3)
     generation = job.generation()
-    limit_s = STEP_WITHIN_S * measure_slowness()
     etcd.kill()
-    train_until(job, time.monotonic() + OUTAGE_S, limit_s)
+    train_until(job, time.monotonic() + outage_s)
     assert job.training_nodes()[0] == generation
     nodes[-1].kill()
     survivors = {node.name: node.workers()[0].pid for node in nodes[:-1]}
@@ -91,7 +95,7 @@ def test_etcd_is_down_for_a_minute_and_a_node_dies_meanwhile(
         for event in read_journal(job.folder / "journal")
         if event["event"] == "world-joined" and event["generation"] > generation
     ]
-    assert min(joined) < RECOVERED_S or min(joined) < RECOVERED_S * measure_slowness()
+    assert is_within(min(joined), RECOVERED_S)
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 

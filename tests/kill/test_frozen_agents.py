@@ -13,7 +13,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 
 pytestmark = pytest.mark.cluster
 
-WORKLOAD = Workload(samples=500, epochs=40, step_s=0.4)
+WORKLOAD = Workload(samples=500, epochs=12, step_s=0.8, save_every=4)
 LEASE_S = 2.0
 TAKEOVER_S = 14.0
 # What the unmodified script takes for a job of one process.
@@ -27,36 +27,52 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("script", [SESSION, PLAIN], ids=["in-process", "unmodified"])
-def test_workers_of_a_frozen_agent_stop_before_another_world_takes_over(
-    etcd: EmbeddedEtcd, tmp_path: Path, script: Path
-) -> None:
-    (tmp_path / "alone").mkdir()
-    reference = train_undisturbed(
-        tmp_path / "alone", WORKLOAD, script, ALONE if script is PLAIN else None
-    )
-    conf = {"lease_s": LEASE_S, "takeover_s": TAKEOVER_S, "last_call_s": 1.0}
-    with TrainingJob(
+def start(etcd: EmbeddedEtcd, folder: Path, script: Path) -> TrainingJob:
+    return TrainingJob(
         [etcd.endpoint],
-        tmp_path,
+        folder,
         script=script,
         workload=WORKLOAD,
         min_nodes=1,
         max_nodes=2,
-        conf=conf,
-    ) as job:
-        frozen = job.start_node()
-        generation = job.wait_training(nodes=1)
-        job.wait_progress(12)  # past a checkpoint
-        os.kill(frozen.pid, signal.SIGSTOP)
+        conf={"lease_s": LEASE_S, "takeover_s": TAKEOVER_S, "last_call_s": 1.0},
+    )
+
+
+def test_workers_of_a_frozen_agent_stop_before_another_world_takes_over(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """Of a script with this project's API, and of one without: two jobs that wait at once."""
+    references = {
+        script: train_undisturbed(tmp_path / f"alone-{script.stem}", WORKLOAD, script, env)
+        for script, env in ((SESSION, None), (PLAIN, ALONE))
+    }
+    with (
+        start(etcd, tmp_path / SESSION.stem, SESSION) as in_process,
+        start(etcd, tmp_path / PLAIN.stem, PLAIN) as unmodified,
+    ):
+        jobs = (in_process, unmodified)
+        frozen = [job.start_node() for job in jobs]
+        generations = [job.wait_training(nodes=1) for job in jobs]
+        for job in jobs:
+            job.wait_progress(WORKLOAD.save_every + 2)  # past a checkpoint
+        for node in frozen:
+            os.kill(node.pid, signal.SIGSTOP)
         try:
-            other = job.start_node()
-            taken_over = job.wait_training(nodes=1, after_generation=generation)
-            assert job.training_nodes()[1] == {other.name}
-            job.wait_progress(3)
-            job.ledger().assert_one_world_at_a_time()
+            others = [job.start_node() for job in jobs]
+            taken_over = [
+                job.wait_training(nodes=1, after_generation=generation)
+                for job, generation in zip(jobs, generations, strict=True)
+            ]
+            for job, other in zip(jobs, others, strict=True):
+                assert job.training_nodes()[1] == {other.name}
+                job.wait_progress(3)
+                job.ledger().assert_one_world_at_a_time()
         finally:
-            os.kill(frozen.pid, signal.SIGCONT)
-        job.wait_training(nodes=2, after_generation=taken_over)
-        assert frozen.running
-        job.assert_finishes_whole(reference)
+            for node in frozen:
+                os.kill(node.pid, signal.SIGCONT)
+        for job, generation in zip(jobs, taken_over, strict=True):
+            job.wait_training(nodes=2, after_generation=generation)
+        assert all(node.running for node in frozen)
+        for job in jobs:
+            job.assert_finishes_whole(references[job.script])

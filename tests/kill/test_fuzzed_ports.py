@@ -25,7 +25,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=40, step_s=0.1)
+WORKLOAD = Workload(samples=500, epochs=10, step_s=0.6)
 FRAMES = 3000  # hostile ones, before anything else happens
 # Threads and descriptors of a node's agent and worker that come and go by themselves.
 SLACK = 12

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import re
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from otlp_collector import OtlpCollector, attributes_of, families_of
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_job import TrainingJob, Workload
 
 from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
+from elastic.metrics.table import METRICS
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.telemetry.activities import Activity
 from elastic.telemetry.goodput import goodput_of
 from elastic.telemetry.journal_reader import read_folder
 from elastic.telemetry.merging import merge
+from elastic.testing.journal import read_journal
+from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-WORKLOAD = Workload(epochs=8, step_s=0.1)
+WORKLOAD = Workload(epochs=4, step_s=0.3)
 # What may be unaccounted for: a worker that is killed has not written down its last window.
 UNREPORTED_S = 12.0
 
@@ -45,9 +60,190 @@ def trains(job: TrainingJob, nodes: int) -> JobView | None:
     return view if is_whole else None
 
 
+def hears(job: TrainingJob, nodes: int, mode: str) -> bool:
+    """Whether the leader has heard so many nodes lately, with their steps where agents know."""
+    view = status(job)
+    signs = [view.signs_of(node) for node in view.nodes]
+    is_heard = all(sign.age_s is not None and not sign.is_late for sign in signs)
+    # Agents in restart mode have no link to their workers.
+    knows_steps = all((sign.step or 0) > 10 for sign in signs) and view.eta_s is not None
+    return len(signs) == nodes and is_heard and (knows_steps or mode == "restart")
+
+
+def assert_a_recovery_prints_three_lines(
+    survivors: list[LocalNode], killed: datetime, mode: str, worlds: int
+) -> None:
+    """Who was lost and why, the new world, what it cost; in the logs of all nodes together."""
+    logs = [node.log_text() for node in survivors]
+    assert not any("Traceback" in log or "Exception ignored" in log for log in logs)
+    ours = re.compile(r"(\S+Z) \w+ +\[[^]]*\] (.*)")
+    since = killed.strftime("%Y-%m-%dT%H:%M:%S.%f")
+    lines = [m.groups() for log in logs for m in map(ours.match, log.splitlines()) if m]
+    # Training goes on, a worker may fail before its agent knows of the new world, and a busy
+    # machine has troubles of its own.
+    beside = (
+        *("checkpoint-", "step ", "job-ended", "node-arrived", "worker-died", "waiting"),
+        *("node-suspected", "store-problem", "lease-lost", "straggler-", "run.log", "training"),
+    )
+    said = [text for at, text in sorted(lines) if at > since and not text.startswith(beside)]
+    cost = "recovered" if mode == "in-process" else "state-restored"
+    assert {text.split()[0] for text in said} == {"node-lost", "world-formed", cost}, said
+    assert len(said) <= 1 + 2 * worlds, said
+
+
+def traces(folder: Path) -> list[str]:
+    """Names of what `elastic profile` has made workers write, complete ones."""
+    found = []
+    for path in (folder / "journal" / "profiles").glob("g*.pt.trace.json"):
+        with contextlib.suppress(ValueError):
+            assert json.loads(path.read_text())["traceEvents"]
+            found.append(path.name)
+    return found
+
+
+def assert_each_step_is_logged_once(folder: Path) -> None:
+    """Whichever process was rank 0: no hole, no step twice."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    steps = [scalar.step for scalar in events.Scalars("loss")]
+    assert steps == list(range(1, WORKLOAD.steps + 1))
+
+
+def scrape(port: int) -> str | None:
+    """The page; None if a busy machine did not answer within the server's two seconds."""
+    try:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S
+        ) as answer:
+            return str(answer.read().decode())
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def metric(job: TrainingJob, node: str, name: str, **labels: str) -> float | None:
+    """One series of a node, scraped now."""
+    events = read_journal(job.folder / "journal")
+    (port,) = {e["port"] for e in events if e["event"] == "health-served" and e["node"] == node}
+    page = job.wait_for(partial(scrape, port), PATIENCE_S, f"an answer of {node}")
+    families = list(text_string_to_metric_families(page))
+    common = {"run_id": job.run_id, "node": node}
+    found = [
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and sample.labels == {**common, **labels}
+    ]
+    return found[0] if found else None
+
+
+def check_metrics_before(job: TrainingJob, mode: str) -> None:
+    """Agents are scraped, and workers are heard of without a restart in between."""
+    names = ("node0", "node1", "node2")
+    assert sum(metric(job, node, "elastic_leader") or 0 for node in names) == 1
+    for node in names:
+        assert metric(job, node, "elastic_generation") == job.generation()
+        assert metric(job, node, "elastic_world_nodes") == 3
+        assert metric(job, node, "elastic_etcd_up") == 1
+        assert metric(job, node, "elastic_etcd_request_seconds_count", operation="put")
+        if mode == "restart":  # agents have no link to their workers
+            assert metric(job, node, "elastic_steps_committed_total") is None
+            continue
+        steps = partial(metric, job, node, "elastic_steps_committed_total")
+        job.wait_for(steps, PATIENCE_S, f"steps of {node} in its metrics")
+        assert (metric(job, node, "elastic_step_seconds_sum") or 0) >= WORKLOAD.step_s
+
+
+def check_metrics_after(job: TrainingJob, mode: str, generation: int) -> None:
+    """One node was killed."""
+    survivors = ("node0", "node1")
+    for node in survivors:
+        assert (metric(job, node, "elastic_generation") or 0) > generation
+        assert metric(job, node, "elastic_world_nodes") == 2
+        if mode == "in-process":
+            recovered = partial(total, job, (node,), "elastic_recoveries_total")
+            job.wait_for(recovered, PATIENCE_S, f"the recovery of {node} in its metrics")
+            assert metric(job, node, "elastic_recovery_seconds_total", phase="build")
+    assert total(job, survivors, "elastic_worlds_formed_total")
+    states = ("WORLD_ENTERED", *(["RECOVERED"] if mode == "in-process" else []))
+    for node in survivors:
+        for state in states:
+            said = partial(is_recorded, job, node, state)
+            job.wait_for(said, PATIENCE_S, f"torch's event handler to hear of {state} on {node}")
+
+
+def is_recorded(job: TrainingJob, node: str, state: str) -> bool | None:
+    """By torch's own handler, which is the console."""
+    name = f'"name": "torchelastic.worker.status.{state}"'
+    return name in job.node(node).log_text() or None
+
+
+def total(job: TrainingJob, nodes: tuple[str, ...], name: str) -> float:
+    """Of what followed from the death."""
+    causes = ("lost", "failure")
+    return sum(metric(job, node, name, cause=cause) or 0 for node in nodes for cause in causes)
+
+
+@pytest.fixture
+def collector() -> Iterator[OtlpCollector]:
+    made = OtlpCollector()
+    yield made
+    made.close()
+
+
+def otlp_settings(collector: OtlpCollector, mode: str) -> dict[str, str]:
+    """On in one of the two jobs; a pod may have the endpoint for other programs."""
+    endpoint = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+    }
+    return {"ELASTIC_OTEL": "on", **endpoint} if mode == "in-process" else endpoint
+
+
+class Collected:
+    """The newest value of each series that agents have sent."""
+
+    def __init__(self, collector: OtlpCollector, run_id: str) -> None:
+        self._collector = collector
+        self._run_id = run_id
+        self._values: dict[tuple[str, str, str], float] = {}  # by name, node and cause
+        self.names: set[str] = set()
+
+    def value(self, name: str, node: str, cause: str = "") -> float:
+        """0 before it was sent."""
+        for request in self._collector.taken():
+            assert request.path == "/v1/metrics"
+            for metric in families_of(request.metrics).values():
+                self._take(metric)
+        return self._values.get((name, node, cause), 0.0)
+
+    def _take(self, metric: Any) -> None:
+        self.names.add(metric.name)
+        kind = metric.WhichOneof("data")
+        for point in getattr(metric, kind).data_points:
+            labels = attributes_of(point.attributes)
+            assert labels["run_id"] == self._run_id
+            number = point.sum if kind == "histogram" else point.as_double
+            self._values[metric.name, labels["node"], labels.get("cause", "")] = number
+
+
+def check_collector(job: TrainingJob, collected: Collected) -> None:
+    """It hears of all nodes what a scrape shows, and no name that is not documented."""
+    for node in ("node0", "node1", "node2"):
+        for name in ("elastic_build_info", "elastic_steps_committed_total", "elastic_step_seconds"):
+            sent = partial(collected.value, name, node)
+            job.wait_for(sent, PATIENCE_S, f"{name} of {node} at the collector")
+    assert collected.names <= {metric.name for metric in METRICS}
+
+
+def has_recovered(collected: Collected) -> bool:
+    """Whether the collector has heard of the recovery from the kill."""
+    name = "elastic_recoveries_total"
+    return any(collected.value(name, "node0", cause) for cause in ("lost", "failure"))
+
+
 @pytest.mark.parametrize("mode", ["in-process", "restart"])
 def test_the_time_of_a_run_with_kills_is_accounted_for(
-    etcd: EmbeddedEtcd, tmp_path: Path, mode: str
+    etcd: EmbeddedEtcd, tmp_path: Path, collector: OtlpCollector, mode: str
 ) -> None:
     began_s = time.time()
     job = TrainingJob(
@@ -56,8 +252,12 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
         workload=WORKLOAD,
         min_nodes=2,
         max_nodes=3,
-        conf={"mode": mode},
+        conf={"mode": mode, "health_port": 0},
     )
+    # torch's own event handler: to stderr, which is the node's log.
+    job.env["PET_EVENT_LOG_HANDLER"] = "console"
+    job.env |= otlp_settings(collector, mode)
+    collected = Collected(collector, job.run_id)
     with job:
         nodes = job.bring_to(3)
         job.wait_progress(10)
@@ -65,14 +265,30 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
         waiting = elastic(job, "wait", "--for=done", f"--timeout={PATIENCE_S:g}s")
         view = job.wait_for(lambda: trains(job, 3), PATIENCE_S, "status of three nodes")
         assert sentence(view).startswith(f"training in generation {generation} with 3 of 3 nodes")
+        check_metrics_before(job, mode)
+        if mode == "in-process":
+            check_collector(job, collected)
+        profiling = elastic(job, "profile", "--steps=2")
+        if mode == "in-process":  # agents in restart mode have no link to their workers
+            job.wait_for(lambda: len(traces(tmp_path)) == 3, PATIENCE_S, "three traces")
+        said, _ = profiling.communicate(timeout=PATIENCE_S)
+        assert said.startswith(f"asked 3 ranks of generation {generation} for a trace of")
+        assert ("nothing comes of it" in said) == (mode == "restart")
+        killed = datetime.now(timezone.utc)
         nodes[2].kill()
         job.wait_training(nodes=2, after_generation=generation)
         view = job.wait_for(lambda: trains(job, 2), PATIENCE_S, "status of two nodes")
         assert "; node2 was lost " in sentence(view)
         if mode == "in-process":  # agents in restart mode have no link to their workers
             job.wait_for(lambda: (status(job).step or 0) > 10 or None, PATIENCE_S, "the step")
+        job.wait_for(lambda: hears(job, 2, mode) or None, PATIENCE_S, "heartbeats of two nodes")
         job.wait_progress(5)
+        check_metrics_after(job, mode, generation)
+        if mode == "in-process":
+            told = partial(has_recovered, collected)
+            job.wait_for(told, PATIENCE_S, "the recovery at the collector")
         survivors = job.running
+        worlds = job.generation() - generation
         job.hurry()
         job.wait_for(lambda: not job.running or None, PATIENCE_S, "the end of the job")
         assert [node.exit_code for node in survivors] == [0, 0]
@@ -82,10 +298,18 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
         assert said.startswith("succeeded")
         assert status(job).state is JobCondition.SUCCEEDED
     ended_s = time.time()
+    if mode == "restart":
+        assert not collector.taken(), "nothing is sent unless it is switched on"
+    assert_a_recovery_prints_three_lines(survivors, killed, mode, worlds)
+    assert_each_step_is_logged_once(tmp_path / "runs" / job.run_id)
 
     journal = merge(*read_folder(tmp_path / "journal"))
     found = goodput_of(journal)
     assert found.run_id == job.run_id
+    if mode == "in-process":
+        assert {name.partition("-rank")[2] for name in traces(tmp_path)} == {
+            f"{rank}.pt.trace.json" for rank in range(3)
+        }
     # The whole is the wall time of the job, and the parts are the whole: of the run and each node.
     assert began_s <= found.start_s < found.end_s <= ended_s + 0.1
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=0.01)

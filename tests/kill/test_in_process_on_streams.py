@@ -48,6 +48,8 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobS
             min_nodes=1,
             max_nodes=3,
             env={"TRAINING_BACKEND": nccl_semantics.NAME},
+            # It may find a process that is stuck before that ends by itself, as it has to.
+            conf={"hang_detection": "report"},
         ),
         reference,
     )

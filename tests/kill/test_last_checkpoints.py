@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.journal import read_journal
 from elastic.testing.ledger import read_ledger
 from elastic.testing.node import LocalNode
@@ -30,7 +31,7 @@ def newest_step(folder: Path) -> int:
     return max((i.step for i in checkpoints.list_checkpoints(folder / "checkpoints")), default=0)
 
 
-def alone(folder: Path, name: str) -> subprocess.Popen[str]:
+def alone(folder: Path, name: str) -> LocalNode:
     """The script as plain python, without any launcher."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC", "TORCHELASTIC"))}
     env |= {
@@ -41,7 +42,8 @@ def alone(folder: Path, name: str) -> subprocess.Popen[str]:
     }
     (folder / "ledger").mkdir(exist_ok=True)
     command = [sys.executable, str(SCRIPT), *WORKLOAD.arguments(folder)]
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    log, token = folder / f"{name}.log", uuid.uuid4().hex
+    return LocalNode(name, command, env, token, log, fork_server=shared_fork_server())
 
 
 def done(folder: Path) -> int:
@@ -63,6 +65,7 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
     ) as job:
         nodes = job.bring_to(4)
         leaver, *victims = [node for node in nodes if node is not job.node_of_rank(0)]
+        job.wait_progress(3)  # before the rate of the steps is known, the switch waits for nobody
         generation = job.generation()
         leaver.terminate()
         assert leaver.wait(PATIENCE_S) == 75
@@ -105,7 +108,7 @@ def assert_failure_timeline(job: TrainingJob, leaver: LocalNode, victims: list[L
 def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:
     first = alone(tmp_path, "first")
     eventually(lambda: done(tmp_path) > 5, "steps")
-    first.send_signal(signal.SIGTERM)
+    first.terminate()
     assert first.wait(PATIENCE_S) == 128 + signal.SIGTERM
     at = done(tmp_path)
     assert newest_step(tmp_path) == at
@@ -116,7 +119,6 @@ def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) ->
         assert [s.step for s in starts] == [0, at]
     finally:
         second.kill()
-        second.communicate()
 
 
 def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
@@ -124,13 +126,12 @@ def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
     try:
         eventually(lambda: done(tmp_path) > 2, "steps")
         second = alone(tmp_path, "second")
-        _, said = second.communicate(timeout=PATIENCE_S)
-        assert second.returncode == 2
+        assert second.wait(PATIENCE_S) == 2
+        said = second.log_text()
         assert f"another job saves into {tmp_path / 'checkpoints'}" in said
         assert "on node first" in said
     finally:
         first.kill()
-        first.communicate()
     # It is dead: whoever comes next is not kept waiting.
     third = alone(tmp_path, "third")
     try:
@@ -140,4 +141,3 @@ def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
         assert steps > 0
     finally:
         third.kill()
-        third.communicate()

@@ -16,10 +16,10 @@ from elastic.testing.journal import read_journal
 
 pytestmark = pytest.mark.cluster
 
-EVERY = 5
+EVERY = 3
 SCRIPT = SCRIPTS / "wiring.py"
 
-WORKLOAD = Workload(samples=240, epochs=80, step_s=0.1, save_every=NEVER)
+WORKLOAD = Workload(samples=240, epochs=40, step_s=0.2, save_every=NEVER)
 
 
 def restored(job: TrainingJob) -> list[dict[str, Any]]:

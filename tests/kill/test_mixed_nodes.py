@@ -20,9 +20,9 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 NPROC = {"two": 2, "one": 1}
-# A step takes as long as its samples: 0.4 s on three ranks. Data workers are never idle, and an
+# A step takes as long as its samples: 0.8 s on three ranks. Data workers are never idle, and an
 # idle machine is done with a third of the job when its test has ended.
-WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=24, extra=("--busy-s=0.1",))
+WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=12, extra=("--busy-s=0.2",))
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +130,10 @@ def children_of(node: LocalNode, parent: int) -> list[int]:
 
 
 def wait_early_in_an_epoch(job: TrainingJob) -> None:
-    """All ranks have their data workers, and will need them for thirty more steps: 12 s."""
+    """All ranks have their data workers, and will need them for fifteen more steps: 12 s."""
 
     def is_early() -> bool:
-        return 2 <= (job.ledger().last_step + 1) % WORKLOAD.steps_per_epoch <= 12
+        return 2 <= (job.ledger().last_step + 1) % WORKLOAD.steps_per_epoch <= 27
 
     job.wait_for(is_early, PATIENCE_S, "an epoch that has just begun")
 

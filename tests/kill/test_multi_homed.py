@@ -39,7 +39,7 @@ def test_a_job_trains_over_the_interface_on_the_route_to_its_leader(
     with (
         networks.Network(3, has_decoy=True) as network,
         CuttingProxy(etcd.endpoint, network.host) as door,
-        TrainingJob([etcd.endpoint], tmp_path, workload=Workload(epochs=8), max_nodes=3) as job,
+        TrainingJob([etcd.endpoint], tmp_path, workload=Workload(epochs=4), max_nodes=3) as job,
     ):
         first, second, third = network.machines
 

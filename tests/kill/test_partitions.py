@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=40, step_s=0.1)
+WORKLOAD = Workload(samples=500, epochs=12, step_s=0.5)
 LEASE_S = 3.0
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 
 # Slow steps, not many: the job must outlast ten minutes of changes on a busy machine, and is over
 # in seconds once it is told to hurry.
-WORKLOAD = Workload(samples=500, epochs=50, step_s=0.4, save_every=40)
+WORKLOAD = Workload(samples=500, epochs=25, step_s=0.8, save_every=20)
 PREEMPTED = 75
 # A drain takes a step or two, and the agent's end: 2 s. The grace period is 60 s, and nothing of it
 # may be spent on waiting for something that does not come.
@@ -153,15 +153,19 @@ def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: Stateful
 def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulSet) -> None:
     bring_to(workers, 2)
     generation, before = workers.training_nodes()[0], len(workers.ended)
-    workers.scale(3)
-    joining_node = workers.wait_for(
-        lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(),
-        PATIENCE_S,
-        "a worker",
-    )
-    assert workers.probe(f"{NAME}-2", "/readyz").status == 503
-    assert joining_node
-    workers.scale(2)
+    workers.cold_starts = True
+    try:
+        workers.scale(3)
+        joining_node = workers.wait_for(
+            lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(),
+            PATIENCE_S,
+            "a worker",
+        )
+        assert workers.probe(f"{NAME}-2", "/readyz").status == 503
+        assert joining_node
+        workers.scale(2)
+    finally:
+        workers.cold_starts = False
     end = workers.wait_ended_pods(before + 1)[-1]
     assert (end.name, end.exit_code, end.left) == (f"{NAME}-2", PREEMPTED, ())
     assert end.took_s < LEAVES_WITHIN_S

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_server
 from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.waiting import PATIENCE_S, eventually
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "wiring.py"
 EVERY = 5
-WORKLOAD = Workload(samples=48, batch=24, epochs=150, step_s=0.05, save_every=EVERY)
+WORKLOAD = Workload(samples=48, batch=24, epochs=75, step_s=0.1, save_every=EVERY)
 WIRINGS = ("retry", "none", "foreign")
 LAUNCHERS = ("etcd-v3", "c10d", "python")
 
@@ -83,7 +83,11 @@ class Plain:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, env=self._env)
+        server = shared_fork_server()
+        if server is not None and can_fork(self._command, self._env):
+            self.process = ForkedPopen(server.client, self._command, env=self._env)
+        else:
+            self.process = subprocess.Popen(self._command, env=self._env)
 
     def kill_worker(self) -> None:
         self._end_by(signal.SIGKILL)
@@ -114,7 +118,8 @@ def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload
                 plain.process.kill()
                 plain.process.wait()
         return
-    endpoint = etcd.endpoint if launcher == "etcd-v3" else f"127.0.0.1:{free_port()}"
+    # Port 0: a free one, as with --standalone.
+    endpoint = etcd.endpoint if launcher == "etcd-v3" else "127.0.0.1:0"
     with TrainingJob(
         [endpoint],
         folder,
@@ -127,12 +132,6 @@ def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload
         env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     ) as job:
         yield Launched(job)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("wiring", WIRINGS)

@@ -11,6 +11,7 @@ from training_job import SCRIPTS
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import LocalCluster
 from elastic.testing.forks.server import shared_fork_server
+from elastic.testing.node import TorchrunOptions
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -38,12 +39,13 @@ def test_it_resumes_after_the_death_of_a_rank_and_of_a_node(
         [etcd.endpoint],
         SCRIPTS / script,
         tmp_path / "job",
+        TorchrunOptions(
+            backend="etcd",
+            max_nodes=2,
+            nproc=2,
+            conf={"failure_budget": 1000, "quarantine_s": 0.5},
+        ),
         args=[f"--checkpoint-dir={saves}"],
-        backend="etcd",
-        max_nodes=2,
-        min_nodes=1,
-        nproc=2,
-        conf={"failure_budget": 1000, "quarantine_s": 0.5},
         fork_server=shared_fork_server(),
     ) as job:
 

@@ -21,7 +21,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "two_loaders.py"
-WORKLOAD = Workload(samples=300, epochs=40, step_s=0.15)
+WORKLOAD = Workload(samples=300, epochs=10, step_s=0.6)
 
 
 def test_two_loaders_are_read_as_if_nothing_had_happened(

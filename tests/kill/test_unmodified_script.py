@@ -10,7 +10,8 @@ from training_job import PLAIN, TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
-from elastic.testing.slowness import measure_slowness
+from elastic.testing.slowness import is_within
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -43,11 +44,10 @@ def test_a_killed_agent_leaves_no_orphans(job: TrainingJob) -> None:
     victim = job.running[-1]
     workers = [p.pid for p in victim.workers().values()]
     assert workers
-    limit_s = WORKERS_GONE_S * measure_slowness()
     victim.kill_agent()
-    victim.wait_gone(workers, limit_s)
+    assert is_within(victim.wait_gone(workers, PATIENCE_S), WORKERS_GONE_S)
     job.wait_training(nodes=1, after_generation=generation)
-    job.wait_for(lambda: not victim.processes(), limit_s, "the end of everything of the node")
+    job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of everything of the node")
 
 
 def test_a_killed_node_is_left_behind_and_replaced(job: TrainingJob) -> None:

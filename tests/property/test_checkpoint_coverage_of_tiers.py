@@ -75,8 +75,7 @@ def _damage_tensors(storage: MemoryStorage) -> None:
     for folder in storage.list(""):
         for file in storage.list(folder):
             if file.endswith(".safetensors"):
-                content = storage._file(f"{folder}/{file}").content
-                content[-1] ^= 1
+                storage.contents(f"{folder}/{file}")[-1] ^= 1
 
 
 def _fails(storage: Storage) -> FaultyStorage:

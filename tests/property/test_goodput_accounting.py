@@ -133,6 +133,18 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
             open_s=0.0,
             ended="first-step",
         )
+        windows = (world.steps - 1) // 2  # of a step each; what is left is in the last window
+        for number_of_step in range(windows):
+            process.write(
+                "rank-times",
+                after_s=STEP_S,
+                **{**common, "step": step + 2 + number_of_step, "steps": 1, "duration_s": STEP_S},
+                productive_s=STEP_S,
+                data_s=0.0,
+                open_s=0.0,
+                ended="due",
+            )
+        rest_s -= windows * STEP_S
         open_s = 0.0
         if not is_last:
             open_s = spend(Activity.RECOMPUTED, STEP_S)
@@ -146,7 +158,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
             after_s=duration_s,
             generation=generation,
             step=step + world.steps,
-            steps=world.steps - 1,
+            steps=world.steps - 1 - windows,
             duration_s=duration_s,
             productive_s=rest_s,
             data_s=world.data_s,

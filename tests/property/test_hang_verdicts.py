@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+from rank_facts import rank_facts
 
 from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
@@ -25,31 +26,9 @@ OUTSIDE = (Phase.SCRIPT, Phase.EVALUATION, Phase.CHECKPOINT)
 
 
 def fact(rank: int, **changes: object) -> RankFacts:
-    """A rank of a healthy job with steps of 20 ms."""
-    facts = RankFacts(
-        rank=rank,
-        node=f"node{rank // 2}",
-        local_rank=rank % 2,
-        pid=1000 + rank,
-        generation=3,
-        step=57,
-        phase=Phase.COMPUTE,
-        outer=Phase.COMPUTE,
-        flags=Flag.NONE,
-        progress=4000,
-        quiet_s=0.0,
-        collective=114,
-        operation="all_reduce",
-        steps_in_world=50,
-        longest_s=0.02,
-        longest_step_s=0.02,
-        typical_s=0.01,
-        typical_step_s=0.01,
-        collective_s=0.002,
-        checkpoint_step=50,
-        kernel=KernelFacts(),
-    )
-    return replace(facts, **changes)  # type: ignore[arg-type]
+    """A rank of a healthy job with two ranks on each node."""
+    place = {"node": f"node{rank // 2}", "local_rank": rank % 2, "pid": 1000 + rank}
+    return rank_facts(rank, generation=3, **{**place, **changes})
 
 
 @dataclass
@@ -287,6 +266,22 @@ def test_who_restores_its_state_for_ever_while_a_world_forms() -> None:
     assert judge(all_form, 3, POLICY).action is HangAction.WAIT
     earlier = [waiting(0, long_s, fact(0), generation=2), *all_form[1:]]
     assert judge(earlier, 3, POLICY).culprits == (0,), "it has not left the last world"
+
+
+@pytest.mark.parametrize("flags", [Flag.NONE, Flag.ON_STREAM])
+def test_a_collective_waits_for_who_may_still_come_to_it(flags: Flag) -> None:
+    """A joining rank waits in the next world, while the others make the steps that are left."""
+    where = Phase.COMPUTE if flags else Phase.COLLECTIVE
+    for t in (16.0, 0.99 * POLICY.outside_step_s, 1.01 * POLICY.outside_step_s):
+        evaluates = fact(0, phase=Phase.EVALUATION, quiet_s=t, flags=flags, collective=57)
+        waits = fact(1, phase=where, quiet_s=t, flags=flags, collective=58)
+        joins = replace(fact(2, phase=Phase.FORMING, quiet_s=t, flags=flags), generation=4)
+        verdict = judge([evaluates, waits, joins], 3, POLICY)
+        assert verdict.culprits == ((0,) if t > POLICY.outside_step_s else ()), t
+    if where is Phase.COLLECTIVE:
+        assert judge([waits, joins], 3, POLICY).action is HangAction.WAIT, "rank 0 goes on"
+    left = replace(evaluates, phase=Phase.FORMING, generation=4)
+    assert judge([left, waits, joins], 3, POLICY).culprits == (1,), "nobody comes to it"
 
 
 def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:

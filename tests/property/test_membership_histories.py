@@ -6,7 +6,9 @@ compare-and-swap, leaders that may look at an old view, and time that moves only
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,6 +63,9 @@ class Machine:
 class Histories(RuleBasedStateMachine):
     """What may happen to a job in restart mode."""
 
+    per_replica = 1  # nodes with one worker each
+    policy = POLICY
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
@@ -72,6 +77,10 @@ class Histories(RuleBasedStateMachine):
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
         self.last_sign_s: dict[str, float] = {}
         self.count = 0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.policy.min_nodes, self.policy.max_nodes
 
     # ── what a leader sees ───────────────────────────────────────────────────────────────
 
@@ -112,8 +121,8 @@ class Histories(RuleBasedStateMachine):
     # ── what a leader does ───────────────────────────────────────────────────────────────
 
     def decide(self, view: View, revision: int) -> Decision:
-        decision = decide(view, self.now, POLICY)
-        assert decision == decide(view, self.now, POLICY), "not deterministic"
+        decision = decide(view, self.now, self.policy)
+        assert decision == decide(view, self.now, self.policy), "not deterministic"
         assert decision.reason
         if isinstance(decision, Proposal):
             self.check(decision, view)
@@ -130,32 +139,35 @@ class Histories(RuleBasedStateMachine):
         dead |= {m.member.node_id for m in view.missing if m.proved_dead}
         chosen = [n.node_id for n in proposal.nodes]
         assert not dead & set(chosen), "a dead node in a new world"
-        assert len(chosen) == len(set(chosen)) <= POLICY.max_nodes
+        assert len(chosen) == len(set(chosen)) <= self.policy.max_nodes
         before = list(view.world.node_ids) if view.world else []
         survivors = [n for n in before if n in chosen]
-        assert chosen[: len(survivors)] == survivors, "survivors keep their order"
+        if self.per_replica == 1:
+            assert chosen[: len(survivors)] == survivors, "survivors keep their order"
+        elif proposal.state is WorldState.ACTIVE:
+            check_replicas(proposal, view, self.per_replica, self.policy.max_nodes)
         if before and not survivors and chosen:
             # PROTOCOL section 2: proof, leave, or takeover_s without a sign.
             assert proposal.cause is Cause.TAKEOVER
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s
-                assert m.proved_dead or m.finished or silent_s >= POLICY.takeover_s
+                assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
         for m in view.missing:
             # Whose workers may still train, and without anybody who goes on.
             alone = m.running is not None and not {*m.running.node_ids} & {*chosen}
             if chosen and alone and not (m.proved_dead or m.finished):
-                assert self.now - m.last_sign_s >= POLICY.takeover_s, "two worlds in progress"
+                assert self.now - m.last_sign_s >= self.policy.takeover_s, "two worlds in progress"
         if proposal.state is WorldState.ACTIVE:
             finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
             finished |= {m.member.node_id for m in view.missing if m.finished}
             ready = len(chosen) + len(finished & set(before))
-            assert chosen and ready >= POLICY.min_nodes
+            assert chosen and ready >= self.policy.min_nodes
 
     def check_end(self, end: End, view: View) -> None:
         assert view.world is not None
         if end.outcome is Outcome.FAILURE:  # paused for join_timeout_s
             assert view.world.state is WorldState.PAUSED
-            assert self.now - self.world_since_s >= POLICY.join_timeout_s
+            assert self.now - self.world_since_s >= self.policy.join_timeout_s
             return
         present = {n.node.node_id: n for n in view.nodes}
         for node_id in view.world.node_ids:
@@ -171,7 +183,14 @@ class Histories(RuleBasedStateMachine):
         names = [n.name for n in proposal.nodes]
         generation = self.world.generation + 1 if self.world else 1
         self.world = replace(
-            world(*names, generation=generation, state=proposal.state), cause=proposal.cause
+            world(
+                *names,
+                generation=generation,
+                state=proposal.state,
+                limits=self.limits,
+                replica_size=proposal.replica_size,
+            ),
+            cause=proposal.cause,
         )
         self.worlds.append(self.world)
         self.world_since_s = self.now
@@ -195,7 +214,12 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def a_node_arrives(self) -> None:
         self.count += 1
-        record = node(f"n{self.count}", joined_at_s=self.now)
+        record = node(
+            f"n{self.count}",
+            joined_at_s=self.now,
+            limits=self.limits,
+            replica_size=self.per_replica,
+        )
         self.machines[record.node_id] = Machine(record, since_s=self.now)
 
     @rule()
@@ -288,7 +312,7 @@ class Histories(RuleBasedStateMachine):
             if machine.renews:
                 self.take_up(machine)
         self.a_node_arrives()
-        self.now += POLICY.last_call_s
+        self.now += self.policy.last_call_s
         self.the_leader_decides()
         for machine in self.machines.values():
             if machine.renews and machine.record.running is not None:
@@ -334,7 +358,7 @@ class Histories(RuleBasedStateMachine):
             for machine in self.machines.values():
                 if machine.renews:
                     self.take_up(machine)
-            self.now += POLICY.takeover_s
+            self.now += self.policy.takeover_s
         live = [
             m.record
             for m in self.machines.values()
@@ -348,13 +372,70 @@ class Histories(RuleBasedStateMachine):
             # Also one that finished an earlier world, as long as it can say so.
             and (self.has_key(m) or m.record.node_id in self.world.node_ids)
         ]
-        if finished or len(live) < POLICY.min_nodes:
+        whole = len(live) - len(live) % self.per_replica
+        if finished or whole < self.policy.min_nodes:
             return
         assert self.world is not None and self.world.state is WorldState.ACTIVE
         members = [r for r in live if r.node_id in self.world.node_ids]
-        assert len(members) == min(len(live), POLICY.max_nodes)
+        room = self.policy.max_nodes - self.policy.max_nodes % self.per_replica
+        assert len(members) == min(whole, room)
         assert all(r.running == self.world for r in members)
+
+
+def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: int) -> None:
+    """What holds for every world of replicas over several nodes."""
+    chosen = [n.node_id for n in proposal.nodes]
+    assert len(chosen) % per_replica == 0, "a partial replica in a world"
+    replicas = replicas_of(chosen, per_replica)
+    going = {
+        n.node.node_id
+        for n in view.nodes
+        if n.liveness is Liveness.ALIVE
+        and n.node.state in (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
+    }
+    before = replicas_of(view.world.node_ids, per_replica) if view.world else []
+    unharmed = [r for r in before if len(r) == per_replica and set(r) <= going]
+    # Unless the others may still step with a lost node: then one of them has to be in the world.
+    groups = [m.running.node_ids for m in view.missing if m.running and not m.proved_dead]
+    kept = {i for replica in unharmed for i in replica}
+    if not any(kept.isdisjoint(group) for group in groups):
+        assert replicas[: len(unharmed)] == unharmed, "an unharmed replica is broken up, or moved"
+    left = {i for r in before for i in r if i in going} - set(chosen)
+    formed = [r for r in replicas if not set(r) & {i for old in before for i in old}]
+    assert not left or not formed, f"{left} are left over, and {formed} were formed without them"
+    arrived = {n.node.node_id: n.node.name for n in view.nodes if n.node.node_id in going}
+    arrived = {i: name for i, name in arrived.items() if i not in chosen}
+    waits = [n.node for n in view.nodes if n.node.node_id in arrived]
+    waits = [n for n in waits if n.node_id in left or n.state is NodeState.ARRIVED]
+    if len(chosen) + per_replica <= max_nodes:
+        assert len(waits) < per_replica, f"{[n.name for n in waits]} could be another replica"
+        for waiting in waits:
+            said = rf"\b{waiting.name}\b.* waits?: {len(waits)} of {per_replica} nodes"
+            assert re.search(said, proposal.reason), proposal.reason
+
+
+def replicas_of(node_ids: Sequence[str], per_replica: int) -> list[tuple[str, ...]]:
+    return [tuple(node_ids[i : i + per_replica]) for i in range(0, len(node_ids), per_replica)]
+
+
+class ReplicaHistories(Histories):
+    """The same with replicas of two nodes."""
+
+    per_replica = 2
+    policy = replace(POLICY, max_nodes=6)
+
+
+class LargeReplicaHistories(Histories):
+    """With three nodes to a replica a harmed one may lack more than one; its limits are not whole
+    replicas."""
+
+    per_replica = 3
+    policy = replace(POLICY, max_nodes=7)
 
 
 Histories.TestCase.settings = settings(max_examples=500, stateful_step_count=40)
 TestHistories = Histories.TestCase
+ReplicaHistories.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+TestReplicaHistories = ReplicaHistories.TestCase
+LargeReplicaHistories.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestLargeReplicaHistories = LargeReplicaHistories.TestCase

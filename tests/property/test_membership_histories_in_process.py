@@ -9,6 +9,7 @@ asked of the model at every moment.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,11 +42,14 @@ from elastic.membership.records import (
     Cause,
     FailureReport,
     Node,
+    NodeReplica,
     NodeState,
     Outcome,
+    ReplicaSeat,
     WorldRecord,
     WorldState,
 )
+from elastic.membership.replicas import take_seat
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 NUMBER = st.integers(0, 8)
@@ -71,6 +75,9 @@ class Machine:
 class InProcessHistories(RuleBasedStateMachine):
     """What may happen to a job in in-process mode."""
 
+    per_replica = 1  # nodes with one worker each
+    policy = POLICY
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
@@ -80,6 +87,8 @@ class InProcessHistories(RuleBasedStateMachine):
         self.written = 0  # worlds
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
+        self.seats: tuple[NodeReplica, ...] = ()  # who holds a model with whom
+        self.count_of_starts = 0
         self.slow: set[str] = set()  # node ids of stragglers, which may be left out
 
     # ── what a leader sees ───────────────────────────────────────────────────────────────
@@ -124,9 +133,9 @@ class InProcessHistories(RuleBasedStateMachine):
         """Decide, on what is seen now or was seen then, and write if the key is unchanged."""
         is_fresh = view is None
         view = view or self.view()
-        decision = decide(view, self.now, POLICY)
+        decision = decide(view, self.now, self.policy)
         assert decision.reason
-        assert decision == decide(view, self.now, POLICY), "not deterministic"
+        assert decision == decide(view, self.now, self.policy), "not deterministic"
         is_current = revision in (None, self.written)
         if isinstance(decision, Proposal):
             self.check(decision, view, is_fresh)
@@ -144,6 +153,7 @@ class InProcessHistories(RuleBasedStateMachine):
         assert all(present[i].liveness is Liveness.ALIVE for i in chosen), "a dead node is chosen"
         before = view.world
         assert proposal.generation > (before.generation if before else 0)
+        self.check_replicas(proposal, view)
         if proposal.mode != "in-process":
             assert not proposal.planned
             return
@@ -157,10 +167,32 @@ class InProcessHistories(RuleBasedStateMachine):
         if "slow" in proposal.reason:
             assert proposal.planned, "to replace a straggler interrupts a step"
             assert len(chosen) == len(before.members), "nobody takes the place of a straggler"
-            assert set(before.node_ids) - set(chosen) <= self.slow
+            left_out = set(before.node_ids) - set(chosen)
+            with_a_slow_one = (r for r in self.replicas_of(before.node_ids) if self.slow & set(r))
+            assert left_out <= {i for replica in with_a_slow_one for i in replica}
             assert not self.slow & set(chosen) - set(before.node_ids)
         if proposal.planned:
             self.check_plan(proposal)
+
+    def check_replicas(self, proposal: Proposal, view: View) -> None:
+        chosen = [n.node_id for n in proposal.nodes]
+        if proposal.state is WorldState.ACTIVE or proposal.mode == "in-process":
+            assert len(chosen) % self.per_replica == 0, "a partial replica in a world"
+        if proposal.mode != "in-process" or view.world is None:
+            return
+        replicas = self.replicas_of(chosen)
+        met = {n.node_id: n.replica for n in proposal.nodes}
+        for ids in replicas:
+            assert self.per_replica == 1 or {met[i] for i in ids} == {ids}, "they have not met"
+        for old in self.replicas_of(view.world.node_ids):
+            going_on = [n for n in proposal.nodes if n.node_id in old and n.running is not None]
+            # (Members of a plan that nobody has carried out have met nobody yet.)
+            if going_on and all(n.running == view.world for n in going_on):
+                assert old in replicas, f"{going_on[0].name} goes on, and its replica is harmed"
+
+    def replicas_of(self, node_ids: Sequence[str]) -> list[tuple[str, ...]]:
+        size = self.per_replica
+        return [tuple(node_ids[i : i + size]) for i in range(0, len(node_ids), size)]
 
     def check_plan(self, proposal: Proposal) -> None:
         """A switch at a step boundary is reached only if nobody of the group is missing."""
@@ -237,7 +269,12 @@ class InProcessHistories(RuleBasedStateMachine):
     @rule(warm=st.booleans())
     def a_node_arrives(self, warm: bool) -> None:
         name = f"n{len(self.machines) + 1}"
-        record = node(name, joined_at_s=self.now)
+        record = node(
+            name,
+            joined_at_s=self.now,
+            limits=(self.policy.min_nodes, self.policy.max_nodes),
+            replica_size=self.per_replica,
+        )
         self.machines[record.node_id] = Machine(record, since_s=self.now)
         if warm:
             self.warm_up(self.machines[record.node_id])
@@ -269,9 +306,35 @@ class InProcessHistories(RuleBasedStateMachine):
             self.put(machine, state=NodeState.STARTING)
             if self.is_for_a_restart(machine) and world is not None:
                 machine.told = world.generation
-                self.put(machine, running=world)
+                ids = next(r for r in self.replicas_of(world.node_ids) if record.node_id in r)
+                self.put(machine, running=world, replica=ids if self.per_replica > 1 else ())
+        elif self.per_replica > 1 and record.running is None and not self.has_met(machine):
+            return
         elif record.state is NodeState.STARTING:
             self.put(machine, state=NodeState.READY, in_process=True)
+
+    def has_met(self, machine: Machine) -> bool:
+        """What an agent does while its workers are in no world: take a seat, and go, or start them
+        anew when another one has gone."""
+        record = machine.record
+        if not record.replica_start:
+            self.count_of_starts += 1
+            self.put(machine, replica_start=f"start{self.count_of_starts}")
+            record = machine.record
+        mine = ReplicaSeat(node_id=record.node_id, start=record.replica_start)
+        starts = {i: m.record.replica_start for i, m in self.machines.items() if m.has_key}
+        nonce = f"replica{self.count_of_starts}"
+        seats = take_seat(self.seats, mine, starts, per_replica=self.per_replica, nonce=nonce)
+        ids = next(tuple(s.node_id for s in r.seats) for r in seats if mine in r.seats)
+        if record.replica:
+            if ids != record.replica:
+                self.end_workers(machine, arrived_for=record.arrived_for)
+                return False
+            return True
+        self.seats = seats
+        if len(ids) == self.per_replica:
+            self.put(machine, replica=ids)
+        return len(ids) == self.per_replica
 
     def is_for_a_restart(self, machine: Machine) -> bool:
         world = self.world
@@ -317,6 +380,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     def end_workers(self, machine: Machine, *, arrived_for: int, **fields: object) -> None:
         arrived = {"state": NodeState.ARRIVED, "in_process": False, "running": None}
+        arrived |= {"replica_start": "", "replica": ()}
         self.put(machine, **arrived, arrived_for=arrived_for, **fields)
 
     @rule(number=NUMBER, warm=st.integers(0, 2), builds=st.booleans())
@@ -347,6 +411,7 @@ class InProcessHistories(RuleBasedStateMachine):
                 last = self.world.generation
             self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
 
+    @precondition(lambda self: self.per_replica == 1)  # else its siblings' collectives are dead
     @rule(number=NUMBER, warm=st.booleans(), builds=st.booleans())
     def one_worker_dies_and_is_replaced(self, number: int, warm: bool, builds: bool) -> None:
         machine = self.pick(number, steps=True)
@@ -454,16 +519,26 @@ class InProcessHistories(RuleBasedStateMachine):
         going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
         live = [m for m in self.machines.values() if m.alive and m.record.state in going]
         finished = any(m.record.state is NodeState.FINISHED for m in self.machines.values())
-        if finished or len(live) < POLICY.min_nodes:
+        whole = len(live) - len(live) % self.per_replica
+        if finished or whole < self.policy.min_nodes:
             return
         assert self.world is not None and self.world.state is WorldState.ACTIVE
         inside = [m for m in live if m.record.node_id in self.world.node_ids]
-        assert len(inside) == min(len(live), POLICY.max_nodes)
+        assert len(inside) == min(whole, self.policy.max_nodes)
         assert all(m.record.running == self.world for m in inside)
+
+
+class ReplicaHistories(InProcessHistories):
+    """The same with replicas of two nodes."""
+
+    per_replica = 2
+    policy = replace(POLICY, max_nodes=6)
 
 
 InProcessHistories.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 TestInProcessHistories = InProcessHistories.TestCase
+ReplicaHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestReplicaHistories = ReplicaHistories.TestCase
 
 
 def test_a_plan_whose_leaver_is_gone_is_replaced_at_once() -> None:

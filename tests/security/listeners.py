@@ -31,9 +31,10 @@ from elastic.link.protocol import Heartbeat
 from elastic.link.server import LIMITS as LINK_LIMITS
 from elastic.link.server import LinkServer
 from elastic.liveness.channel import LIMITS as LIVENESS_LIMITS
-from elastic.liveness.channel import LivenessServer
+from elastic.liveness.channel import LivenessCallbacks, LivenessServer
 from elastic.liveness.probe import probe
 from elastic.membership.view import Liveness
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import PEER_SILENCE_S, Limits
 from elastic.secure_channel.tls import Tls, TlsFiles
@@ -170,23 +171,25 @@ def _link(folder: Path, change: Change) -> Iterator[Listener]:
 def _liveness(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Listener]:
     lost: list[str] = []
     opened = threading.Event()
+    callbacks = LivenessCallbacks(
+        on_opened=lambda node_id, is_leader: None,
+        on_closed=lambda node_id, is_leader: lost.append(node_id),
+        on_silent=lambda node_id, is_leader: lost.append(node_id),
+        on_dropped=lambda node_id: None,
+        on_world=lambda record: None,
+        on_heartbeat=lambda node_id, heartbeat: None,
+        on_error=fail,
+    )
     leader = LivenessServer(
-        "leader",
         "127.0.0.1",
-        lambda node_id, is_leader: lost.append(node_id),
-        fail,
-        key=lambda: KEY,
-        tls=tls,
+        callbacks,
+        credentials=Credentials(key=lambda: KEY, identity="leader", tls=tls),
         limits=change(LIVENESS_LIMITS),
     )
     follower = LivenessServer(
-        "follower",
         "127.0.0.1",
-        lambda node_id, is_leader: lost.append(node_id),
-        fail,
-        on_opened=lambda node_id, is_leader: opened.set(),
-        key=lambda: KEY,
-        tls=tls,
+        replace(callbacks, on_opened=lambda node_id, is_leader: opened.set()),
+        credentials=Credentials(key=lambda: KEY, identity="follower", tls=tls),
     )
     leader.start()
     follower.start()
@@ -265,9 +268,7 @@ def _memory(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Li
     server = PeerServer(
         own,
         copies,
-        key=lambda: KEY,
-        tls=tls,
-        identity="node",
+        credentials=Credentials(key=lambda: KEY, identity="node", tls=tls),
         host="127.0.0.1",
         limits=change(MEMORY_LIMITS),
         report=lambda line: get_logger().warning(line),

@@ -6,12 +6,14 @@ the loader does before it forks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,15 +22,36 @@ from elastic.training.data.loader import ElasticLoader
 
 FORKS = 150
 HANGS_S = 2.0
+BETWEEN_LOOKS = 1000  # registrations, of less than a microsecond each
 
 
-def register_for_ever() -> None:
-    """What each thread does that uses a static of C++ for the first time, again and again."""
-    libc = ctypes.CDLL(None)
-    register = libc["__cxa_atexit"]
-    harmless = ctypes.cast(libc.getpid, ctypes.c_void_p)
-    while True:
-        register(harmless, None, None)
+class Registrations:
+    """What each thread does that uses a static of C++ for the first time, again and again.
+
+    It pauses while nobody forks: a forked process would only be slower beside it.
+    """
+
+    def __init__(self) -> None:
+        self._switched_on, self._has_begun = threading.Event(), threading.Event()
+        threading.Thread(target=self._register, name="registrations", daemon=True).start()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """They run when the block begins, and pause soon after its end."""
+        self._switched_on.set()
+        self._has_begun.wait()
+        yield
+        self._switched_on.clear()
+        self._has_begun.clear()
+
+    def _register(self) -> None:
+        libc = ctypes.CDLL(None)
+        register = libc["__cxa_atexit"]
+        harmless = ctypes.cast(libc.getpid, ctypes.c_void_p)
+        while self._switched_on.wait():
+            self._has_begun.set()
+            for _ in range(BETWEEN_LOOKS):
+                register(harmless, None, None)
 
 
 def comes_to_its_end(pid: int) -> bool:
@@ -46,10 +69,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if "--unprepared" not in sys.argv:
         ElasticLoader(DataLoader(TensorDataset(torch.zeros(8)), 4, num_workers=1))
-    threading.Thread(target=register_for_ever, name="registrations", daemon=True).start()
+    registrations = Registrations()
     hangs = 0
     for _ in range(FORKS):
-        pid = os.fork()
+        with registrations.running():
+            pid = os.fork()
         if pid == 0:
             torch.UntypedStorage._new_shared(64)  # type: ignore[no-untyped-call]  # as in collate
             torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]  # as in a dataset

@@ -41,6 +41,7 @@ def node(
     exit_code: int | None = None,
     library: str = "0.1.0",
     limits: tuple[int, int] = (2, 4),
+    replica_size: int = 1,
 ) -> Node:
     """``name`` is ``n1``, ``n2``, …; seniority follows the number unless told otherwise."""
     return Node(
@@ -71,6 +72,7 @@ def node(
         failure=failure,
         failure_exit_code=exit_code,
         joined_at_s=float(name[1:]) if joined_at_s is None else joined_at_s,
+        replica_size=replica_size,
     )
 
 
@@ -120,6 +122,7 @@ def world(
     limits: tuple[int, int] = (2, 4),
     mode: str = "restart",
     switch_at_step: int | None = None,
+    replica_size: int = 1,
 ) -> WorldRecord:
     return WorldRecord(
         generation=generation,
@@ -137,6 +140,7 @@ def world(
         reason="test",
         time_s=0.0,
         library="0.1.0",
+        replica_size=replica_size,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from elastic.training.run import Run, start_components
 from elastic.worker.worlds import Worlds
 
 SAMPLES = 52
+STEPS_PER_EPOCH = 6  # of a global batch of 10
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:
@@ -98,9 +99,10 @@ def run_of(
     error: str = "",
     journal: EventSink | None = None,
     worlds: Worlds | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> Iterator[Run]:
     """One process with any policy; ``error`` is what ends it."""
-    parts = start_components(policy, seed=seed, journal=journal, worlds=worlds)
+    parts = start_components(policy, seed=seed, journal=journal, worlds=worlds, mesh=mesh)
     run = Run(parts)
     _components[run] = parts
     ended_well = False
@@ -123,8 +125,8 @@ def steps_of_job(run: Run) -> int:
 def undo_step(run: Run) -> None:
     """What an in-process recovery does to the state of a job, without another world."""
     parts = parts_of(run)
-    parts.progress.rollback.put_back_small()
-    parts.current.drop()
+    parts.state.progress.rollback.put_back_small()
+    parts.state.current.drop()
 
 
 def job(run: Run, *, hidden: int = 8, samples: int = SAMPLES, global_batch: int | None = 10) -> Job:

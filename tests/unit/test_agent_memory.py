@@ -103,6 +103,10 @@ def test_without_room_or_wish_there_is_none(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"node_memory_share=0\.9"):
         AgentOptions(node_memory_share=0.9)
+    with pytest.raises(ConfigError, match=r"parts and copies would take 100% of memory"):
+        AgentOptions(node_memory_copies=3)
+    with pytest.raises(ConfigError, match=r"at least one copy"):
+        AgentOptions(node_memory_copies=0)
 
 
 def test_the_successor_is_the_next_in_rank_order_that_has_a_memory() -> None:
@@ -112,6 +116,7 @@ def test_the_successor_is_the_next_in_rank_order_that_has_a_memory() -> None:
     assert [p.port for p in neighbours(world(a, b, c), b.node_id).peers] == [3, 1]
     last = neighbours(world(a, b, c), c.node_id)
     assert last.successor is not None and last.successor.port == 1
+    assert [p.port for p in neighbours(world(a, b, c), a.node_id).further] == [3]
     without = replace(a, memory_port=0)
     next_one = neighbours(world(without, b, c), c.node_id).successor
     assert next_one is not None and next_one.port == 2

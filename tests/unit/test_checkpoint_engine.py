@@ -11,10 +11,12 @@ import torch
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
+from checkpoints.saving import staging
 from checkpoints.saving.engine import THREAD_NAME, Engine
 from checkpoints.saving.outcome import SaveStatus, WriterGroup
 from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
 from checkpoints.testing.memory_storage import MemoryStorage
+from elastic.testing.waiting import eventually
 
 LONG_S = 90.0
 ALONE = WriterGroup(nonce="aa")
@@ -139,9 +141,31 @@ def test_a_hung_disk_is_noticed_by_training_and_never_commits_later() -> None:
     ]
     assert not engine.close(timeout_s=0)
     gate.set()
-    engine._thread.join(LONG_S)
-    assert not engine._thread.is_alive()
+    eventually(lambda: not engine.is_alive, "the end of the writer thread")
     assert checkpoints.list_checkpoints(storage) == ()
+
+
+def test_a_rank_of_several_never_skips_a_save_alone() -> None:
+    gate = threading.Event()
+
+    def hang(label: str) -> None:
+        assert gate.wait(LONG_S)
+
+    of_two = WriterGroup(nonce="aa", rank=0, size=2)
+    engine = Engine(FaultyStorage(MemoryStorage(), before=hang), deadline_s=0.3)
+    for step in (1, 2):
+        engine.save_async(small_state(step), step=step, world=of_two)
+    third = engine.save_async(small_state(3), step=3, world=of_two)
+    assert third.outcome is not None and third.outcome.stall_s >= 0.3  # waited, unlike one writer
+    skips = engine.save_async(small_state(4), step=4, world=of_two, wait_s=0.0)
+    assert skips.outcome is not None and skips.outcome.stall_s < 0.3
+    gate.set()
+    engine.close()
+    with (
+        Engine(MemoryStorage(), busy="skip") as engine,
+        pytest.raises(checkpoints.ArgumentError, match=r"2 writers.*has_free_buffer.*wait_s=0\.0"),
+    ):
+        engine.save_async(small_state(1), step=1, world=of_two)
 
 
 def test_the_removal_of_older_checkpoints_is_not_part_of_the_write() -> None:
@@ -203,14 +227,22 @@ def test_a_save_waits_for_a_buffer_for_as_long_as_it_is_told() -> None:
         assert outcome.took_s >= outcome.stall_s
 
 
-def test_buffers_can_be_made_in_the_background() -> None:
+def test_buffers_can_be_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def noted(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(staging, "empty", noted)
     with Engine(MemoryStorage()) as engine:
         engine.reserve(small_state(0), background=True)
         reserved = threading.Event()
         engine.submit(reserved.set)
         assert reserved.wait(LONG_S)
-        sizes = [buffer._bytes.numel() for buffer in engine._buffers._free.queue]
-        assert len(sizes) == 2 and min(sizes) > 0
+        for step in (1, 2):
+            assert save(engine, small_state(step), step).status is SaveStatus.COMMITTED
+    assert made == [THREAD_NAME] * 2, "and the saves find them"
 
 
 def test_a_save_at_the_end_of_the_interpreter_needs_no_more_threads(
@@ -231,7 +263,7 @@ def test_the_writers_death_reaches_its_owner() -> None:
     engine = Engine(FaultyStorage(MemoryStorage(), at=5, fault=StorageFault.DIE_BEFORE))
     handle = engine.save_async(small_state(1), step=1, world=ALONE)
     handle.wait(LONG_S)
-    engine._thread.join(LONG_S)
+    eventually(lambda: not engine.is_alive, "the end of the writer thread")
     with pytest.raises(RuntimeError, match="thread died") as caught:
         engine.outcomes()
     assert isinstance(caught.value.__cause__, SimulatedCrash)
@@ -248,12 +280,13 @@ def test_mistakes_of_the_caller_are_errors_and_cost_no_buffer() -> None:
 
 def test_close_finishes_and_joins() -> None:
     storage = MemoryStorage()
+    others = set(threading.enumerate())
     engine = Engine(storage, busy="wait")
+    (thread,) = (t for t in threading.enumerate() if t.name == THREAD_NAME and t not in others)
     for step in range(6):
         engine.save_async(small_state(step), step=step, world=ALONE)
     assert engine.close()
     assert [o.status for o in engine.outcomes()] == [SaveStatus.COMMITTED] * 6
-    assert not any(t is engine._thread for t in threading.enumerate())
-    assert engine._thread.name == THREAD_NAME
+    assert not thread.is_alive() and not engine.is_alive
     with pytest.raises(RuntimeError, match="closed"):
         engine.save_async(small_state(9), step=9, world=ALONE)

@@ -18,6 +18,7 @@ from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_me
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_storage import PeerAddress
 from checkpoints.memory.replication import ReplicationOutcome, Replicator
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.waiting import eventually
 
@@ -28,7 +29,7 @@ KEY = SecretKey.generate()
 class Ring:
     """Nodes, each of which copies to the next."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, replicas: int = 1) -> None:
         self.outcomes: list[ReplicationOutcome] = []
         self.errors: list[BaseException] = []
         self.neighbours = [Neighbours() for _ in range(size)]
@@ -36,8 +37,8 @@ class Ring:
             MemoryHost(
                 folder / f"node-{index}",
                 host="127.0.0.1",
-                key=lambda: KEY,
-                identity=f"node-{index}",
+                credentials=Credentials(key=lambda: KEY, identity=f"node-{index}"),
+                replicas=replicas,
                 neighbours=partial(self.neighbours.__getitem__, index),
                 on_outcome=self.outcomes.append,
                 on_error=self.errors.append,
@@ -50,7 +51,8 @@ class Ring:
         at = [PeerAddress(h.folder.name, "127.0.0.1", h.port, h.folder.name) for h in hosts]
         for index, host in enumerate(hosts):
             others = at[index + 1 :] + at[:index]
-            self._tell(host, Neighbours(tuple(others), others[0] if others else None))
+            after = (others[0] if others else None, tuple(others[1:]))
+            self._tell(host, Neighbours(tuple(others), *after))
 
     def alone(self) -> None:
         for host in self.hosts:
@@ -98,6 +100,21 @@ def test_any_one_node_can_be_lost(ring: Ring) -> None:
             found = checkpoints.latest(tiers).checkpoint
             assert found is not None and found.step == 7
             assert same(checkpoints.load(tiers, found.name).state, small_state(7))
+
+
+def test_with_two_copies_two_adjacent_nodes_can_be_lost_at_once(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, 4, replicas=2)
+    ring.save(7)
+    eventually(lambda: ring.copied(7) == 8)
+    for first in range(4):
+        lost = (ring.hosts[first], ring.hosts[(first + 1) % 4])
+        rest = [host for host in ring.hosts if host not in lost]
+        ring.form(rest)
+        tiers = TieredStorage(memory_roots(rest[0].folder))
+        found = checkpoints.latest(tiers).checkpoint
+        assert found is not None and found.step == 7
+        assert same(checkpoints.load(tiers, found.name).state, small_state(7))
+    ring.close()
 
 
 def test_without_copies_the_loss_of_a_node_is_the_loss_of_its_parts(ring: Ring) -> None:

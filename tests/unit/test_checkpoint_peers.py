@@ -23,7 +23,7 @@ from checkpoints.storage.protocol import Storage
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import AuthenticationError, ProtocolError
 from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ServerHandshake
+from elastic.secure_channel.handshake import Credentials, ServerHandshake
 from elastic.secure_channel.keys import SecretKey
 
 KEY = SecretKey.generate()
@@ -44,8 +44,7 @@ class Node:
         self.server = PeerServer(
             self.own,
             self.copies,
-            key=lambda: KEY,
-            identity="a",
+            credentials=Credentials(key=lambda: KEY, identity="a"),
             host="127.0.0.1",
             on_error=self.errors.append,
         )
@@ -347,7 +346,8 @@ def test_a_connection_that_the_server_closed_meanwhile_is_made_again(node: Node)
 def test_an_address_that_is_not_this_machines_own_is_served_on_all(tmp_path: Path) -> None:
     """Behind NAT, others come in by another address."""
     memory = NodeMemory(tmp_path)
-    server = PeerServer(memory, memory, key=lambda: KEY, identity="a", host="192.0.2.1")
+    credentials = Credentials(key=lambda: KEY, identity="a")
+    server = PeerServer(memory, memory, credentials=credentials, host="192.0.2.1")
     client = PeerStorage(PeerAddress("a", "127.0.0.1", server.port, "a"), key=lambda: KEY)
     memory.make_folder("")
     assert client.list("") == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -58,3 +60,15 @@ def test_help_takes_less_than_0_3_s() -> None:
         for _ in range(10)
     ]
     assert statistics.median(float(run.stdout.splitlines()[-1]) for run in runs) < 0.3
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_traceback() -> None:
+    """``elastic env -o json | head``: the pipe is closed before the first byte is written."""
+    command = [sys.executable, "-m", "elastic.cli.main", "env", "-o", "json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

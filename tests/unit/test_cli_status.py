@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from membership_nodes import node, world
 
 from elastic.cli.main import main
-from elastic.cli.observe import connection
+from elastic.cli.observe import connection, status
+from elastic.cli.observe.describe import describe
 from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
-from elastic.cli.observe.status import last_known, lines
+from elastic.cli.observe.last_known import last_known
+from elastic.cli.observe.status import lines, progress
+from elastic.cli.observe.status_document import document
 from elastic.cli.observe.wait import WaitCondition, wait
 from elastic.clock import ManualClock
 from elastic.errors import StoreUnreachable
-from elastic.events import Waiting
-from elastic.leadership.job_progress import JobProgress, decode_progress, encode_progress
+from elastic.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
+from elastic.leadership.job_progress import (
+    JobProgress,
+    RecordedHeartbeat,
+    decode_progress,
+    encode_progress,
+)
 from elastic.membership.records import (
     BreakageRecord,
     Done,
@@ -38,6 +49,7 @@ from elastic.testing.doubles.memory_store import MemoryStore
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0
+DOCS = Path(__file__).parents[2] / "docs"
 HOSTILE = "node\x1b[2J\n" + "x" * 10_000
 
 
@@ -51,7 +63,7 @@ class Job:
         self.store.put(KEYS.world, encode(record))
 
     def put_node(
-        self, name: str, running: WorldRecord | None, state: NodeState, /, **more: str
+        self, name: str, running: WorldRecord | None, state: NodeState, /, **more: str | int
     ) -> None:
         made = replace(node(name), running=running, state=state, joined_at_s=NOW - 60, **more)  # type: ignore[arg-type]
         self.store.put(KEYS.node(made.node_id), encode(made))
@@ -62,7 +74,9 @@ class Job:
         )
         self.store.put(KEYS.progress, encode_progress(replace(progress, **more)))  # type: ignore[arg-type]
 
-    def finish(self, outcome: Outcome, exit_code: int) -> None:
+    def finish(
+        self, outcome: Outcome, exit_code: int, breakages: tuple[BreakageRecord, ...] = ()
+    ) -> None:
         done = Done(
             outcome=outcome,
             reason="a, b finished",
@@ -70,6 +84,7 @@ class Job:
             generation=7,
             final_step=99,
             time_s=NOW - 180,
+            breakages=breakages,
         )
         self.store.put(KEYS.done, encode(done))
 
@@ -132,7 +147,7 @@ def test_a_job_that_trains(training: Job) -> None:
     view = training.view()
     assert view.state is JobCondition.TRAINING
     said = sentence(view)
-    assert said.startswith("training in generation 7 with 3 of 4 nodes; n4 was lost 12.0 s ago")
+    assert said == "training in generation 7 with 3 of 4 nodes; n4 was lost 12.0 s ago", "once"
 
 
 def test_a_node_that_warms_up_is_named(training: Job) -> None:
@@ -208,12 +223,71 @@ def test_the_table(
     assert cli("status") == 0
     head, progress, _, titles, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("llama-7: training in generation 7 with 3 of 4 nodes")
-    assert progress == "step 52, 2 steps/s, last checkpoint of step 40"
+    assert progress == "step 52, 2 steps/s, time left unknown, last checkpoint of step 40"
     assert titles.split() == ["NODE", "RANKS", "STATE", "AGE"]
     assert rows[0].split()[0] == "n1" and rows[0].split()[2] == "ready"
     assert "generation 6: n4 was lost" in rows[-1]
     assert cli("status", "-o", "wide") == 0
     assert "LEADS" in capsys.readouterr().out
+
+
+def test_what_is_left_what_it_was_worth_and_what_is_saved(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {
+        "planned_steps": 172,
+        "goodput": 0.75,
+        "goodput_since_s": NOW - 3600,
+        "checkpoint_at_s": NOW - 90,
+    }
+    training.put_progress(52, **facts)
+    assert list(progress(training.view())) == [
+        "step 52 of 172",
+        "2 steps/s",
+        "about 1 min 0 s left",
+        "goodput 75.0% over 1 h 0 min",
+        "last checkpoint of step 40, 1 min 30 s ago",
+    ]
+    assert cli("status") == 0
+    assert "step 52 of 172, 2 steps/s, about 1 min 0 s left, goodput" in capsys.readouterr().out
+    found = document(training.view())
+    assert (found["planned_steps"], found["eta_s"], found["goodput"]) == (172, 60.0, 0.75)
+    assert (found["goodput_since"], found["checkpoint_age_s"]) == (NOW - 3600, 90.0)
+    # The leader writes nothing while the job stands still: that time counts as lost.
+    assert replace(training.view(), at_s=NOW + 3600).goodput == pytest.approx(0.375)
+    # Paused: no rate, so nothing is said of the end.
+    record = replace(world("n1", generation=8), state=WorldState.PAUSED)
+    training.put_world(record)
+    assert training.view().eta_s is None
+    assert not [said for said in progress(training.view()) if "left" in said]
+
+
+def test_texts_of_a_megabyte_are_shortened_in_the_document(job: Job) -> None:
+    record = replace(world("n1", generation=7), reason="x" * 1_000_000)
+    job.put_world(record)
+    job.put_node("n1", record, NodeState.READY, address="y" * 1_000_000)
+    assert len(json.dumps(document(job.view()))) < 10_000
+
+
+def test_watching_goes_on_with_what_was_last_seen_while_etcd_is_away(
+    training: Job,
+    cli: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clock(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if self.monotonic() > NOW + 5:
+                raise KeyboardInterrupt
+            training.store.server.disconnect()
+
+    monkeypatch.setattr(status, "SYSTEM_CLOCK", Clock(NOW))
+    assert cli("status", "--watch") == 130
+    found = capsys.readouterr()
+    assert "etcd does not answer; this was so 2.0 s ago:" in found.out
+    assert found.out.count("llama-7: training in generation 7 with 3 of 4 nodes") == 3
+    assert "elastic: " in found.err
 
 
 def test_the_json_document(
@@ -267,6 +341,57 @@ def test_an_incident_is_described_with_its_traceback(
     assert "those known broke generation 6" in capsys.readouterr().err
 
 
+def heartbeats(*heard: tuple[str, int | None, float]) -> tuple[RecordedHeartbeat, ...]:
+    """Of nodes, each with its step and how long before NOW the leader heard it."""
+    return tuple(
+        RecordedHeartbeat(node_id=f"id-{name}", generation=7, step=step, heard_at_s=NOW - age_s)
+        for name, step, age_s in heard
+    )
+
+
+def test_heartbeats_and_steps_of_nodes(
+    training: Job,
+    cli: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("status", "describe"):
+        monkeypatch.setattr(f"elastic.cli.observe.{module}.SYSTEM_CLOCK", ManualClock(NOW))
+    training.put_progress(52, heartbeats=heartbeats(("n1", 52, 1.0), ("n2", 51, 21.0)))
+    assert cli("status", "-o", "wide") == 0
+    head, _, _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert head.endswith("; no heartbeat of n2 for 21.0 s")
+    assert re.split("  +", titles)[4:6] == ["STEP", "HEARTBEAT"]
+    assert [re.split("  +", row)[4:6] for row in rows[:3]] == [
+        ["52", "1.0 s ago"],
+        ["51", "21.0 s ago (late)"],
+        ["-", "-"],  # the leader has heard none yet
+    ]
+    found = document(training.view())["nodes"]
+    assert [(n["step"], n["heartbeat_age_s"], n["heartbeat_is_late"]) for n in found] == [
+        (52, 1.0, False),
+        (51, 21.0, True),
+        (None, None, None),
+    ]
+    for name, said in (("n2", "21.0 s ago (late)"), ("n3", "none known to the leader")):
+        assert cli("describe", "node", name) == 0
+        assert f"heartbeat:     {said}\n" in capsys.readouterr().out
+
+
+def test_heartbeats_that_nobody_writes_any_more_are_the_leaders_fault(training: Job) -> None:
+    """Or this machine's clock is another: no single node is blamed."""
+    training.put_progress(52, heartbeats=heartbeats(("n1", 52, 1.0), ("n2", 52, 1.0)))
+    view = replace(training.view(), at_s=NOW + 60)
+    assert sentence(view).endswith(
+        "; the leader has written no heartbeats for 1 min 0 s, or clocks differ"
+    )
+    assert str(view.signs_of(view.nodes[0])) == "1 min 1 s ago (late)"
+    behind = replace(training.view(), at_s=NOW - 60)  # no age is negative
+    assert str(behind.signs_of(behind.nodes[0])) == "1.0 s ago"
+    training.finish(Outcome.SUCCESS, 0)
+    assert "heartbeat" not in sentence(replace(training.view(), at_s=NOW + 60))
+
+
 def test_the_checkpoint_is_described(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,8 +399,66 @@ def test_the_checkpoint_is_described(
     said = capsys.readouterr().out
     assert "step:          40\n" in said
     assert "12 steps, 6.0 s: lost if all nodes die now" in said
+    training.put_progress(52, checkpoint_at_s=NOW - 6)
+    said = "\n".join(describe(training.view(), "checkpoint", None))
+    assert "committed:     6.0 s ago, as the leader's node knows" in said
     training.put_progress(52, checkpoint_step=None)
     assert cli("describe", "checkpoint") == 2
+
+
+def test_what_is_described_as_json_has_the_documented_fields(
+    training: Job,
+    cli: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic.cli.observe.describe.SYSTEM_CLOCK", ManualClock(NOW))
+    heard = heartbeats(("n1", 52, 1.0))
+    training.put_progress(52, heartbeats=heard, checkpoint_at_s=NOW - 6)
+    running = training.view().world
+    training.put_node("n4", running, NodeState.FAILED, failure="T" * 100_000, failure_exit_code=7)
+    found: dict[str, dict[str, Any]] = {}
+    for argv in (("node", "n4"), ("incident", "6"), ("checkpoint",)):
+        assert cli("describe", *argv, "-o", "json") == 0
+        document_of = json.loads(capsys.readouterr().out)
+        assert (document_of["schema"], document_of["run_id"]) == (1, "llama-7")
+        assert document_of["time"] == NOW
+        found[argv[0]] = document_of[argv[0]]
+    described = found["node"]
+    assert (described["failure_exit_code"], described["state"]) == (7, "failed")
+    assert 16_384 <= len(described["failure"]) < 17_000
+    assert [i["what"] for i in described["incidents"]] == ["n4 was lost"]
+    assert found["incident"]["failures"] == [
+        {"node": "n4", "exit_code": 1, "text": "Traceback:\n  boom\x1b[2J"}
+    ]
+    assert found["incident"]["now"].startswith("training in generation 7")
+    assert found["checkpoint"] == {"step": 40, "age_s": 6.0, "steps_behind": 12, "behind_s": 6.0}
+    page = (DOCS / "reference" / "status.md").read_text()
+    documented = re.findall(r"^\| `(\w+\.[\w.\[\]]+)`", page.partition("## Describe")[2], re.M)
+    of_status = {f"node.{name}" for name in document(training.view())["nodes"][0]}
+    of_incidents = {f"incident.{name}" for name in document(training.view())["incidents"][0]}
+    own = {f"{kind}.{name}" for kind, fields in found.items() for name in fields}
+    of_failures = {f"incident.failures[].{name}" for name in found["incident"]["failures"][0]}
+    expected = own - of_status - of_incidents - {"incident.failures"} | of_failures
+    assert set(documented) == expected
+    assert cli("describe", "node", "n9", "-o", "json") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_broke_a_job_that_has_failed_is_still_described(
+    job: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its world is gone by then."""
+    failure = FailureRecord(node="n1", text="Traceback:\n  boom", exit_code=1)
+    breakage = BreakageRecord(
+        generation=6, lived_s=3.0, steps=1, failures=(failure,), lost=(), time_s=NOW - 12
+    )
+    job.finish(Outcome.FAILURE, 1, breakages=(breakage,))
+    assert cli("describe", "incident") == 0
+    assert "what:          a worker of n1 failed\n" in capsys.readouterr().out
+    assert cli("status") == 0
+    assert "generation 6: a worker of n1 failed" in capsys.readouterr().out
+    assert document(job.view())["incidents"][0]["failed"] == ["n1"]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +526,8 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     journal = Journal(folder=tmp_path, identity={"node": "n1"}, clock=clock)
     journal.locate(lambda: {"generation": 7, "step": 52})
     journal.emit(Waiting(reason="x"))
-    said = last_known(str(tmp_path), NOW + 9)
-    assert said == "last known: step 52 in generation 7, 9.0 s ago, by the journal of n1"
+    said = last_known(str(tmp_path), "llama-7", NOW + 9)
+    assert said == ["last known: step 52 in generation 7, 9.0 s ago, by the journal of n1"]
     conf = "--rdzv-conf=connect_timeout_s=0.5"
     argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=llama-7", conf]
     assert main([*argv, f"--journal={tmp_path}"]) == 69
@@ -353,6 +536,54 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     assert "127.0.0.1:1" in found.err
     assert main([*argv, f"--journal={tmp_path / 'none'}"]) == 69
     assert "state not known" in capsys.readouterr().out
+
+
+def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) -> None:
+    clock = ManualClock(NOW)
+    folder = str(tmp_path)
+    assert last_known(folder, "llama-7", NOW) == [
+        f"state not known: etcd does not answer, and {folder} tells nothing"
+    ]
+    other = Journal(folder=folder, identity={"node": "z"}, clock=clock, run_id="another")
+    other.locate(lambda: {"generation": 99, "step": 9999})
+    journal = Journal(folder=tmp_path / "n1", identity={"node": "n1"}, clock=clock, run_id="none")
+    del journal  # a folder within: not read
+    journal = Journal(folder=folder, identity={"node": "n1"}, clock=clock, run_id="llama-7")
+    journal.locate(lambda: {"generation": 7, "step": 52})
+    for _ in range(4000):  # more than what is read of a file
+        journal.emit(Waiting(reason="x" * 100), level=logging.DEBUG)
+    journal.emit(
+        WorldFormed(
+            generation=7,
+            nodes=("n1", "n2"),
+            size=2,
+            state="active",
+            mode="in-process",
+            cause="lost",
+            reason="n3 is lost",
+        )
+    )
+    journal.emit(CheckpointSaved(name="step-40", step=40, duration_s=1.0, stall_s=0.1, bytes=9))
+    second = Journal(folder=folder, identity={"node": "n2"}, clock=clock, run_id="llama-7")
+    second.emit(Waiting(reason="for a world"))
+    clock.advance(30)
+    journal.emit(NodeLost(lost="n3\x1b[2J", reason="its lease has ended"))
+    other.emit(NodeLost(lost="of another run", reason=""))
+    assert last_known(folder, "llama-7", NOW + 40) == [
+        "last known: step 52 in generation 7 with 2 nodes, 10.0 s ago, by the journal of n1",
+        "last checkpoint of step 40, 40.0 s ago",
+        "nodes, by their journals:",
+        "  n1: step 52, heard 10.0 s ago",
+        "  n2: heard 40.0 s ago",
+        "recent incidents:",
+        "  10.0 s ago: n3\\x1b[2J was lost: its lease has ended",
+    ]
+    journal.emit(JobEnded(outcome="success", reason="all done", exit_code=0))
+    with next(tmp_path.glob("n1-*.jsonl")).open("a") as stream:
+        stream.write('{"event": "node-lo')
+    assert last_known(folder, "llama-7", NOW + 40)[0] == (
+        "last known: the job has ended, success, 10.0 s ago: all done"
+    )
 
 
 def test_progress_survives_the_way_through_the_store() -> None:
@@ -370,3 +601,21 @@ def test_no_command_imports_torch(command: str) -> None:
         "assert not {'torch', 'numpy', 'grpc'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_node_that_is_too_few_for_a_replica_says_so(job: Job) -> None:
+    for name in ("n1", "n2", "n3"):
+        job.put_node(name, None, NodeState.ARRIVED, replica_size=4, min_nodes=4, max_nodes=8)
+    assert sentence(job.view()) == (
+        "waiting for nodes: 3 of at least 4 arrived; n1, n2, n3 wait: 3 of 4 nodes of a replica"
+    )
+    record = world("n1", "n2", limits=(2, 6), replica_size=2)
+    job.put_world(record)
+    for name in ("n1", "n2"):
+        job.put_node(name, record, NodeState.STARTING, replica_size=2)
+    job.put_node("n3", None, NodeState.ARRIVED, replica_size=2)
+    assert sentence(job.view()).endswith("with 2 of 6 nodes; n3 waits: 1 of 2 nodes of a replica")
+    assert "waits:         1 of 2 nodes of a replica" in describe(job.view(), "node", "n3")
+    assert "1 of 2 nodes" not in "\n".join(describe(job.view(), "node", "n1"))
+    job.put_node("n4", None, NodeState.READY, replica_size=2)
+    assert sentence(job.view()).endswith("; n3 is waiting; n4 is about to join")

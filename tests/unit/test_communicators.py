@@ -109,7 +109,7 @@ def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
     control.hang_in_abort = True
     worlds = Worlds(abort=group.abort, position=lambda: None, current_step=lambda: None)  # type: ignore[arg-type, return-value]
     worlds.formed(1)
-    link = threading.Thread(target=worlds._on_message, args=(world_message(),))
+    link = threading.Thread(target=worlds.receive, args=(world_message(),))
     link.start()
     link.join(DEADLINE_S)
     assert not link.is_alive()
@@ -160,11 +160,11 @@ def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
         position=lambda: None,  # type: ignore[arg-type, return-value]
         current_step=lambda: None,
     )
-    worlds._on_message(world_message(2, 7))
+    worlds.receive(world_message(2, 7))
     assert worlds.next().world.generation == 2
     if has_entered:
         worlds.entered(7)
-    worlds._on_message(world_message(3, switch_at_step))
+    worlds.receive(world_message(3, switch_at_step))
     assert len(aborts) == expected
     assert worlds.is_superseded() is bool(expected)
 

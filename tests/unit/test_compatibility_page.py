@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,3 +100,17 @@ def test_an_interpreter_is_found_by_its_version(compat: ModuleType) -> None:
     ask = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
     assert subprocess.run([found, "-c", ask], capture_output=True, text=True).stdout.strip() == own
     assert compat.find_python("3.99") is None
+
+
+def test_the_wheel_has_the_module_that_torch_loads(compat: ModuleType, tmp_path: Path) -> None:
+    compat.copy_sources(tmp_path)  # without it, no environment can import torch
+    assert [path.name for path in tmp_path.glob("*.py")] == ["torch_elastic_harness.py"]
+
+
+def test_a_new_dependency_is_noticed(compat: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "a.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(
+            "a-1.dist-info/METADATA", "Name: a\nRequires-Dist: msgspec>=0.19\n\nText\n"
+        )
+    assert compat.requirements_of(wheel) == ["Requires-Dist: msgspec>=0.19"]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.option_sources import read_options
 
 
 def test_conf_wins_over_environment_which_wins_over_defaults() -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 from dataclasses import asdict
 
-from elastic.doctor import pairs
+from elastic.doctor.between import pairs
 from elastic.doctor.findings import Status
 
 

@@ -1,4 +1,4 @@
-"""docs/reference/events.md is what scripts/events_table.py writes from elastic/events.py."""
+"""docs/reference/events.md is what scripts/events_table.py writes from elastic/events/."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from elastic import events
+from elastic.telemetry.journal import kebab_name
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -25,6 +28,12 @@ def table() -> ModuleType:
 
 def test_the_page_is_up_to_date(table: ModuleType) -> None:
     assert table.PAGE.read_text() == table.page(), "python scripts/events_table.py"
+
+
+def test_every_event_is_on_the_page(table: ModuleType) -> None:
+    kinds = [getattr(events, name) for name in events.__all__ if name != "Event"]
+    on_page = [line for line in table.page().splitlines() if line.startswith("### ")]
+    assert sorted(on_page) == sorted(f"### `{kebab_name(kind)}`" for kind in kinds)
 
 
 def test_every_field_has_a_meaning(table: ModuleType) -> None:

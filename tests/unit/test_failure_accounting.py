@@ -229,6 +229,21 @@ def test_an_oom_kill_is_judged_as_one_and_held_against_a_joining_node() -> None:
     assert "id-n3" in accounting.quarantined(NOW)
 
 
+def test_a_fault_that_only_the_kernel_log_has_quarantines_the_node_and_not_its_peer() -> None:
+    """n1 reports its peer's end first; the text of n3, whose GPU is gone, says no more."""
+    text = "RuntimeError: Connection closed by peer [10.0.0.4]:4711"
+    xid = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
+    peer = Failed("id-n1", "n1", text, 1)
+    faulty = Failed("id-n3", "n3", text, 1, kernel_log=(xid,))
+    accounting = FailureAccounting(OPTIONS)
+    accounting.charge(replace(with_n3_out(), failures=(peer, faulty)), None, NOW)
+    assert accounting.verdict is not None
+    failed, verdict = accounting.verdict
+    assert (failed.node, verdict.evidence) == ("n3", f"kernel log: {xid}")
+    assert "id-n3" in accounting.quarantined(NOW)
+    assert "id-n1" not in accounting.quarantined(NOW)
+
+
 def test_the_next_leader_goes_on_counting() -> None:
     one = FailureAccounting(OPTIONS)
     assert charge_again_and_again(one, 2, steps=0) is None

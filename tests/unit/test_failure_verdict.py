@@ -31,14 +31,26 @@ SCRIPT = load_script()
 CORPUS: list[dict[str, Any]] = SCRIPT.corpus()
 
 
-@pytest.mark.parametrize("example", CORPUS, ids=[e["text"][:60] or e["source"] for e in CORPUS])
+def name_of(example: dict[str, Any]) -> str:
+    lines: list[str] = example.get("kernel_log", [])
+    return str((*lines, example["text"] or example["source"])[0][:60])
+
+
+@pytest.mark.parametrize("example", CORPUS, ids=map(name_of, CORPUS))
 def test_the_corpus(example: dict[str, Any]) -> None:
     assert SCRIPT.judged(example) is Action(example["label"])
 
 
 def test_every_rule_has_an_example() -> None:
     used = {
-        judge_failure(FailureFacts(text=e["text"], exit_code=e["exit_code"])).rule for e in CORPUS
+        judge_failure(
+            FailureFacts(
+                text=e["text"],
+                exit_code=e["exit_code"],
+                kernel_log=tuple(e.get("kernel_log", ())),
+            )
+        ).rule
+        for e in CORPUS
     }
     assert {rule.name for rule in RULES} <= used
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -139,7 +140,9 @@ def script(run: Run, steps: int = STEPS, **options: Any) -> Script:
     return Script(run, first, run.loader(data, global_batch=4), **options)
 
 
+@functools.cache
 def undisturbed(style: Callable[[Script], None], steps: int = STEPS) -> Script:
+    """What the style reads when nothing happens: trained once for all tests."""
     with process() as run:
         done = script(run, steps)
         style(done)

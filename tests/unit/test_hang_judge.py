@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 from membership_nodes import node, world
+from rank_facts import rank_facts
 
 from elastic.clock import ManualClock
 from elastic.events import Event
-from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.facts import KernelFacts, Phase, RankFacts
 from elastic.hangs.verdict import HangAction
-from elastic.leadership.hang_judge import HangJudge
-from elastic.membership.decision import Policy
+from elastic.leadership.judges.hang_judge import HangJudge
 from elastic.membership.records import (
     HangFacts,
     HangVerdict,
@@ -50,11 +50,9 @@ class Leader:
                 keys=KEYS,
                 secret=RunSecret(SecretKey.generate(), KEYS.root),
                 options=AgentOptions(),
-                policy=Policy(min_nodes=1, max_nodes=3),
                 status=NodeStatus(record, KEYS, 0.0),
                 clock=ManualClock(),
                 journal=Journal(),
-                post=lambda message: None,
             )
         )
 
@@ -77,27 +75,13 @@ class Leader:
 
 
 def rank(number: int, phase: Phase = Phase.COLLECTIVE, quiet_s: float = 4.0) -> RankFacts:
-    return RankFacts(
-        rank=number,
+    return rank_facts(
+        number,
         node=f"n{number + 1}",
-        local_rank=0,
         pid=100 + number,
-        generation=7,
-        step=57,
         phase=phase,
-        outer=Phase.COMPUTE,
-        flags=Flag.NONE,
         progress=4000 + number,
         quiet_s=quiet_s,
-        collective=114,
-        operation="all_reduce",
-        steps_in_world=50,
-        longest_s=0.02,
-        longest_step_s=0.02,
-        typical_s=0.01,
-        typical_step_s=0.01,
-        collective_s=0.002,
-        checkpoint_step=50,
         kernel=KernelFacts(state="R", cpu_share=1.0),
     )
 

@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from elastic.hangs.page import NAME, SIZE, Page, PageReader, Reading
 from elastic.hangs.phases import PhaseRecorder
 from elastic.hangs.stacks import StackSource
 from elastic.testing.waiting import eventually
+from elastic.tuning.worker_intervals import STEP_SUMS_S
 
 STEPS = 3000
 # benchmarks/hang.py measures the promise of 20 us; here only a multiple of it is a failure.
@@ -73,14 +73,15 @@ def test_the_longest_of_a_phase_is_remembered_and_fades(
 ) -> None:
     reader = reader_of(recorder)
     now_s = time.monotonic()
-    clock = types.SimpleNamespace(monotonic_ns=lambda: int(now_s * 1e9))
-    monkeypatch.setattr("elastic.hangs.phases.time", clock)
+    monkeypatch.setattr("elastic.hangs.phases.monotonic_ns", lambda: int(now_s * 1e9))
 
     def step(number: int, compute_s: float) -> Reading:
         nonlocal now_s
         recorder.begin_step(number)
         recorder.enter(Phase.COMPUTE)
         now_s += compute_s
+        recorder.enter(Phase.DATA)
+        now_s += STEP_SUMS_S  # so each step is seen by itself
         recorder.committed(number + 1)
         reading = reader.read()
         assert reading is not None
@@ -169,10 +170,22 @@ def test_what_is_no_page_is_refused() -> None:
 def test_a_torn_page_is_not_believed() -> None:
     page = Page()
     reader = PageReader(os.getpid(), page.fd)
-    page.write(1, 2, Phase.DATA, Phase.DATA, 0, 1, 5, 6, -1, 0.0, 0)
+    page.write(Phase.DATA, 0)
     os.pwrite(page.fd, b"\x09", 0)
     assert reader.read() is None
     page.close()
+
+
+def test_the_planned_steps_are_on_the_page_before_and_after_it_is_made() -> None:
+    recorder = PhaseRecorder()
+    recorder.plan_steps(120)
+    reader = PageReader(os.getpid(), recorder.start())
+    reading = reader.read()
+    assert reading is not None and reading.planned_steps == 120
+    recorder.plan_steps(240)
+    reading = reader.read()
+    assert reading is not None and reading.planned_steps == 240
+    reader.close()
 
 
 def test_a_step_costs_microseconds(recorder: PhaseRecorder) -> None:
@@ -299,4 +312,4 @@ def test_outliers_come_first() -> None:
     waits = 'Current thread 1 (most recent call first):\n  File "ddp.py", line 1 in wait'
     loops = 'Current thread 1 (most recent call first):\n  File "train.py", line 9 in loss'
     grouped = stacks.group([(0, waits), (1, loops), (2, waits)])
-    assert [ranks for ranks, _ in grouped] == [(1,), (0, 2)]
+    assert [one.ranks for one in grouped] == [(1,), (0, 2)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "grpc", "etcd3", "msgspec", "numpy", "rich", "google.protobuf")
 
 
@@ -29,15 +27,47 @@ def test_importing_the_entry_point_is_cheaper() -> None:
     assert not {m for m in loaded if m.startswith(heavier)}
 
 
-@pytest.mark.parametrize(
-    "package", ["torch.distributed.elastic.rendezvous", "elastic.training.run"]
-)
-def test_workers_never_import_grpc(package: str) -> None:
-    loaded = modules_after(f"import {package}")
-    assert package in loaded
+def test_workers_never_import_grpc() -> None:
+    """Neither for what torch imports of ours, nor for what a script does."""
+    packages = {"torch.distributed.elastic.rendezvous", "elastic.training.run"}
+    loaded = modules_after(f"import {', '.join(sorted(packages))}")
+    assert packages <= loaded
     assert not loaded & {"grpc", "etcd3"}
 
 
 def test_a_worker_that_logs_before_it_joins_reads_no_messages() -> None:
     code = "from elastic.telemetry.log import get_logger; get_logger().warning('x')"
     assert "msgspec" not in modules_after(code)
+
+
+READS = """
+import importlib, os, sys
+from elastic.testing.forks import server
+ours = [name for name in server._WARM if name.startswith(("elastic.", "checkpoints."))]
+for name in set(server._WARM) - set(ours):
+    importlib.import_module(name)
+found = []
+def note(*_):
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"] in ("os", "collections.abc", "_collections_abc"):
+        frame = frame.f_back
+    if frame.f_globals["__name__"].startswith(("elastic", "checkpoints")):
+        found.append(f"{frame.f_globals['__name__']}:{frame.f_lineno}")
+def noting(method):
+    def noted(*args):
+        note()
+        return method(*args)
+    return noted
+for name in ("__getitem__", "__iter__"):
+    setattr(os._Environ, name, noting(getattr(os._Environ, name)))
+for name in ours:
+    importlib.import_module(name)
+assert len(ours) > 2 and "elastic.training.run" in sys.modules
+print(sorted(set(found)))
+"""
+
+
+def test_nothing_is_read_from_the_environment_at_import() -> None:
+    """A process of the tests' fork server is given its environment after that."""
+    done = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -10,7 +10,6 @@ from elastic.agent.isolation import IsolationDetector
 from elastic.clock import ManualClock
 from elastic.errors import StoreUnreachable
 from elastic.events import Event
-from elastic.membership.decision import Policy
 from elastic.membership.records import Keys, NodeState
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
@@ -40,11 +39,9 @@ class NodeThread:
             keys=KEYS,
             secret=RunSecret(SecretKey.generate(), KEYS.root),
             options=AgentOptions(takeover_s=TAKEOVER_S),
-            policy=Policy(min_nodes=1, max_nodes=2),
             status=self.status,
             clock=self.clock,
             journal=Journal(),
-            post=lambda message: None,
         )
         self.contact = IsolationDetector(context, None, lambda: self.contact_s)
 

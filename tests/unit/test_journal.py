@@ -249,3 +249,20 @@ def test_a_bound_that_is_no_number_is_replaced_by_the_default(
 
 def test_the_first_line_says_what_wrote_the_rest() -> None:
     assert [f.name for f in fields(JournalOpened)][:3] == ["schema", "role", "run_id"]
+
+
+def test_listeners_hear_every_event_and_one_that_raises_costs_none(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    heard: list[Event] = []
+
+    def broken(event: Event) -> None:
+        raise RuntimeError("a defect")
+
+    journal = journal_in(tmp_path)
+    journal.listen(broken)
+    journal.listen(heard.append)
+    journal.emit(Waiting(reason="a node"))
+    assert heard == [Waiting(reason="a node")]
+    assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "waiting"]
+    assert warnings == ["journal: a listener failed on waiting: RuntimeError('a defect')"]

@@ -181,3 +181,15 @@ def test_a_node_that_never_came_back_is_noted(tmp_path: Path) -> None:
     assert [n for n in notes if "its process is dead" in n]
     assert [n for n in notes if n.startswith("c wrote nothing in the last 100.0 s")]
     assert not [n for n in notes if n.startswith("a ")]
+
+
+def test_a_killed_node_wrote_as_long_as_any_of_its_processes(tmp_path: Path) -> None:
+    """An agent writes little while all is well: its workers say until when the node lived."""
+    lost = line("node-lost", 91.0, node="a", writer="a", lost="b", reason="its process is dead")
+    write(tmp_path, "a", opened(0.0, "a"), lost, line("job-ended", 100.0, node="a", writer="a"))
+    write(tmp_path, "b", opened(0.0, "b", boot_id="a"), line("waiting", 50.0, node="b", writer="b"))
+    worker = [line("rank-times", t, node="b", writer="b-w", rank=1, step=9) for t in (60.0, 90.0)]
+    write(tmp_path, "b-w", opened(1.0, "b", boot_id="a", role="worker", writer="b-w"), *worker)
+    notes = read(tmp_path).notes
+    assert [n for n in notes if n.startswith("b wrote nothing in the last 10.0 s of the run")]
+    assert [n for n in notes if "its process is dead" in n]

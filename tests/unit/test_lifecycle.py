@@ -16,6 +16,7 @@ from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.lifecycle import TRANSITIONS, Lifecycle, WorldPhase
 from elastic.training.listeners import Listeners
+from elastic.training.observers.step_observers import StepObservers
 from elastic.training.state.job_state import JobState
 from elastic.training.step_account import StepAccount
 from elastic.world.world import World, world_from_environment
@@ -54,7 +55,7 @@ def lifecycle_of(group: Group | None = None, listeners: Listeners | None = None)
         CheckpointManager(None, Silent()),
         Ledger(None),
         listeners or Listeners(),
-        StepAccount(Silent()),
+        StepObservers(StepAccount(Silent())),
     )
 
 

@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import LinkError
+from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.link.protocol import (
     FROM_AGENT,
     FROM_WORKER,
     MAX_MESSAGE,
     Bye,
+    CountEvents,
     Heartbeat,
     Hello,
     MeasureSteps,
@@ -70,6 +72,9 @@ SAID = [
         )
     ),
     MeasureSteps(window_s=10.0),
+    CountEvents(),
+    CheckpointSaved(name="step-10", step=10, duration_s=3.0, stall_s=0.5, bytes=1000),
+    CheckpointSkipped(name="step-15", reason="the disk is full"),
     Bye(clean=False, error="ValueError: ä\n"),
 ]
 
@@ -195,6 +200,13 @@ def test_what_the_other_end_would_not_take_is_not_sent() -> None:
     line = json.dumps({"type": "Bye", "clean": True, "error": "x" * MAX_MESSAGE}).encode()
     with pytest.raises(LinkError, match="bytes"):
         decode(line)
+
+
+def test_an_event_to_count_is_sent_whatever_its_texts_hold() -> None:
+    text = "\U0001f525" * 10**6
+    said = decode(encode(CheckpointSkipped(name=text, reason=text)))
+    assert isinstance(said, CheckpointSkipped)
+    assert max(len(said.name), len(said.reason)) < 5000
 
 
 def test_the_key_of_the_store_stands_in_no_log() -> None:

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
-from elastic.liveness.channel import MAX_WORLD, LivenessServer
+from elastic.clock import ManualClock
+from elastic.liveness.channel import LIMITS, MAX_WORLD, LivenessCallbacks, LivenessServer
+from elastic.liveness.heartbeats import Heartbeats, NodeHeartbeat
 from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import Liveness
+from elastic.membership.step_rate import StepRate
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake
+from elastic.secure_channel.handshake import ClientHandshake, Credentials
 from elastic.secure_channel.keys import SecretKey
+from elastic.tuning.agent_intervals import HEARTBEAT_S, RECENT_LOSS_S
 
 DEADLINE_S = 30.0
 KEY = SecretKey.generate()
@@ -32,14 +36,20 @@ class Agent:
         self.opened: queue.Queue[tuple[str, bool]] = queue.Queue()
         self.dropped: queue.Queue[str] = queue.Queue()
         self.worlds: queue.Queue[bytes] = queue.Queue()
+        self.heard: queue.Queue[tuple[str, NodeHeartbeat]] = queue.Queue()
+        self.errors: list[BaseException] = []
         self.server = LivenessServer(
-            node_id,
             "127.0.0.1",
-            lambda n, w: self.closed.put((n, w)),
-            on_world=self.worlds.put,
-            on_opened=lambda n, w: self.opened.put((n, w)),
-            on_dropped=self.dropped.put,
-            key=lambda: KEY,
+            LivenessCallbacks(
+                on_opened=lambda n, w: self.opened.put((n, w)),
+                on_closed=lambda n, w: self.closed.put((n, w)),
+                on_silent=lambda n, w: self.closed.put((n, w)),
+                on_dropped=self.dropped.put,
+                on_world=self.worlds.put,
+                on_heartbeat=lambda n, beat: self.heard.put((n, beat)),
+                on_error=self.errors.append,
+            ),
+            credentials=Credentials(key=lambda: KEY, identity=node_id),
         )
         self.server.start()
 
@@ -166,6 +176,40 @@ def test_the_liveness_thread_resolves_no_names(
         release.set()
 
 
+def test_a_followers_heartbeat_reaches_the_leader(leader: Agent, follower: Agent) -> None:
+    beats = [NodeHeartbeat(generation=7, step=52), NodeHeartbeat(generation=0, step=None)]
+    follower.server.report(beats[0].encode())  # it follows nobody yet: nobody hears it
+    follower.server.follow("leader", "127.0.0.1", leader.server.port)
+    assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
+    for beat in beats:
+        follower.server.report(beat.encode())
+        assert leader.heard.get(timeout=DEADLINE_S) == ("follower", beat)
+    assert leader.heard.empty() and follower.heard.empty()
+    assert leader.closed.empty()
+
+
+def test_the_longest_heartbeat_fits_into_a_frame() -> None:
+    longest = NodeHeartbeat(generation=2**63 - 1, step=2**63 - 1).encode()
+    assert len(longest) <= LIMITS.frame_bytes
+    assert NodeHeartbeat.decode(longest).step == 2**63 - 1
+
+
+def test_heartbeats_are_sent_every_few_seconds_however_often_the_thread_turns() -> None:
+    clock = ManualClock(100.0)
+    beats, sent = Heartbeats("a", clock), list[bytes]()
+    for _ in range(3):
+        beats.send_if_due(None, sent.append)
+    clock.advance(HEARTBEAT_S)
+    beats.send_if_due(StepRate(generation=2, step=9, step_time_s=0.1, at_s=0.0), sent.append)
+    assert [NodeHeartbeat.decode(s).step for s in sent] == [None, 9]
+    assert beats.by_node()["a"].heartbeat == NodeHeartbeat(generation=2, step=9)
+    beats.heard("b", NodeHeartbeat(generation=2, step=8))
+    assert beats.by_node()["b"].at_s == clock.monotonic()
+    clock.advance(RECENT_LOSS_S + 1)  # nodes come and go: those long gone are forgotten
+    beats.send_if_due(None, sent.append)
+    assert set(beats.by_node()) == {"a"}
+
+
 def test_following_a_refusing_leader_is_reported(follower: Agent) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
@@ -232,6 +276,9 @@ def test_a_leader_that_has_not_answered_is_dropped_on_purpose(follower: Agent) -
         frame(b"[1, 2]"),
         b"x" * 2048,
         frame(b"[" * 50),
+        frame(b'{"generation":7}'),
+        frame(b'{"generation":7,"step":-1}'),
+        frame(b'{"generation":7,"step":"9"}'),
         b'{"hello": "anyone"}\n',
     ],
 )

@@ -234,7 +234,7 @@ def test_a_pass_does_not_keep_itself_alive() -> None:
         next(passed)
         assert sys.getrefcount(passed) == 2
         del passed
-        assert parts_of(run).current.step is None
+        assert parts_of(run).state.current.step is None
 
 
 # -- samplers in a job ----------------------------------------------------------------------------

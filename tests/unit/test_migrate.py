@@ -138,11 +138,16 @@ class Runs:
             script, folder / "logs", size=size, death=death, is_replaced=is_replaced
         )
 
+    def place_of(self, example: Example, size: int) -> Path:
+        """Where the run of :meth:`kept` works, and leaves its checkpoints."""
+        return self.folder / f"{example.name}-{size}"
+
     def kept(self, example: Example, size: int) -> RunOutcome:
         """after.py, undisturbed; size 1 is plain ``python``."""
         name = f"{example.name} {size}"
         if name not in self._kept:
-            self._kept[name] = self.run(example, "after", size=size)
+            place = self.place_of(example, size)
+            self._kept[name] = self.run(example, "after", size=size, place=place)
             self._kept[name].assert_success(workers=size)
         return self._kept[name]
 
@@ -211,13 +216,12 @@ def test_a_killed_job_goes_on_from_its_checkpoint_with_another_number_of_workers
 
 
 @ALL
-def test_a_job_that_is_complete_trains_no_more(
-    runs: Runs, example: Example, tmp_path: Path
-) -> None:
-    for _ in range(2):
-        outcome = runs.run(example, "after", size=1, place=tmp_path)
-        outcome.assert_success(workers=1)
-        assert_same(example, outcome, runs)
+def test_a_job_that_is_complete_trains_no_more(runs: Runs, example: Example) -> None:
+    assert "state-restored source='initial'" in runs.kept(example, 1).workers[0].log
+    outcome = runs.run(example, "after", size=1, place=runs.place_of(example, 1))
+    outcome.assert_success(workers=1)
+    assert "state-restored source='step-" in outcome.workers[0].log
+    assert_same(example, outcome, runs)
 
 
 @ALL

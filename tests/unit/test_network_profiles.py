@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.tuning import profiles
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.network import (
     ETHERNET,
     INFINIBAND,
@@ -24,6 +24,7 @@ from elastic.tuning.network import (
     read_network,
     source_address,
 )
+from elastic.tuning.option_sources import read_options
 from elastic.tuning.profiles import NAMES, Route
 from elastic.tuning.worker_environment import (
     DEAD_NAMES,
@@ -242,6 +243,26 @@ def test_the_interface_is_the_one_on_the_way_to_the_leader(
     variables = found(PLAIN, route=chosen).variables()
     assert variables["NCCL_SOCKET_IFNAME"] == f"={interface}"  # not eth10 as well
     assert variables["GLOO_SOCKET_IFNAME"] == interface
+
+
+def test_a_faster_interface_than_the_chosen_one_is_named_with_what_to_set() -> None:
+    """By link speed alone nobody knows whether the other nodes reach it: it is not chosen."""
+    route = choose_route(
+        PLAIN, max_nodes=2, own_address="", is_told=False, peers=["10.1.0.9"], source=SOURCES.get
+    )
+    assert route is not None and route.interface == "eth0"
+    warnings = found(PLAIN, route=route).warnings
+    assert len(warnings) == 1
+    assert "eth0 has 1000 Mbit/s and eth1 100000" in warnings[0]
+    assert "--local-addr=10.2.0.5" in warnings[0]
+    on_fast = choose_route(
+        PLAIN, max_nodes=2, own_address="", is_told=False, peers=["10.2.0.9"], source=SOURCES.get
+    )
+    assert on_fast is not None and found(PLAIN, route=on_fast).warnings == ()
+    given = choose_route(
+        PLAIN, max_nodes=2, own_address="", is_told=False, peers=["10.1.0.9"], interface="eth0"
+    )
+    assert given is not None and found(PLAIN, route=given).warnings == (), "a person has chosen"
 
 
 def test_an_address_behind_a_translation_leaves_the_choice_to_the_libraries() -> None:

@@ -12,8 +12,10 @@ from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from elastic.errors import ConfigError
 from elastic.node.tls_options import node_tls
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
-from elastic.tuning.agent_options import AgentOptions, read_options
+from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.option_sources import read_options
 
 KEY = SecretKey.generate()
 
@@ -50,14 +52,16 @@ def test_workers_reach_other_memories_with_the_certificates_of_their_agent(
     options: AgentOptions, tmp_path: Path
 ) -> None:
     tls = node_tls(options)
-    other = MemoryHost(tmp_path / "b", host="127.0.0.1", key=lambda: KEY, identity="b", tls=tls)
+    other = MemoryHost(
+        tmp_path / "b",
+        host="127.0.0.1",
+        credentials=Credentials(key=lambda: KEY, identity="b", tls=tls),
+    )
     address = PeerAddress("b", "127.0.0.1", other.port, "b")
     mine = MemoryHost(
         tmp_path / "a",
         host="127.0.0.1",
-        key=lambda: KEY,
-        identity="a",
-        tls=tls,
+        credentials=Credentials(key=lambda: KEY, identity="a", tls=tls),
         neighbours=lambda: Neighbours((address,), None),
     )
     mine.look()

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from test_worker_deaths import Context
 
-from elastic.agent.workers import Workers
+from elastic.agent.supervision.workers import Workers
 from elastic.failures.verdict import FailureFacts, judge_failure
 from elastic.link.protocol import Bye, Hello, Ready
 from elastic.link.server import Worker, WorkerDeath
@@ -111,7 +111,6 @@ class Agent:
         self.worker = Worker(pid=1 << 22, local_rank=0, token=1)
         self.workers.on_said(self.worker, Hello(version=1, pid=1 << 22, local_rank=0, library="1"))
         self.workers.on_said(self.worker, Ready())
-        self.workers._ready.add(self.worker.pid)
 
     def ends(self, code: int | None, signum: int | None, bye: Bye | None = None) -> None:
         self.workers.on_ended(self.worker, WorkerDeath(self.worker.pid, code, signum, bye))

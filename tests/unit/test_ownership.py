@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,9 +81,10 @@ def test_a_job_that_stands_still_is_taken_over_and_told(claim: Callable[..., Own
     second = claim("two", meanwhile=lambda: slept.append(None))
     second.claim()
     assert len(slept) * 0.25 >= OWNER_WATCH_S
-    first._thread = threading.current_thread()  # it was only stopped, and goes on
+    first.hold()  # it was only stopped, and continues
     first.beat()
     assert first.is_lost
+    first.close(release=False)
 
 
 def test_a_plain_process_that_is_gone_owns_nothing(

@@ -12,6 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 FILES_AT_MOST = 12  # of a package, besides its __init__
+LINES_AT_MOST = 400  # of a file
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,10 @@ def test_a_package_says_what_it_is_for(package: Path) -> None:
 def test_a_package_is_small_enough_to_look_through(package: Path) -> None:
     files = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
     assert len(files) <= FILES_AT_MOST, f"{package}: {len(files)} files; split it by concept"
+
+
+def test_a_file_is_one_concept_and_so_not_long() -> None:
+    files = [path for package in packages() for path in package.glob("*.py")]
+    lengths = {str(f.relative_to(REPOSITORY)): f.read_text().count("\n") for f in files}
+    assert len(lengths) > 300
+    assert {file: n for file, n in lengths.items() if n > LINES_AT_MOST} == {}

@@ -18,7 +18,6 @@ from elastic.agent.permission import Permission
 from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
-from elastic.membership.decision import Policy
 from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
 from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.node.context import NodeContext
@@ -83,11 +82,9 @@ class Agent:
             keys=KEYS,
             secret=RunSecret(SecretKey.generate(), KEYS.root),
             options=AgentOptions(takeover_s=TAKEOVER_S),
-            policy=Policy(min_nodes=1, max_nodes=2),
             status=self.status,
             clock=ManualClock(),
             journal=Journal(),
-            post=lambda message: None,
         )
         self.permission = Permission(context, self.workers)
         self.permission.tell_guard = self.guard.append
@@ -227,37 +224,37 @@ def test_a_worker_waits_when_it_is_over_and_goes_on_when_it_is_extended() -> Non
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
     worlds.wait_until_permitted()  # nobody has set a limit
-    worlds._on_message(Permit(until_s=101.0))
+    worlds.receive(Permit(until_s=101.0))
     worlds.wait_until_permitted()
     clock.advance(2.0)
     assert not worlds.is_permitted()
     worker = Waiting(worlds)
     assert worker.waits
-    worlds._on_message(Permit(until_s=110.0))
+    worlds.receive(Permit(until_s=110.0))
     assert worker.goes_on()
 
 
 def test_a_new_world_ends_the_wait_and_a_plan_does_not() -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
-    worlds._on_message(message(1))
+    worlds.receive(message(1))
     assert worlds.next().world.generation == 1
-    worlds._on_message(Permit(until_s=99.0))
+    worlds.receive(Permit(until_s=99.0))
     worker = Waiting(worlds)
-    worlds._on_message(message(2, switch_at_step=50))
+    worlds.receive(message(2, switch_at_step=50))
     assert worker.waits
-    worlds._on_message(message(3))
+    worlds.receive(message(3))
     assert worker.goes_on()
 
 
 def test_without_in_process_mode_a_new_world_is_no_permission() -> None:
     """Its agent restarts it for that one."""
     worlds = worlds_of(ManualClock(100.0))
-    worlds._on_message(message(1))
-    worlds._on_message(Permit(until_s=99.0))
+    worlds.receive(message(1))
+    worlds.receive(Permit(until_s=99.0))
     worker = Waiting(worlds)
     assert worker.waits
-    worlds._on_message(Permit(until_s=110.0))
+    worlds.receive(Permit(until_s=110.0))
     assert worker.goes_on()
 
 
@@ -278,14 +275,14 @@ def test_no_step_begins_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         def renew() -> None:
             assert waits.wait(DEADLINE_S)
             begun_meanwhile.append(steps_of_job(run))
-            worlds._on_message(Permit(until_s=math.inf))
+            worlds.receive(Permit(until_s=math.inf))
 
         agent = threading.Thread(target=renew, name="agent")
         agent.start()
 
         def expire(step: object) -> None:
             if steps_of_job(run) == 3:
-                worlds._on_message(Permit(until_s=99.0))
+                worlds.receive(Permit(until_s=99.0))
 
         run.after_step(expire)
         assert j.train(epochs=1, stop_after=5) == 5
@@ -303,7 +300,7 @@ def test_nothing_is_committed_without_it(
 
         def limit(step: Step) -> None:
             if step.number == 4:
-                worlds._on_message(Permit(until_s=permitted_until_s))
+                worlds.receive(Permit(until_s=permitted_until_s))
 
         run.after_step(limit)
         assert j.train(epochs=1, stop_after=5) == 5

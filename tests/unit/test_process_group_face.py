@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,15 @@ ELSEWHERE = {
 }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     for folder in folders:
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())
+            yield str(path.relative_to(REPOSITORY)), parsed(path)
 
 
 def private_imports(tree: ast.Module) -> list[str]:
@@ -58,7 +64,9 @@ def changes_of_torch(tree: ast.Module) -> list[str]:
             targets = node.targets
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.Delete):
             targets = node.targets if isinstance(node, ast.Delete) else [node.target]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        elif isinstance(node, ast.Call) and (
+            isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr")
+        ):
             targets = [ast.Attribute(value=node.args[0], attr="?")]
         for target in targets:
             root = target

@@ -20,6 +20,7 @@ from elastic.membership.records import (
     Member,
     Node,
     Record,
+    ReplicaSeats,
     Secret,
     WorldRecord,
     decode,
@@ -35,8 +36,10 @@ limits = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda t: (t[0], t[
 # What the types alone would draw, narrowed to what a record may mean.
 meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
+    "replica_size": st.integers(1, 64),
     "generation": st.integers(1, 1 << 62),
     "memory_port": st.integers(0, 65535),
+    "replica_port": st.integers(0, 65535),
     "ports": st.lists(st.integers(0, 65535), min_size=1, max_size=3).map(tuple),
     "version": st.just(1),
 }
@@ -73,13 +76,16 @@ def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
 
 
 any_record = st.one_of(
-    *(records(cls) for cls in (WorldRecord, Node, Leader, FailureReport, Done, Secret))
+    *(
+        records(cls)
+        for cls in (WorldRecord, Node, Leader, FailureReport, ReplicaSeats, Done, Secret)
+    )
 )
 
 
 @given(any_record)
 def test_round_trip(record: Record) -> None:
-    assert decode(type(record), KEY, encode(record)) == record  # type: ignore[type-var]
+    assert decode(type(record), KEY, encode(record)) == record
 
 
 LEADER = {"node_id": "a", "address": "h", "liveness_port": 1, "version": 1}
@@ -91,6 +97,7 @@ MEMBER = {
     "liveness_host": "h",
     "liveness_port": 1,
     "memory_port": 2,
+    "replica_port": 3,
     "process": {
         "host": "h",
         "machine_id": "m",
@@ -117,6 +124,7 @@ WORLD = {
     "reason": "n1 starts",
     "time_s": 1.5,
     "committed_step": None,
+    "replica_size": 2,
     "library": "0.1.0",
     "tls": True,
     "breakages": [

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+
+import pytest
+import torch.distributed.elastic.multiprocessing.api
+
 from elastic.clock import ManualClock
-from elastic.rendezvous.restart_notice import RestartNotice
+from elastic.rendezvous.scripts.restart_notice import RestartNotice, leave_out_closing_signals
 from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
+
+
+def test_torch_need_not_warn_of_each_worker_that_is_restarted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before = logger.filters.copy()
+    try:
+        leave_out_closing_signals()
+        leave_out_closing_signals()
+        assert len(logger.filters) == len(before) + 1
+        source = inspect.getsource(torch.distributed.elastic.multiprocessing.api)
+        warning = "Sending process %s closing signal %s"
+        assert f'"{warning}"' in source, "torch says it in other words now"
+        logger.warning(warning, 1, "SIGTERM")
+        logger.warning("Unable to shutdown process %s", 1)
+    finally:
+        logger.filters[:] = before
+    assert [record.getMessage() for record in caplog.records] == ["Unable to shutdown process 1"]
 
 
 def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:
@@ -17,7 +42,7 @@ def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:
     notice.look(have_joined=False)
     (sentence,) = said
     assert "no worker has called elastic.join()" in sentence
-    assert "it changes with the world" in sentence
+    assert "changes with the world, unless elastic.ElasticSampler" in sentence
     notice.workers_start(is_first_node=True)
     clock.advance(JOIN_EXPECTED_S)
     notice.look(have_joined=False)

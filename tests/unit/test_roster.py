@@ -186,3 +186,13 @@ def test_members_with_a_lease_that_do_not_answer_are_unheard() -> None:
     assert leader.roster.unheard(WORLD, since_s=3.0) == (ID,)
     leader.loses_its_lease()
     assert leader.roster.unheard(WORLD, since_s=9.0) == ()
+
+
+def test_an_answer_about_a_node_that_another_world_has_replaced_counts_no_more() -> None:
+    """It was on its way when the world was formed; its death is reported once."""
+    leader = Leader()
+    leader.hangs_up()
+    leader.loses_its_lease()
+    assert leader.roster.settle(ID, GONE, 3.0) is Liveness.DEAD
+    leader.roster.forget_strangers(world("n2"))
+    assert leader.roster.settle(ID, GONE, 4.0) is None

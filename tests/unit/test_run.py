@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import NoWorld
+from elastic.hangs.phases import phases
 from elastic.testing.ledger import read_ledger
 from elastic.training.step import Step
 
@@ -72,6 +73,19 @@ def test_a_complete_job_started_again_does_nothing_more(tmp_path: Path) -> None:
         assert script.train(2) == 0
         assert torch.equal(script.weights(), weights)
     assert [info.name for info in checkpoints.list_checkpoints(tmp_path)] == names
+
+
+def test_the_agent_is_told_how_many_steps_the_job_is_to_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    monkeypatch.setattr(phases, "plan_steps", planned.append)
+    with process(tmp_path) as run:
+        job(run).train(2)
+    assert set(planned) == {2 * STEPS_PER_EPOCH}
+    with process(tmp_path) as run:  # resumed, and for longer
+        job(run).train(3)
+    assert planned[-1] == 3 * STEPS_PER_EPOCH
 
 
 def test_more_epochs_go_on_after_a_complete_job(tmp_path: Path) -> None:

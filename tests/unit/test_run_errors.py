@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from torch.utils.data import DataLoader
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
 from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.run import start
+from elastic.training.run import Run, start_components
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:
@@ -119,7 +122,7 @@ def test_when_no_checkpoint_is_whole_nothing_starts_from_zero(tmp_path: Path) ->
 
 
 def test_a_required_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    run = start(Checkpoints(folder=tmp_path, required=True))
+    run = Run(start_components(Checkpoints(folder=tmp_path, required=True)))
     try:
         script = job(run)
         with pytest.raises(CheckpointRequired, match="there is no checkpoint"):
@@ -258,3 +261,15 @@ def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
 def test_what_is_not_stateful_cannot_be_tracked() -> None:
     with process() as run, pytest.raises(TrainingError, match="a int has no state_dict"):
         run.track(step=3)
+
+
+def test_a_debug_level_that_crashes_workers_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import elastic; elastic.join()"],
+        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then wraps process groups" in done.stderr

@@ -432,6 +432,20 @@ def test_what_training_skipped_the_end_waits_for() -> None:
     rank.saver.close(0.0)
 
 
+def test_a_save_that_the_end_of_the_job_overtakes_is_made_again() -> None:
+    """The last node is told to leave just after the job was paused, and saved."""
+    storage = MemoryStorage()
+    rank = Rank(storage, 0, 1)
+    rank.saver.is_superseded = lambda: True  # by the world without members
+    rank.save(5)
+    rank.saver.wait(LONG_S)
+    rank.saver.poll()
+    assert "stale" in rank.heard.skipped[-1] and steps_of(storage) == []
+    assert LastSave(rank.saver, rank.job, LONG_S).together()
+    assert steps_of(storage) == [5]
+    rank.saver.close(0.0)
+
+
 def test_a_disk_that_hangs_at_the_end_costs_the_budget_and_no_more() -> None:
     gate = threading.Event()
 
@@ -464,7 +478,7 @@ def test_a_second_save_in_a_row_that_fails_is_a_warning(
             outcome = SaveOutcome(
                 step=step, name=f"step {step}", status=status, reason="disk is full"
             )
-            saver._report(outcome)
+            saver.report(outcome)
     said = {id(r): r.getMessage() for r in caplog.records if "were not saved" in r.getMessage()}
     assert list(said.values()) == [
         "the last 2 checkpoints were not saved (step 4: disk is full); training continues, but a "

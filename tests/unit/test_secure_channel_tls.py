@@ -23,6 +23,7 @@ from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.connection import Connection, Handler
 from elastic.secure_channel.errors import CertificateError, TlsError
 from elastic.secure_channel.frames import frame
+from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import Limits
@@ -123,13 +124,11 @@ class Echo(Handler):
             "echo",
             listener := listen("127.0.0.1", backlog=16),
             self,
-            key=lambda: KEY,
-            identity="echo",
+            credentials=Credentials(key=lambda: KEY, identity="echo", tls=tls),
             limits=Limits(
                 frame_bytes=LARGEST, server_frame_bytes=LARGEST, unsent_bytes=unsent_bytes
             ),
             report=self.lines.append,
-            tls=tls,
             on_error=self.errors.append,
         )
         self.port = int(listener.getsockname()[1])
@@ -347,7 +346,9 @@ def test_changed_files_count_for_new_connections(tmp_path: Path) -> None:
 
 
 def test_unchanged_files_are_loaded_once(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.secure_channel.tls._load", lambda files: pytest.fail("again"))
+    monkeypatch.setattr(
+        "elastic.secure_channel.tls.load_contexts", lambda files: pytest.fail("again")
+    )
     echo = Echo(tls)
     connect(echo, tls).close()
     echo.hub.close()
@@ -357,7 +358,7 @@ def test_files_that_cannot_be_used_are_not_tried_for_every_connection(
     files: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, lines, loads = [0.0], list[str](), list[TlsFiles]()
-    tls, load = Tls(files, report=lines.append, monotonic=lambda: now_s[0]), module._load
+    tls, load = Tls(files, report=lines.append, monotonic=lambda: now_s[0]), module.load_contexts
     copies = TlsFiles(*(f"{path}.copy" for path in (files.cacert, files.cert, files.key)))
     for path in (files.cacert, files.cert, files.key):
         shutil.copy(path, f"{path}.copy")
@@ -367,7 +368,7 @@ def test_files_that_cannot_be_used_are_not_tried_for_every_connection(
         loads.append(given)
         return load(given)
 
-    monkeypatch.setattr(module, "_load", counted)
+    monkeypatch.setattr(module, "load_contexts", counted)
     Path(files.key).write_bytes(b"half")
     for _ in range(3):
         connect(echo, client).close()

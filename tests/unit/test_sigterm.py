@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from elastic.testing.forks.server import run_forked
 from elastic.worker.sigterm import EXIT_CODE
 
 pytestmark = pytest.mark.timeout(240)
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.timeout(240)
 SCRIPT = """
 import os, signal, time
 from elastic.training.halt import Halt, Place
+from elastic.testing.forks.server import run_forked
 from elastic.worker.sigterm import end_on_sigterm
 halt = Halt()
 def shutdown_hook(is_for_good):
@@ -30,7 +32,7 @@ while time.monotonic() < until:
 
 def ended(action: str = "pass", for_good: bool = True) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.format(action=action, for_good=for_good)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    return run_forked([sys.executable, "-c", code], timeout_s=200)
 
 
 def test_it_saves_and_ends() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
-from elastic.agent.failure_reporter import nodes_at
+from elastic.agent.supervision.failure_reporter import nodes_at
 from elastic.errors import ConfigError, GroupBuildFailed
 from elastic.membership.records import Member
 from elastic.process_group.sockets import Footprint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from elastic.rendezvous.file_reads import FileReads
-from elastic.rendezvous.starting_over import StartingOver, places, written_since
+from elastic.rendezvous.scripts.file_reads import FileReads
+from elastic.rendezvous.scripts.starting_over import StartingOver, places, written_since
 from elastic.testing.waiting import eventually
 
 STATE = {"weights": torch.zeros(1000)}
@@ -86,8 +87,8 @@ def watch(tmp_path: Path, warned: list[str]) -> Iterator[StartingOver]:
     began.close()
 
 
-def is_done(watch: StartingOver) -> bool:
-    return watch._thread is not None and not watch._thread.is_alive()
+def is_done() -> bool:
+    return "elastic-starting-over" not in {thread.name for thread in threading.enumerate()}
 
 
 def is_watching(path: Path) -> bool:
@@ -106,12 +107,12 @@ def test_written_again_without_a_read_is_told(
     watch.workers_start_again()
     eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
     save(tmp_path / again, 1.0)
-    eventually(lambda: is_done(watch))
+    eventually(is_done)
     (said,) = warned
     assert f"written {tmp_path / again} " in said
     assert ("again without having read it" in said) == (again == "ckpt.pt")
     watch.workers_start_again()
-    assert watch._thread is None, "once is enough"
+    assert is_done(), "once is enough"
 
 
 def test_a_read_ends_it(tmp_path: Path, watch: StartingOver, warned: list[str]) -> None:
@@ -120,11 +121,11 @@ def test_a_read_ends_it(tmp_path: Path, watch: StartingOver, warned: list[str]) 
     eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
     torch.load(tmp_path / "ckpt.pt")
     save(tmp_path / "ckpt.pt", 1.0)
-    eventually(lambda: is_done(watch))
+    eventually(is_done)
     assert warned == []
 
 
 def test_nothing_saved_nothing_watched(watch: StartingOver, warned: list[str]) -> None:
     watch.workers_start_again()
-    eventually(lambda: is_done(watch))
+    eventually(is_done)
     assert warned == []

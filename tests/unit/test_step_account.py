@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -13,10 +14,24 @@ from elastic.events import Event, RankTimes
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.telemetry.journal import Journal
+from elastic.training.observers.step_observers import StepObservers
 from elastic.training.step_account import StepAccount
-from elastic.tuning.worker_intervals import STEP_TIMES_S
+from elastic.tuning.worker_intervals import STEP_SUMS_S, STEP_TIMES_S
+from elastic.world.world import World
 
 MOST_US = 50.0  # per step, all telemetry
+
+WORLD = World(
+    generation=1,
+    nonce="",
+    lineage=(),
+    rank=0,
+    size=1,
+    local_rank=0,
+    local_size=1,
+    node="a",
+    is_launched=False,
+)
 
 
 class Job:
@@ -25,10 +40,17 @@ class Job:
     def __init__(self) -> None:
         self.clock = ManualClock(100.0)
         self.passed = [0.0] * len(Phase)
+        self.commits = [(0.0, self.passed)]
         self.seen: list[RankTimes] = []
         self.levels: set[int] = set()
-        self.account = StepAccount(self, clock=self.clock, seconds=lambda: self.passed.copy())
+        self.account = StepAccount(self, clock=self.clock, times=self)
         self.step = 0
+
+    def seconds(self) -> list[float]:
+        return self.passed.copy()
+
+    def at_commit(self) -> tuple[float, list[float]]:
+        return self.commits[-1]
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         assert isinstance(event, RankTimes)
@@ -43,6 +65,7 @@ class Job:
         for name, took_s in seconds.items():
             self.spend(Phase[name], took_s)
         self.step += 1
+        self.commits.append((self.clock.monotonic(), self.passed.copy()))
         self.account.committed(self.step)
 
 
@@ -84,6 +107,90 @@ def test_parts_add_up_whatever_ends_a_world() -> None:
     assert all(parts(e) == pytest.approx(e.duration_s) for e in job.seen)
 
 
+def test_a_commit_that_was_not_seen_counts_when_the_world_ends() -> None:
+    """The account looks every now and then; the recorder knows when the last step was committed."""
+    job = Job()
+    observers = StepObservers(job.account, clock=job.clock)
+    observers.begin_world(WORLD, 0)
+    job.commit(COMPUTE=1.0)  # seen by the account itself
+    for _ in range(3):
+        job.spend(Phase.COMPUTE, STEP_SUMS_S / 8)
+        job.step += 1
+        job.commits.append((job.clock.monotonic(), job.passed.copy()))
+        observers.committed(job.step)
+    job.spend(Phase.COMPUTE, 2.0)
+    observers.end_world("fault")
+    first, last = job.seen
+    assert (first.steps, last.steps, last.step) == (1, 3, 4)
+    assert last.productive_s == pytest.approx(3 * STEP_SUMS_S / 8)
+    assert last.open_s == pytest.approx(2.0)
+
+
+class SeesEachStep:
+    """Records the calls."""
+
+    SEES_EACH_STEP: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.told: list[int | str] = []
+
+    def begin_world(self, world: World, step: int) -> None:
+        self.told.append(f"begin {step}")
+
+    def committed(self, step: int) -> None:
+        self.told.append(step)
+
+    def end_world(self, ended: str) -> None:
+        self.told.append(ended)
+
+    def pause(self) -> None:
+        self.told.append("pause")
+
+    def close(self) -> None:
+        pass
+
+
+class SeesSomeSteps(SeesEachStep):
+    SEES_EACH_STEP: ClassVar[bool] = False
+
+
+def test_an_observer_sees_each_step_or_the_first_some_and_the_last() -> None:
+    job = Job()
+    each, some = SeesEachStep(), SeesSomeSteps()
+    observers = StepObservers(job.account, each, some, clock=job.clock)
+    observers.begin_world(WORLD, 10)
+    for step in range(11, 17):
+        job.clock.advance(STEP_SUMS_S / 4)
+        observers.committed(step)
+    observers.end_world("fault")
+    observers.begin_world(WORLD, 15)
+    observers.committed(16)
+    observers.pause()
+    assert each.told == ["begin 10", *range(11, 17), "fault", "begin 15", 16, "pause"]
+    assert some.told == ["begin 10", 11, 15, 16, "fault", "begin 15", 16, "pause"]
+
+
+def test_what_is_noted_is_counted_whenever_it_is_asked_for() -> None:
+    recorder = PhaseRecorder()
+    recorder.account()
+    before = recorder.seconds()
+    turns = 5000  # many more than are kept until they are added up
+    began_s = time.monotonic()
+    for number in range(turns):
+        recorder.enter(Phase.COMPUTE)
+        recorder.committed(number + 1)
+        recorder.enter(Phase.EVALUATION)
+    took_s = time.monotonic() - began_s
+    after = recorder.seconds()
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    assert min(spent[Phase.COMPUTE], spent[Phase.EVALUATION], spent[Phase.SCRIPT]) > 0
+    assert sum(spent) == pytest.approx(took_s, abs=0.5)
+    committed_s, committed = recorder.at_commit()
+    assert began_s <= committed_s <= began_s + took_s
+    assert sum(after) - sum(committed) == pytest.approx(time.monotonic() - committed_s, abs=0.5)
+    assert len(recorder._noted) == 0
+
+
 def test_nothing_is_said_outside_of_a_world_or_in_one_that_is_paused() -> None:
     job = Job()
     job.commit(COMPUTE=9.0)
@@ -117,7 +224,7 @@ def test_accounting_costs_less_than_50_us_per_step(tmp_path: Path) -> None:
     """CPU time of this thread, the best of several rounds: others run on this machine, too."""
     recorder = PhaseRecorder()
     journal = Journal(folder=tmp_path, identity={"node": "a", "rank": 0})
-    account = StepAccount(journal, seconds=recorder.seconds)
+    account = StepAccount(journal, times=recorder)
     recorder.account()
     account.begin_world(1, 0)
     rounds, steps = [], 500

@@ -110,8 +110,31 @@ def windows() -> StepWindows:
     return StepWindows()
 
 
+class Clock:
+    """The recorder's, which moves a little whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_ns = time.monotonic_ns()
+
+    def __call__(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+    def spend(self, seconds: float) -> None:
+        self.now_ns += int(seconds * S)
+
+
 @pytest.fixture
-def recorder(windows: StepWindows, monkeypatch: pytest.MonkeyPatch) -> Iterator[PhaseRecorder]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("elastic.hangs.phases.monotonic_ns", clock)
+    return clock
+
+
+@pytest.fixture
+def recorder(
+    windows: StepWindows, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PhaseRecorder]:
     monkeypatch.setattr(pdb.Pdb, "interaction", pdb.Pdb.interaction)  # put back afterwards
     recorder = PhaseRecorder(windows)
     recorder.start()
@@ -121,29 +144,30 @@ def recorder(windows: StepWindows, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     gc.callbacks.remove(recorder._on_garbage)
 
 
-def spend(recorder: PhaseRecorder, phase: Phase, seconds: float) -> None:
-    """As if so much time had passed in the phase."""
-    recorder.enter(phase)
-    recorder._since_ns -= int(seconds * S)
-
-
-def train(recorder: PhaseRecorder, steps: int, *, samples: int = 8, data_s: float = 1.0) -> None:
+def train(
+    recorder: PhaseRecorder, clock: Clock, steps: int, *, samples: int = 8, data_s: float = 1.0
+) -> None:
     """Steps that spend a known time in every phase, on a rank that also evaluates."""
+
+    def spend(phase: Phase, seconds: float) -> None:
+        recorder.enter(phase)
+        clock.spend(seconds)
+
     for number in range(steps):
-        spend(recorder, Phase.DATA, data_s)
+        spend(Phase.DATA, data_s)
         recorder.begin_step(number, samples)
-        spend(recorder, Phase.COMPUTE, 2.0)
+        spend(Phase.COMPUTE, 2.0)
         before = recorder.begin_wait(1, 1)
-        recorder._since_ns -= 4 * S
+        clock.spend(4.0)
         recorder.end_wait(before)
-        spend(recorder, Phase.SCRIPT, 8.0)
-        spend(recorder, Phase.OPTIMIZER, 16.0)
+        spend(Phase.SCRIPT, 8.0)
+        spend(Phase.OPTIMIZER, 16.0)
         recorder.enter(Phase.SCRIPT)
         before = recorder.enter_batch()  # of a loader that is not the training's
-        recorder._since_ns -= 32 * S
+        clock.spend(32.0)
         recorder.enter(before)
-        spend(recorder, Phase.EVALUATION, 64.0)
-        spend(recorder, Phase.CHECKPOINT, 128.0)
+        spend(Phase.EVALUATION, 64.0)
+        spend(Phase.CHECKPOINT, 128.0)
         recorder.committed(number + 1)
 
 
@@ -164,10 +188,12 @@ def of_parts(times: StepDurations) -> dict[StepPart, float]:
     }
 
 
-def test_phases_are_the_parts_of_a_step(recorder: PhaseRecorder, windows: StepWindows) -> None:
+def test_phases_are_the_parts_of_a_step(
+    recorder: PhaseRecorder, clock: Clock, windows: StepWindows
+) -> None:
     windows.measure(SHORTEST_S)
-    train(recorder, FIRST_STEPS)
-    train(recorder, LEAST_STEPS + 1)
+    train(recorder, clock, FIRST_STEPS)
+    train(recorder, clock, LEAST_STEPS + 1)
     times = taken(windows)
     assert (times.generation, times.samples) == (3, 8 * times.steps)
     assert of_parts(times) == {
@@ -180,33 +206,33 @@ def test_phases_are_the_parts_of_a_step(recorder: PhaseRecorder, windows: StepWi
 
 
 def test_the_first_steps_of_a_world_are_not_counted(
-    recorder: PhaseRecorder, windows: StepWindows
+    recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
-    train(recorder, FIRST_STEPS, data_s=1000.0)
-    train(recorder, LEAST_STEPS + 1)
+    train(recorder, clock, FIRST_STEPS, data_s=1000.0)
+    train(recorder, clock, LEAST_STEPS + 1)
     assert taken(windows).data_s < 2
     recorder.enter_generation(4)
     recorder.begin_world(1)
-    train(recorder, FIRST_STEPS, data_s=1000.0)
-    train(recorder, LEAST_STEPS + 1)
+    train(recorder, clock, FIRST_STEPS, data_s=1000.0)
+    train(recorder, clock, LEAST_STEPS + 1)
     times = taken(windows)
     assert times.generation == 4
     assert times.data_s < 2
 
 
 def test_a_script_that_distributes_its_data_itself_waits_for_its_own_loader(
-    recorder: PhaseRecorder, windows: StepWindows
+    recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
-    train(recorder, FIRST_STEPS + LEAST_STEPS + 1, samples=0)
+    train(recorder, clock, FIRST_STEPS + LEAST_STEPS + 1, samples=0)
     times = taken(windows)
     assert times.samples == 0
     assert of_parts(times)[StepPart.DATA] == 1 + 32
 
 
 def test_a_loader_of_another_thread_changes_nothing(
-    recorder: PhaseRecorder, windows: StepWindows
+    recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
     recorder.begin_step(0, 8)
@@ -217,7 +243,7 @@ def test_a_loader_of_another_thread_changes_nothing(
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    train(recorder, FIRST_STEPS + LEAST_STEPS + 1)
+    train(recorder, clock, FIRST_STEPS + LEAST_STEPS + 1)
     assert of_parts(taken(windows))[StepPart.DATA] == 1
 
 

@@ -11,8 +11,7 @@ from membership_nodes import node, world
 from elastic.clock import ManualClock
 from elastic.errors import RecordError
 from elastic.events import Event, StragglerFound, StragglerRecovered
-from elastic.leadership.straggler_judge import StragglerJudge
-from elastic.membership.decision import Policy
+from elastic.leadership.judges.straggler_judge import StragglerJudge
 from elastic.membership.records import (
     Keys,
     NodeState,
@@ -51,11 +50,9 @@ def context(journal: Journal, action: str = "report", nproc: int = 1) -> NodeCon
         keys=KEYS,
         secret=RunSecret(SecretKey.generate(), KEYS.root),
         options=AgentOptions(straggler_action=action, straggler_factor=1.5),
-        policy=Policy(min_nodes=1, max_nodes=3),
         status=NodeStatus(replace(record, nproc=nproc), KEYS, 0.0),
         clock=ManualClock(),
         journal=journal,
-        post=lambda message: None,
     )
 
 

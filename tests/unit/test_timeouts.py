@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import read_options
+from elastic.tuning.option_sources import read_options
 from elastic.tuning.timeouts import EXIT_GRACE_S, Timeouts, for_pod, grace_for, of_environment
 
 

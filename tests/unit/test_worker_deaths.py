@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
+import pytest
 from membership_nodes import node
 
-from elastic.agent.workers import Workers
+from elastic.agent.supervision.workers import Workers
 from elastic.clock import ManualClock
-from elastic.events import Event
-from elastic.link.client import LinkClient
-from elastic.link.protocol import Bye, Heartbeat, Hello, Message, Ready
-from elastic.link.server import Worker, WorkerDeath
+from elastic.events import CheckpointSaved, Event, Waiting
+from elastic.failures.kernel_log import KernelLog
+from elastic.link.protocol import Bye, CountEvents, Heartbeat, Hello, Message, Ready
+from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
+from elastic.metrics.counting import NodeMetrics
 from elastic.node.context import NodeContext
 from elastic.node.status import NodeStatus
 from elastic.tuning.agent_options import AgentOptions
@@ -34,9 +36,35 @@ class Context:
         self.status = NodeStatus(record, Keys.of("/elastic", "job"), 0.0)
         self.clock, self.journal = ManualClock(), Silent()
         self.options = AgentOptions()
+        self.kernel_log = KernelLog()
 
     def post(self, message: object) -> None:
         pass
+
+
+class Agent:
+    """Takes what a worker sends."""
+
+    def __init__(self, said: list[Message]) -> None:
+        self.send = self.send_heartbeat = said.append
+
+    def close(self) -> None:
+        pass
+
+
+class Links(LinkServer):
+    """Of an agent without a thread: what it sends is kept."""
+
+    def __init__(self, sent: list[Message], **callbacks: Any) -> None:
+        super().__init__(**callbacks)
+        self.sent = sent
+        self.present: list[Worker] = []
+
+    def send(self, message: Message, to: Worker | None = None) -> None:
+        self.sent.append(message)
+
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple(self.present)
 
 
 def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> None:
@@ -46,7 +74,6 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
     old = Worker(pid=1 << 22, local_rank=0, token=1)
     workers.on_said(old, Hello(version=1, pid=old.pid, local_rank=0, library="0.1.0"))
     workers.on_said(old, Ready())
-    workers._ready.add(old.pid)
 
     context.status.starts += 1  # as NodeService.warm_up does, on the main thread
     context.status.change_node(lambda n: replace(n, state=NodeState.STARTING, running=None))
@@ -58,14 +85,18 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
 def test_the_last_words_of_a_worker_say_at_which_step() -> None:
     """As it has committed them: a heartbeat may be older."""
     steps = iter((41, 42))
+
+    def position() -> Heartbeat:
+        return Heartbeat(generation=7, step=next(steps), phase="step", step_time_s=0.1)
+
     worlds = Worlds(
         abort=lambda: None,
-        position=lambda: Heartbeat(generation=7, step=next(steps), phase="step", step_time_s=0.1),
+        position=position,
         current_step=lambda: None,
     )
-    assert worlds._position().step == 41
+    assert position().step == 41
     said: list[Message] = []
-    worlds._client = cast(LinkClient, SimpleNamespace(send=said.append, close=lambda: None))
+    worlds.attach(Agent(said))
     worlds.close(clean=False, error="ValueError: boom")
     assert said == [Bye(clean=False, error="ValueError: boom", step=42)]
 
@@ -76,7 +107,65 @@ def test_a_death_in_the_present_start_is_the_nodes() -> None:
     worker = Worker(pid=1 << 22, local_rank=0, token=1)
     workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
     workers.on_said(worker, Ready())
-    workers._ready.add(worker.pid)
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, None))
     assert context.status.node.state is NodeState.ARRIVED
     assert context.status.node.failure_exit_code == 1
+
+
+def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays() -> None:
+    """torchrun may see the second death first, and asks before the node's thread has decided."""
+    context = Context()
+    links: list[Links] = []
+
+    def make_server(**callbacks: Any) -> Links:
+        links.append(Links([], **callbacks))
+        return links[-1]
+
+    workers = Workers(cast(NodeContext, context), make_server=make_server)
+    status = context.status
+    status.can_replace = True
+    status.change_node(lambda n: replace(n, nproc=3))
+    three = [Worker(pid=(1 << 22) + n, local_rank=n, token=n) for n in range(3)]
+    for worker in three:
+        links[0].present.append(worker)
+        workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
+        workers.on_said(worker, Ready())
+    for dead in three[:2]:
+        assert status.is_to_be_replaced(dead.pid) is None, "the node's thread decides"
+        links[0].present.remove(dead)
+        workers.on_ended(dead, WorkerDeath(dead.pid, None, 9, None))
+        assert status.is_to_be_replaced(dead.pid) is True
+    starting = replace(three[0], pid=three[2].pid + 1)
+    assert status.is_to_be_replaced(starting.pid) is False, "it was not ready"
+
+
+def test_events_are_sent_to_an_agent_that_counts_them_and_to_no_other() -> None:
+    worlds = Worlds(
+        abort=lambda: None,
+        position=lambda: Heartbeat(generation=7, step=1, phase="step", step_time_s=0.1),
+        current_step=lambda: None,
+    )
+    said: list[Message] = []
+    worlds.attach(Agent(said))
+    saved = CheckpointSaved(name="step-10", step=10, duration_s=3.0, stall_s=0.5, bytes=1000)
+    worlds.count(saved)
+    assert said == []
+    worlds.receive(CountEvents())
+    worlds.count(saved)
+    worlds.count(Waiting(reason="not counted"))
+    assert said == [saved]
+
+
+@pytest.mark.parametrize("asks_workers", [False, True])
+def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(asks_workers: bool) -> None:
+    context = Context()
+    metrics = NodeMetrics(context.clock, asks_workers=asks_workers)
+    sent: list[Message] = []
+    workers = Workers(cast(NodeContext, context), metrics=metrics, make_server=partial(Links, sent))
+    worker = Worker(pid=1 << 22, local_rank=0, token=1)
+    workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
+    assert (CountEvents() in sent) == asks_workers
+    context.clock.advance(3)
+    assert metrics.heartbeat_age_s == 3
+    workers.on_ended(worker, WorkerDeath(worker.pid, 0, None, None))
+    assert metrics.heartbeat_age_s is None

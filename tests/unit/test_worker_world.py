@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import ConfigError
+from elastic.testing.forks.server import run_forked
+from elastic.testing.waiting import PATIENCE_S
 from elastic.world.world import largest_world, world_from_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -94,11 +97,9 @@ def test_an_exception_reaches_the_agent_and_decides_the_exit_code(
         "FailureHook().install()\n"
         f"raise {error}('it went wrong', hint='do this')\n"
     )
-    done = subprocess.run(
+    done = run_forked(
         [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
+        timeout_s=PATIENCE_S,
         env={"TORCHELASTIC_ERROR_FILE": str(file), "PATH": ""},
     )
     assert done.returncode == code
@@ -106,6 +107,48 @@ def test_an_exception_reaches_the_agent_and_decides_the_exit_code(
     message = json.loads(file.read_text())["message"]
     assert message["message"].startswith(f"{error}: it went wrong")
     assert "it went wrong" in message["extraInfo"]["py_callstack"]
+
+
+LOST_PEERS = """
+from elastic.world.failure import FailureHook
+from elastic.telemetry.journal import Journal
+import os
+journal = Journal(folder=os.environ.get("ELASTIC_JOURNAL"), identity={"node": "a"}, role="worker")
+FailureHook(journal, lambda: {"generation": 3, "step": 41}).install()
+def train():
+    raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+train()
+"""
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_lost_peers_are_a_line_and_their_traceback_is_in_the_journal(
+    tmp_path: Path, journal: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOST_PEERS)
+    done = run_forked(
+        [sys.executable, str(script)],
+        timeout_s=PATIENCE_S,
+        env={
+            "PATH": "",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "ELASTIC_NODE_ID": "0",
+            **({"ELASTIC_JOURNAL": str(tmp_path / "journal")} if journal else {}),
+        },
+    )
+    assert done.returncode == 1
+    if not journal:
+        said, place = done.stderr.splitlines()
+        assert said.startswith("elastic: peers are gone, or the connection to them: RuntimeError: ")
+        assert place.startswith(f"  raised at {script}:8 in train; ELASTIC_JOURNAL=FOLDER")
+        return
+    assert done.stderr == ""
+    (file,) = (tmp_path / "journal").iterdir()
+    fault = next(e for e in map(json.loads, file.read_text().splitlines()) if "traceback" in e)
+    assert [fault[key] for key in ("event", "generation", "step")] == ["world-fault", 3, 41]
+    assert fault["traceback"].startswith("Traceback (most recent call last):")
+    assert 'train.py", line 8, in train' in fault["traceback"]
 
 
 def test_what_record_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

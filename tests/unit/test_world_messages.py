@@ -26,7 +26,7 @@ from elastic.messages.world import (
 )
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import TlsFiles
-from elastic.worker.worlds import group_spec, world_of, write_environment
+from elastic.worker.received_world import group_spec, world_of, write_environment
 from elastic.world.world import world_from_environment
 
 KEY = SecretKey(bytes(range(32)))

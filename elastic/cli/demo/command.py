@@ -1,7 +1,8 @@
 """``elastic demo``: three local torchrun nodes train on real images, one is killed, one is added.
 
 Everything lives in a temporary folder: etcd's data, checkpoints, ledger, journals, logs. It is
-removed at the end, unless ``--keep`` is given or a promise failed.
+removed at the end, unless ``--keep`` is given or a promise failed. A report of the run, as one
+HTML page, is left beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from elastic.cli.command_parser import CommandParser
 from elastic.cli.demo import plan as demo_plan
 from elastic.cli.demo.journal import JournalEntry, JournalReader
 from elastic.cli.demo.plan import Act, DemoPlan, JobPosition, position_of
+from elastic.cli.demo.report import keep_report
 from elastic.cli.demo.summary import Summary, summarize
 from elastic.cli.demo.view import DemoView, open_view, print_summary, rows_of, sentence
 from elastic.cli.launch.local_nodes import LocalNodes, NodeProcess
@@ -38,7 +40,7 @@ from elastic.testing.ledger import LedgerReader
 from elastic.tuning.agent_intervals import CLI_POLL_S
 from elastic.tuning.agent_options import MODES
 
-# A link to examples/digits.py, so that an installed wheel has the script, too. In a folder of
+# A copy of examples/digits.py, so that an installed wheel has the script, too. In a folder of
 # its own: a script's folder comes first on sys.path.
 SCRIPT = Path(__file__).parents[1] / "scripts" / "digits.py"
 TRAIN_SAMPLES = 1437  # of 1,797: examples/digits.py keeps 360 for the test
@@ -62,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
         keep = args.keep or not (summary.ok or stop.signum)
         if stop.signum is not None:
             return exit_codes.INTERRUPTED
-        _tell(summary, json_wanted=json_wanted)
+        report = keep_report(folder / "journal", folder.with_name(f"{folder.name}-report"))
+        _tell(summary, report, json_wanted=json_wanted)
         if not summary.ok:
             _show_logs(folder)
         return exit_codes.DONE if summary.ok else exit_codes.FAILED
@@ -266,15 +269,19 @@ def node_environment(name: str, folder: Path) -> dict[str, str]:
         "ELASTIC_NODE_NAME": name,
         "ELASTIC_LEDGER": str(folder / "ledger"),
         "ELASTIC_JOURNAL": str(folder / "journal"),
+        # The report draws the loss from the journals; nobody looks for a folder of the demo's.
+        "ELASTIC_TENSORBOARD": "off",
         "OMP_NUM_THREADS": "1",  # three workers on what may be two cores
     }
 
 
-def _tell(summary: Summary, *, json_wanted: bool) -> None:
+def _tell(summary: Summary, report: Path | None, *, json_wanted: bool) -> None:
     if json_wanted:
-        print(json.dumps(summary.as_json()))
-    else:
-        print_summary(summary, Console())
+        print(json.dumps({**summary.as_json(), "report": str(report) if report else None}))
+        return
+    print_summary(summary, Console())
+    if report is not None:
+        print(f"{'report':<14}{report}")
 
 
 def _show_logs(folder: Path) -> None:

@@ -24,7 +24,9 @@ class Generation:
     nodes: tuple[str, ...]
     first_step: int
     last_step: int | None  # None: it ended before its first step
-    pause_s: float | None  # without a completed step on some survivor, before its first
+    # Without a completed step on some survivor, before its first; less what its last step took:
+    # while the demo waits for a node, its steps are slow.
+    pause_s: float | None
     recomputed_steps: int  # done here and thrown away by a later generation
 
 
@@ -101,7 +103,7 @@ def summarize(
 def generations_of(ledger: RunLedger, journal: Iterable[JournalEntry]) -> tuple[Generation, ...]:
     """Every generation that began on a worker, with the cause that the journals name."""
     formed = {e.fields["generation"]: e.fields for e in journal if e.name == "world-formed"}
-    pauses = {pause.after: pause.duration_s for pause in ledger.pauses}
+    pauses = {p.after: max(0.0, p.duration_s - p.step_s) for p in ledger.pauses}
     result = []
     for number in sorted({s.generation for s in ledger.starts}):
         starts = sorted((s for s in ledger.starts if s.generation == number), key=lambda s: s.rank)

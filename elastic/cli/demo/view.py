@@ -199,7 +199,7 @@ def _generations_table(summary: Summary) -> Table:
         table.add_column(column, justify="right")
     for g in summary.generations:
         steps = "none" if g.last_step is None else f"{g.first_step}-{g.last_step}"
-        pause = "" if g.pause_s is None else f"{g.pause_s:.1f} s"
+        pause = "" if g.pause_s is None else f"{g.pause_s:.2f} s"
         names = ", ".join(g.nodes)
         table.add_row(str(g.generation), g.cause, names, steps, str(g.recomputed_steps), pause)
     return table

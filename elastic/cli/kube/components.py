@@ -8,7 +8,13 @@ from elastic.cli.command_parser import nearest
 from elastic.errors import ConfigError
 
 OWN_CERTIFICATES = "own-certificates"
-KNOWN = ("spot", "rdma", "kueue", "volcano", "node-tls", OWN_CERTIFICATES, "etcd-monitoring")
+MONITORING = "monitoring"
+KNOWN = (
+    *("spot", "rdma", "kueue", "volcano", "node-tls", OWN_CERTIFICATES),
+    *(MONITORING, "etcd-monitoring"),
+)
+# Of a component, what a job among several takes: alerts and dashboard are for all of them.
+_OF_NAMED = {MONITORING: f"{MONITORING}/scrape"}
 
 
 def chosen(given: Sequence[str], overlay: str, name: str | None) -> tuple[str, ...]:
@@ -29,7 +35,11 @@ def chosen(given: Sequence[str], overlay: str, name: str | None) -> tuple[str, .
 def in_order(wanted: Sequence[str], *, is_named: bool) -> tuple[str, ...]:
     """As a kustomization lists them: what removes certificates after all that bring some."""
     return (
-        *(component for component in wanted if component != OWN_CERTIFICATES),
+        *(
+            _OF_NAMED.get(component, component) if is_named else component
+            for component in wanted
+            if component != OWN_CERTIFICATES
+        ),
         *(["shared-etcd"] if is_named else []),
         *([OWN_CERTIFICATES] if OWN_CERTIFICATES in wanted else []),
         "derived",

@@ -39,6 +39,7 @@ _SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "Service": ("spec/selector",),
         "PodDisruptionBudget": ("spec/selector/matchLabels",),
+        "PodMonitor": ("spec/selector/matchLabels",),
         "NetworkPolicy": ("spec/podSelector/matchLabels",),
     }
 )

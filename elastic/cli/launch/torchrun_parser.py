@@ -63,6 +63,7 @@ class _Sources:
             raise _TooHeavy("torch is not installed as a folder")
         self._root = Path(spec.origin).parent
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._trees: dict[str, ast.Module] = {}
 
     def load(self, module: str, name: str) -> Any:
         """What ``from module import name`` would bind."""
@@ -107,7 +108,9 @@ class _Sources:
         return statement
 
     def _tree(self, module: str) -> ast.Module:
-        return ast.parse(self._file(module).read_bytes())
+        if module not in self._trees:  # parsing is what takes long: each file once
+            self._trees[module] = ast.parse(self._file(module).read_bytes())
+        return self._trees[module]
 
     def _file(self, module: str) -> Path:
         parts = module.split(".")[1:]

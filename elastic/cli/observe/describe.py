@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from elastic.cli.command_parser import CommandParser, nearest
 from elastic.cli.job_arguments import add_job_arguments
@@ -12,6 +14,12 @@ from elastic.cli.observe.connection import job_store, keys_of
 from elastic.cli.observe.job_view import JobView, incident, read_job, sentence
 from elastic.cli.observe.printable import duration, printable, timestamp
 from elastic.cli.observe.status import ranks_of
+from elastic.cli.observe.status_document import (
+    checkpoint_document,
+    incident_document,
+    names_in,
+    node_document,
+)
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
 from elastic.membership.records import BreakageRecord, Node
@@ -26,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
     keys = keys_of(args)
     with job_store(args) as store:
         view = read_job(store, keys, SYSTEM_CLOCK.wall())
-    print("\n".join(describe(view, args.kind, args.name)))
+    if args.output == "json":
+        print(json.dumps(description(view, args.kind, args.name), indent=2))
+    else:
+        print("\n".join(describe(view, args.kind, args.name)))
     return 0
 
 
@@ -46,6 +57,9 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         help="of the node; of an incident the generation that it broke (default: the last one)",
     )
     add_job_arguments(own, environ)
+    own.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="format (default: text)"
+    )
     return own
 
 
@@ -55,7 +69,16 @@ def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
         return _node(view, _node_named(view, name))
     if kind == "incident":
         return _incident(view, _incident_named(view, name))
-    return _checkpoint(view)
+    return _checkpoint(view, _checkpoint_step(view))
+
+
+def description(view: JobView, kind: str, name: str | None) -> dict[str, Any]:
+    """The same for programs. Raises ConfigError where there is no such thing."""
+    if kind == "node":
+        return node_document(view, _node_named(view, name))
+    if kind == "incident":
+        return incident_document(view, _incident_named(view, name))
+    return checkpoint_document(view, _checkpoint_step(view))
 
 
 def _field(name: str, value: object) -> str:
@@ -83,6 +106,11 @@ def _node(view: JobView, node: Node) -> Iterator[str]:
     yield _field("node id", node.node_id)
     yield _field("state", node.state.value)
     yield _field("ranks", ranks_of(view, node))
+    if why := view.why_waiting(node):
+        yield _field("waits", why)
+    signs = view.signs_of(node)
+    yield _field("heartbeat", signs if signs.age_s is not None else "none known to the leader")
+    yield _field("step", signs.step if signs.step is not None else "not known")
     yield _field("workers", node.nproc)
     running = node.running.generation if node.running is not None else "none"
     yield _field("generation", running)
@@ -91,12 +119,14 @@ def _node(view: JobView, node: Node) -> Iterator[str]:
     yield _field("process", f"pid {node.process.pid} on {node.process.host}")
     yield _field("joined", f"{timestamp(node.joined_at_s)} ({_ago(view, node.joined_at_s)})")
     yield _field("nnodes", f"{node.min_nodes}:{node.max_nodes}")
+    if node.replica_size > 1:
+        yield _field("replica size", f"{node.replica_size} ranks")
     yield _field("versions", f"torch {node.torch}, torch-elastic-harness {node.library}")
     yield _field("TLS", "between nodes" if node.tls else "no")
     if node.failure is not None:
         yield _field("last failure", f"exit code {node.failure_exit_code}")
         yield from _indented(node.failure)
-    involved = [b for b in _breakages(view) if node.name in _names(b)]
+    involved = [b for b in view.breakages if node.name in names_in(b)]
     for breakage in reversed(involved):
         yield _field(
             "incident",
@@ -109,7 +139,7 @@ def _node(view: JobView, node: Node) -> Iterator[str]:
 
 
 def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
-    breakages = _breakages(view)
+    breakages = view.breakages
     known = ", ".join(str(b.generation) for b in breakages)
     if not breakages:
         raise ConfigError(
@@ -153,27 +183,24 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
 # Checkpoints -------------------------------------------------------------------------------------
 
 
-def _checkpoint(view: JobView) -> Iterator[str]:
+def _checkpoint_step(view: JobView) -> int:
     progress = view.progress
     if progress is None or progress.checkpoint_step is None:
         raise ConfigError(
             "etcd knows of no checkpoint of this job",
             hint="the folder knows: elastic checkpoints ls FOLDER",
         )
-    yield _field("step", progress.checkpoint_step)
-    if progress.step is not None:
-        behind = max(0, progress.step - progress.checkpoint_step)
-        cost = f", {duration(behind * progress.step_time_s)}" if progress.step_time_s > 0 else ""
+    return progress.checkpoint_step
+
+
+def _checkpoint(view: JobView, step: int) -> Iterator[str]:
+    yield _field("step", step)
+    if (age_s := view.checkpoint_age_s) is not None:
+        yield _field("committed", f"{duration(age_s)} ago, as the leader's node knows")
+    behind, cost_s = view.behind_checkpoint(step)
+    if behind is not None:
+        cost = f", {duration(cost_s)}" if cost_s is not None else ""
         yield _field("behind", f"{behind} steps{cost}: lost if all nodes die now")
-    yield _field("known since", f"{_ago(view, progress.time_s)}, from the leader")
-
-
-def _breakages(view: JobView) -> tuple[BreakageRecord, ...]:
-    return view.world.breakages if view.world is not None else ()
-
-
-def _names(breakage: BreakageRecord) -> set[str]:
-    return {*breakage.lost, *breakage.left, *(failure.node for failure in breakage.failures)}
 
 
 def _indented(text: str) -> Iterator[str]:

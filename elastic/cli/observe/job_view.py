@@ -6,10 +6,12 @@ Reads single keys and ``nodes/``, never the run's secret: a role that may read n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
+from elastic.cli.observe.heartbeats import NodeSigns, signs_by_node, silence
 from elastic.cli.observe.printable import duration, printable
 from elastic.errors import RecordError, StoreRefused
 from elastic.leadership.job_progress import JobProgress, decode_progress
@@ -25,8 +27,11 @@ from elastic.membership.records import (
     WorldState,
     decode,
 )
+from elastic.membership.replicas import waiting_for_others, why_waiting
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.tuning.agent_intervals import RECENT_LOSS_S
+
+Ago = Callable[[float], str]
 
 
 class JobCondition(str, Enum):
@@ -81,6 +86,25 @@ class JobView:
         inside = self.world.node_ids if self.world is not None else ()
         return tuple(node for node in self.nodes if node.node_id not in inside)
 
+    def signs_of(self, node: Node) -> NodeSigns:
+        """Its heartbeat and step, as the leader has heard them."""
+        return self.signs.get(node.node_id) or NodeSigns()
+
+    @cached_property
+    def signs(self) -> Mapping[str, NodeSigns]:
+        """By node id, of the nodes of which the leader has heard."""
+        return signs_by_node(self.progress, self.at_s)
+
+    def why_waiting(self, node: Node) -> str:
+        """``1 of 2 nodes of a replica`` where that is why it has no place in the world."""
+        return why_waiting(node, self.world, self.nodes)
+
+    @property
+    def breakages(self) -> tuple[BreakageRecord, ...]:
+        """What broke worlds, as far as etcd remembers, oldest first."""
+        known = self.world.breakages if self.world is not None else ()
+        return known or (self.done.breakages if self.done is not None else ())
+
     @property
     def state(self) -> JobCondition:
         """In one word."""
@@ -112,6 +136,39 @@ class JobView:
         if self.state is not JobCondition.TRAINING or progress is None or progress.step_time_s <= 0:
             return None
         return 1.0 / progress.step_time_s
+
+    @property
+    def eta_s(self) -> float | None:
+        """Until the last step at the present rate; None where the script does not plan steps."""
+        rate, step, progress = self.steps_per_s, self.step, self.progress
+        if rate is None or step is None or progress is None or progress.planned_steps is None:
+            return None
+        return max(0, progress.planned_steps - step) / rate
+
+    @property
+    def goodput(self) -> float | None:
+        """By the leader's estimate, until now: it writes nothing while the job stands still."""
+        progress = self.progress
+        if progress is None or progress.goodput is None or progress.goodput_since_s is None:
+            return None
+        covered_s = progress.time_s - progress.goodput_since_s
+        until_now_s = max(covered_s, self.at_s - progress.goodput_since_s)
+        return progress.goodput * covered_s / until_now_s if covered_s > 0 else None
+
+    @property
+    def checkpoint_age_s(self) -> float | None:
+        """Since the leader knows that the last checkpoint is committed."""
+        if self.progress is None or self.progress.checkpoint_at_s is None:
+            return None
+        return max(0.0, self.at_s - self.progress.checkpoint_at_s)
+
+    def behind_checkpoint(self, step: int) -> tuple[int | None, float | None]:
+        """Steps since the checkpoint of ``step``, and what they take; None: not known."""
+        if self.step is None:
+            return None, None
+        behind = max(0, self.step - step)
+        rate_s = self.progress.step_time_s if self.progress is not None else 0.0
+        return behind, behind * rate_s if rate_s > 0 else None
 
 
 def read_job(store: KeyValue, keys: Keys, now_s: float) -> JobView:
@@ -173,19 +230,23 @@ def _nodes(store: KeyValue, keys: Keys, notes: list[str]) -> tuple[Node, ...]:
 # In words ----------------------------------------------------------------------------------------
 
 
-def sentence(view: JobView) -> str:
-    """How the job is, for people: ``training in generation 7 with 3 of 4 nodes; …``."""
-    parts = [_state(view), *_losses(view), *_joining(view)]
+def sentence(view: JobView, ago: Ago | None = None) -> str:
+    """How the job is, for people: ``training in generation 7 with 3 of 4 nodes; …``.
+
+    ``ago`` writes a time of the wall clock; else it is ``12.0 s ago``.
+    """
+    ago = ago or (lambda time_s: f"{duration(max(0.0, view.at_s - time_s))} ago")
+    parts = [_state(view, ago), *_losses(view, ago), *_silent(view), *_joining(view)]
     return "; ".join(parts)
 
 
-def _state(view: JobView) -> str:
+def _state(view: JobView, ago: Ago) -> str:
     world, done = view.world, view.done
     if done is not None:
         how = "succeeded" if done.outcome is Outcome.SUCCESS else "failed"
         step = f" at step {done.final_step}" if done.final_step is not None else ""
         return (
-            f"{how}{step} in generation {done.generation}, {_ago(view, done.time_s)}: "
+            f"{how}{step} in generation {done.generation}, {ago(done.time_s)}: "
             f"{printable(done.reason)}"
         )
     if world is None:
@@ -197,7 +258,7 @@ def _state(view: JobView) -> str:
     if view.state is JobCondition.DOWN:
         return (
             f"down: no node is alive; generation {generation} was formed with "
-            f"{_count(members, 'node')}, {_ago(view, world.time_s)}"
+            f"{_count(members, 'node')}, {ago(world.time_s)}"
         )
     if view.state is JobCondition.PAUSED:
         return (
@@ -212,7 +273,7 @@ def _state(view: JobView) -> str:
     return f"training in generation {generation} with {members} of {world.max_nodes} nodes"
 
 
-def _losses(view: JobView) -> list[str]:
+def _losses(view: JobView, ago: Ago) -> list[str]:
     """Who went lately, but for the nodes that are back."""
     breakages = view.world.breakages if view.world is not None else ()
     here = {node.name for node in view.training}
@@ -222,22 +283,34 @@ def _losses(view: JobView) -> list[str]:
     if view.at_s - newest.time_s > RECENT_LOSS_S:
         return []
     said = [
-        f"{printable(name, 60)} {what} {_ago(view, newest.time_s)}"
+        f"{printable(name, 60)} {what} {ago(newest.time_s)}"
         for names, what in ((newest.lost, "was lost"), (newest.left, "left"))
         for name in names
         if name not in here
     ]
-    failed = dict.fromkeys(failure.node for failure in newest.failures)
-    said += [f"a worker of {printable(n, 60)} failed {_ago(view, newest.time_s)}" for n in failed]
+    failed = dict.fromkeys(f.node for f in newest.failures if f.node not in newest.lost)
+    said += [f"a worker of {printable(n, 60)} failed {ago(newest.time_s)}" for n in failed]
     return said
 
 
-def _joining(view: JobView) -> list[str]:
-    if view.done is not None or view.world is None:
+def _silent(view: JobView) -> list[str]:
+    if view.done is not None:
         return []
+    return silence(view.progress, view.nodes, view.signs, view.at_s)
+
+
+def _joining(view: JobView) -> list[str]:
+    if view.done is not None:
+        return []
+    if view.world is None:
+        few = [node for node in view.nodes if view.why_waiting(node)]
+        names = [printable(node.name, 60) for node in few]
+        return [waiting_for_others(names, few[0].nodes_per_replica)] if few else []
     waits = {NodeState.ARRIVED: "is waiting", NodeState.STARTING: "is warming up"}
     return [
-        f"{printable(node.name, 60)} {waits.get(node.state, 'is about to join')}"
+        f"{printable(node.name, 60)} waits: {why}"
+        if (why := view.why_waiting(node))
+        else f"{printable(node.name, 60)} {waits.get(node.state, 'is about to join')}"
         for node in view.joining
         if node.state not in (NodeState.LEAVING, NodeState.FINISHED)
     ]
@@ -250,10 +323,6 @@ def incident(breakage: BreakageRecord) -> str:
     failed = dict.fromkeys(f.node for f in breakage.failures if f.node not in breakage.lost)
     parts += [f"a worker of {printable(name, 60)} failed" for name in failed]
     return ", ".join(parts) or "it broke"
-
-
-def _ago(view: JobView, time_s: float) -> str:
-    return f"{duration(max(0.0, view.at_s - time_s))} ago"
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,22 +6,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
 from elastic.cli.observe.job_view import JobCondition, JobView, incident, read_job, sentence
+from elastic.cli.observe.last_known import last_known
 from elastic.cli.observe.printable import duration, printable
+from elastic.cli.observe.status_document import document
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import StoreUnreachable
 from elastic.membership.keys import Keys
 from elastic.membership.records import Node
-from elastic.telemetry.journal_reader import read_folder
 from elastic.tuning.agent_intervals import STATUS_WATCH_S
 
-SCHEMA = 1  # of the JSON document
 ABSENT = 1  # exit code: there is no such job
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -30,12 +29,15 @@ def main(argv: Sequence[str]) -> int:
     """Run ``elastic status ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
     keys = keys_of(args)
-    try:
-        return _from_store(args, keys)
-    except StoreUnreachable:
-        if args.journal:
-            print(f"{printable(keys.run_id)}: {last_known(args.journal, SYSTEM_CLOCK.wall())}")
-        raise
+    while True:
+        try:
+            return _from_store(args, keys)
+        except StoreUnreachable as error:
+            _show_last_known(args, keys.run_id)
+            if not args.watch:
+                raise
+            print(f"elastic: {error.message}", file=sys.stderr)
+            SYSTEM_CLOCK.sleep(STATUS_WATCH_S)
 
 
 def _from_store(args: argparse.Namespace, keys: Keys) -> int:
@@ -47,7 +49,7 @@ def _from_store(args: argparse.Namespace, keys: Keys) -> int:
             try:
                 view = read_job(store, keys, SYSTEM_CLOCK.wall())
             except StoreUnreachable as error:
-                print(f"elastic: {error.message}", file=sys.stderr)
+                _show_outage(view, args, error.message)
                 continue
             _show(view, args)
     return ABSENT if view.state is JobCondition.ABSENT else 0
@@ -81,24 +83,34 @@ def _show(view: JobView, args: argparse.Namespace) -> None:
     if args.output == "json":
         print(json.dumps(document(view), indent=None if args.watch else 2), flush=True)
         return
-    clear = _CLEAR if args.watch and sys.stdout.isatty() else ""
-    print(clear + "\n".join(lines(view, is_wide=args.output == "wide")), flush=True)
+    _print(lines(view, is_wide=args.output == "wide"), args)
     for note in view.notes:
         print(f"elastic: note: {printable(note, 500)}", file=sys.stderr)
 
 
-def last_known(folder: str, now_s: float) -> str:
-    """What the journals say, in words, while etcd does not answer."""
-    records, _ = read_folder(folder)
-    known = [r for r in records if r.whole("step") is not None]
-    if not known:
-        return f"state not known: etcd does not answer, and {printable(folder)} tells nothing"
-    newest = max(known, key=lambda r: r.time_s)
-    return (
-        f"last known: step {newest.whole('step')} in generation {newest.whole('generation')}, "
-        f"{duration(max(0.0, now_s - newest.time_s))} ago, by the journal of "
-        f"{printable(newest.node, 60)}"
-    )
+def _show_outage(view: JobView, args: argparse.Namespace, message: str) -> None:
+    """etcd has gone while it was watched: what it said last, and how long ago that was."""
+    print(f"elastic: {printable(message, 500)}", file=sys.stderr)
+    if args.output != "json":
+        ago = duration(max(0.0, SYSTEM_CLOCK.wall() - view.at_s))
+        head = f"etcd does not answer; this was so {ago} ago:"
+        _print([head, *lines(view, is_wide=args.output == "wide")], args)
+
+
+def _show_last_known(args: argparse.Namespace, run_id: str) -> None:
+    if not args.journal:
+        return
+    known = last_known(args.journal, run_id, SYSTEM_CLOCK.wall())
+    known[0] = f"{printable(run_id)}: {known[0]}"
+    if args.output != "json":
+        _print(known, args)
+    else:
+        print("\n".join(known), file=sys.stderr)
+
+
+def _print(said: Iterable[str], args: argparse.Namespace) -> None:
+    clear = _CLEAR if args.watch and sys.stdout.isatty() else ""
+    print(clear + "\n".join(said), flush=True)
 
 
 # For people --------------------------------------------------------------------------------------
@@ -115,7 +127,7 @@ def lines(view: JobView, *, is_wide: bool = False) -> Iterator[str]:
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             yield "   ".join(cells).rstrip()
-    broken = view.world.breakages[-5:] if view.world is not None else ()
+    broken = view.breakages[-5:]
     if broken:
         yield ""
         yield "recent incidents:"
@@ -125,20 +137,34 @@ def lines(view: JobView, *, is_wide: bool = False) -> Iterator[str]:
 
 
 def _progress(view: JobView) -> Iterator[str]:
-    said = []
-    if view.step is not None:
-        said.append(f"step {view.step}")
-    if (rate := view.steps_per_s) is not None:
-        said.append(f"{rate:.3g} steps/s")
-    progress = view.progress
-    if progress is not None and progress.checkpoint_step is not None:
-        said.append(f"last checkpoint of step {progress.checkpoint_step}")
+    said = list(progress(view))
     if said:
         yield ", ".join(said)
 
 
+def progress(view: JobView) -> Iterator[str]:
+    """Step, rate, time left, goodput and checkpoint: what is known of them."""
+    known = view.progress
+    if view.step is not None:
+        planned = known.planned_steps if known is not None else None
+        yield f"step {view.step}" + (f" of {planned}" if planned is not None else "")
+    if (rate := view.steps_per_s) is not None:
+        yield f"{rate:.3g} steps/s"
+    if (eta_s := view.eta_s) is not None:
+        yield f"about {duration(eta_s)} left"
+    elif view.state is JobCondition.TRAINING:
+        yield "time left unknown"
+    if (goodput := view.goodput) is not None and known is not None:
+        covers = duration(max(0.0, view.at_s - (known.goodput_since_s or view.at_s)))
+        yield f"goodput {goodput:.1%} over {covers}"
+    if known is not None and known.checkpoint_step is not None:
+        age_s = view.checkpoint_age_s
+        ago = f", {duration(age_s)} ago" if age_s is not None else ""
+        yield f"last checkpoint of step {known.checkpoint_step}{ago}"
+
+
 _HEAD = ("NODE", "RANKS", "STATE", "AGE")
-_WIDE_HEAD = ("ADDRESS", "GENERATION", "LEADS", "TORCH", "LIBRARY", "NODE ID")
+_WIDE_HEAD = ("STEP", "HEARTBEAT", "ADDRESS", "GENERATION", "LEADS", "TORCH", "LIBRARY", "NODE ID")
 
 
 def _rows(view: JobView, *, is_wide: bool) -> Iterator[tuple[str, ...]]:
@@ -152,7 +178,10 @@ def _rows(view: JobView, *, is_wide: bool) -> Iterator[tuple[str, ...]]:
         if is_wide:
             running = str(node.running.generation) if node.running is not None else "-"
             leads = "yes" if view.leader and view.leader.node_id == node.node_id else ""
+            signs = view.signs_of(node)
             row += (
+                str(signs.step) if signs.step is not None else "-",
+                str(signs),
                 printable(node.address, 60),
                 running,
                 leads,
@@ -169,65 +198,3 @@ def ranks_of(view: JobView, node: Node) -> str:
         return "-"
     first = view.world.first_rank_of(node.node_id)
     return str(first) if node.nproc == 1 else f"{first}-{first + node.nproc - 1}"
-
-
-# For programs ------------------------------------------------------------------------------------
-
-
-def document(view: JobView) -> dict[str, Any]:
-    """What ``-o json`` prints. Times are Unix times, durations seconds."""
-    world, progress = view.world, view.progress
-    return {
-        "schema": SCHEMA,
-        "run_id": view.run_id,
-        "time": round(view.at_s, 3),
-        "state": view.state.value,
-        "sentence": sentence(view),
-        "generation": world.generation if world is not None else None,
-        "cause": world.cause.value if world is not None else None,
-        "reason": world.reason if world is not None else None,
-        "step": view.step,
-        "steps_per_s": view.steps_per_s,
-        "checkpoint_step": progress.checkpoint_step if progress is not None else None,
-        "min_nodes": world.min_nodes if world is not None else None,
-        "max_nodes": world.max_nodes if world is not None else None,
-        "leader": view.leader.node_id if view.leader is not None else None,
-        "nodes": [_node(view, node) for node in (*view.members, *view.joining)],
-        "incidents": [
-            {
-                "generation": b.generation,
-                "time": round(b.time_s, 3),
-                "lost": list(b.lost),
-                "left": list(b.left),
-                "failed": [failure.node for failure in b.failures],
-            }
-            for b in (world.breakages if world is not None else ())
-        ],
-        "done": None
-        if view.done is None
-        else {
-            "outcome": view.done.outcome.value,
-            "reason": view.done.reason,
-            "exit_code": view.done.exit_code,
-            "time": round(view.done.time_s, 3),
-        },
-        "notes": list(view.notes),
-    }
-
-
-def _node(view: JobView, node: Node) -> dict[str, Any]:
-    is_member = view.world is not None and node.node_id in view.world.node_ids
-    first = view.world.first_rank_of(node.node_id) if view.world and is_member else None
-    return {
-        "name": node.name,
-        "node_id": node.node_id,
-        "state": node.state.value,
-        "is_member": is_member,
-        "first_rank": first,
-        "nproc": node.nproc,
-        "generation": node.running.generation if node.running is not None else None,
-        "address": node.address,
-        "torch": node.torch,
-        "library": node.library,
-        "joined": round(node.joined_at_s, 3),
-    }

@@ -111,6 +111,7 @@ def train() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            run.log(loss=loss)
             time.sleep(step_delay_s())
         scheduler.step()
         run.state["accuracy"] = accuracy()

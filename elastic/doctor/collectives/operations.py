@@ -24,6 +24,8 @@ from elastic.doctor.machine import die_with_parent, has_gpu_driver
 
 COUNT = 1000  # elements of the tensors whose results are checked
 _GPU_SIDE = 256
+# The rank by Open MPI, MPICH and Intel MPI, and Slurm: known before the group is made.
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _UNSUPPORTED = ("not support", "not implement", "unsupported")
 
 
@@ -217,6 +219,22 @@ class Program:
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             self._tell(event="end", group=command["group"], peak_bytes=peak_bytes)
 
+    def run_all(self) -> None:
+        """All operations once, in a group that the launcher describes."""
+        first = next(iter(OPERATIONS))
+        self._tell(event="ready", pid=os.getpid())
+        self._tell(event="entered", operation=first, peer=None)
+        try:
+            dist.init_process_group(self._backend)
+        except Exception as error:  # noqa: BLE001 (reported)
+            self._tell(event="error", operation=first, text=f"initialisation: {_said(error)}")
+            return
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        if all(self._run_one(name, operation) for name, operation in OPERATIONS.items()):
+            dist.destroy_process_group()
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            self._tell(event="end", group="operations", peak_bytes=peak_bytes)
+
     def _run_group(self, command: Mapping[str, Any]) -> None:
         """Its operations in order; the first that fails ends it: the ranks are out of step then."""
         methods: list[str] = command["methods"]
@@ -330,9 +348,20 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
+def _run_under_mpi(folder: str) -> None:
+    """As a process of mpirun's, which has numbered it; what it reports goes into a file."""
+    rank = next((int(os.environ[name]) for name in _MPI_RANKS if name in os.environ), 0)
+    config = {"backend": "mpi", "rank": rank, "world_size": 0, "local_rank": rank, "addresses": []}
+    with open(os.path.join(folder, f"rank-{rank}"), "w") as out:
+        Program(config, out).run_all()
+
+
 def main(argv: list[str]) -> None:
     """Run as one rank; prints of libraries go to stderr."""
     config = json.loads(argv[0])
+    if config["backend"] == "mpi":
+        _run_under_mpi(config["folder"])
+        return
     die_with_parent(int(config["parent"]))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

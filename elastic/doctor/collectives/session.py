@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from elastic.doctor.collectives import outcomes
+from elastic.doctor.collectives import mpi, outcomes
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, RankOutcome, Result, Speed
 from elastic.doctor.collectives.ranks import RankLayout, Ranks
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
@@ -83,7 +83,7 @@ class NodeMissing(Exception):
 
 
 def torch_findings(session: Session) -> tuple[list[Finding], list[TransferMeasurement]]:
-    """On gloo, and on NCCL where every rank has a GPU of its own."""
+    """On gloo, on NCCL where every rank has a GPU of its own, and on MPI where torch has it."""
     if session.size < 2:
         return [skipped("process group", "one rank alone: --nproc-per-node=2 or --nnodes=2")], []
     backend = _Backend(session, "gloo")
@@ -107,8 +107,14 @@ def torch_findings(session: Session) -> tuple[list[Finding], list[TransferMeasur
             backend.close()
         found, measured = found + nccl_found, measured + nccl_measured
     has_mpi = any(build["mpi"] for build in builds.values())
-    why = "its processes are started by mpirun" if has_mpi else "torch is built without MPI"
-    return [*found, skipped("mpi operations", why)], measured
+    return [*found, *_on_mpi(session, has_mpi=has_mpi)], measured
+
+
+def _on_mpi(session: Session, *, has_mpi: bool) -> list[Finding]:
+    if why := mpi.why_not(has_mpi=has_mpi, nodes=len(session.members)):
+        return [skipped(mpi.NAME, why)]
+    session.say("mpi: operations")
+    return mpi.examine(session.size, OPERATIONS, session.silence_s)
 
 
 def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:

@@ -15,6 +15,9 @@ from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy
 from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_FIRST_ATTEMPT_S
 
+Observer = Callable[[str, float, bool], None]
+"""Called with what a request was for, its duration in seconds, and whether it has failed."""
+
 _AGAIN = frozenset({Remedy.RETRY, Remedy.DOUBT, Remedy.MOVE, Remedy.LOGIN})
 
 
@@ -33,6 +36,7 @@ class Calls:
         self._connections = connections
         self._clock = clock
         self._closed = closed  # ends the pauses between attempts
+        self.observer: Observer | None = None
 
     def __call__(
         self,
@@ -47,18 +51,41 @@ class Calls:
 
         Returns a Failure only if its remedy is in ``tolerate``; raises CoordinationError.
         """
+        began_s, has_failed = self._clock.monotonic(), True
+        try:
+            reply = self._until_answered(what, method, request, timeout_s, tolerate)
+            has_failed = False
+            return reply
+        finally:
+            if self.observer is not None:
+                self.observer(what, self._clock.monotonic() - began_s, has_failed)
+
+    def _until_answered(
+        self,
+        what: str,
+        method: Callable[[EtcdConnection], Callable[..., Any]],
+        request: Any,
+        timeout_s: float | None,
+        tolerate: frozenset[Remedy],
+    ) -> Reply | CallFailure:
         limit_s = self._connections.config.request_timeout_s if timeout_s is None else timeout_s
         ends_s = self._clock.monotonic() + limit_s
-        sent = 0
+        sent, answered = 0, None  # the last attempt that etcd itself answered with an error
 
         def attempt() -> Reply:
-            nonlocal sent
+            nonlocal sent, answered
             connection = self._connections.current(ends_s)
             left_s = max(ends_s - self._clock.monotonic(), 0.05)
             in_doubt = sent > 0
             sent += 1
             patience_s = min(left_s, STORE_FIRST_ATTEMPT_S * 2 ** (sent - 1))
-            message = self._connections.invoke(connection, method(connection), request, patience_s)
+            try:
+                message = self._connections.invoke(
+                    connection, method(connection), request, patience_s
+                )
+            except CallFailure as failure:
+                answered = failure if failure.remedy is Remedy.RETRY else answered
+                raise
             return Reply(message, in_doubt)
 
         try:
@@ -66,7 +93,9 @@ class Calls:
         except CallFailure as failure:
             if failure.remedy in tolerate:
                 return failure
-            raise self._error(what, failure) from None
+            # The last attempt has only the remaining time: that it ran out explains nothing.
+            told = answered if failure.remedy is Remedy.DOUBT else None
+            raise self._error(what, told or failure) from None
 
     def _retrying(self, limit_s: float) -> tenacity.Retrying:
         backoff = tenacity.wait_random_exponential(multiplier=0.05, max=STORE_BACKOFF_CAP_S)

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
-from elastic.store.etcd.calls import Calls, Reply
+from elastic.store.etcd.calls import Calls, Observer, Reply
 from elastic.store.etcd.compat import load_rpc
 from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
@@ -64,6 +64,10 @@ class EtcdStore:
             target=self._guard(self._watch_silence), name="elastic-etcd-pulse", daemon=True
         )
         self._pulse.start()
+
+    def observe(self, observer: Observer) -> None:
+        """Call it after every request, on the thread that made it; it must not block or raise."""
+        self._calls.observer = observer
 
     @property
     def last_contact_s(self) -> float:

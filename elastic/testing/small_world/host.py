@@ -29,11 +29,14 @@ from elastic.link.protocol import (
     Hello,
     Message,
     Ready,
+    ReplicaJoin,
+    ReplicaMeet,
     SigtermAnswer,
     SigtermAsk,
     WorldMessage,
 )
-from elastic.link.server import LinkServer, WorkerDeath
+from elastic.link.replicas import LocalReplicas
+from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.messages.environment import CALL_JOIN, world_variables
 from elastic.messages.world import (
     NO_WORLD,
@@ -52,7 +55,9 @@ from elastic.testing.small_world.world import Death
 _WARM = (
     "checkpoints",
     "elastic",
-    "numpy",
+    "encodings.idna",  # of the first connection
+    "numpy.ctypeslib",
+    "pdb",  # of the watch for debuggers
     "torch._dynamo",
     "torch.distributed.optim",
     "torch.nn.parallel",
@@ -74,6 +79,8 @@ class _Process:
     name: str
     pid: int
     server: LinkServer
+    local_rank: int = 0
+    worker: Worker | None = None  # as the link knows it
     has_said_hello: bool = False
     is_ready: bool = False
     has_ended: bool = False
@@ -84,19 +91,22 @@ class _Process:
 
 
 class SmallJob:
-    """One run of a script, by the workers of several nodes with one worker each."""
+    """One run of a script, by the workers of several nodes."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._script = Path(order["script"])
         self._folder = Path(order["folder"])
         self._size = int(order["size"])
+        self._per_node = int(order["per_node"])
+        self._arguments = list(order["arguments"])
         self._death = Death(**order["death"]) if order["death"] is not None else None
         self._is_replaced = bool(order["is_replaced"])
         self._is_on_stream = bool(order["on_stream"])
         self._until_s = time.monotonic() + float(order["limit_s"])
-        self._said: queue.Queue[tuple[int, Message | WorkerDeath]] = queue.Queue()  # by pid
+        self._said: queue.Queue[tuple[Worker, Message | WorkerDeath]] = queue.Queue()
         self._ports = PortReserve()
         self._store_key = SecretKey.generate()
+        self._replicas: dict[str, LocalReplicas] = {}  # by the link of their node
         self._processes: list[_Process] = []
         self._members: list[_Process] = []  # of the newest world, by rank
         self._generation = 0
@@ -131,11 +141,8 @@ class SmallJob:
 
     def _start(self, rank: int, death: Death | None) -> None:
         name = f"worker-{len(self._processes)}"
-        server = LinkServer(
-            on_message=lambda worker, message: self._said.put((worker.pid, message)),
-            on_death=lambda worker, death: self._said.put((worker.pid, death)),
-            on_error=lambda error: None,  # the run ends at its limit, with the log of the thread
-        )
+        local_rank = max(0, rank) % self._per_node
+        server = self._processes[-1].server if local_rank else self._server()
         environment = self._environment(rank, server.path) if self._size > 1 else _ALONE
         pid = os.fork()
         if pid == 0:
@@ -144,12 +151,21 @@ class SmallJob:
                 self._folder,
                 name,
                 environment,
+                arguments=self._arguments,
                 death=death,
                 counts=self._death is None,
                 on_stream=self._is_on_stream,
             )
-        self._processes.append(_Process(name, pid, server))
-        server.start()
+        self._processes.append(_Process(name, pid, server, local_rank))
+        if rank < 0 or local_rank == min(self._per_node, self._size) - 1:
+            server.start()  # after the last fork: its thread would not come along
+
+    def _server(self) -> LinkServer:
+        return LinkServer(
+            on_message=lambda worker, message: self._said.put((worker, message)),
+            on_death=lambda worker, death: self._said.put((worker, death)),
+            on_error=lambda error: None,  # the run ends at its limit, with the log of the thread
+        )
 
     def _environment(self, rank: int, link: str) -> dict[str, str]:
         """What torchrun and our agent put into it. A rank of -1 comes to a world that runs, and
@@ -167,12 +183,16 @@ class SmallJob:
         }
         return {name: str(value) for name, value in values.items()} | world_variables(
             NO_WORLD if comes_later else identity,
-            RankAssignment(rank=max(0, rank), size=size, local_rank=0, local_size=1),
-            node_rank=max(0, rank),
-            nodes=size,
+            self._assignment(max(0, rank), size),
+            node_rank=max(0, rank) // self._per_node,
+            nodes=max(1, size // self._per_node),
             store_host="127.0.0.1",
             store_port=CALL_JOIN if comes_later else self._store_port,
         )
+
+    def _assignment(self, rank: int, size: int) -> RankAssignment:
+        per_node = min(self._per_node, size)
+        return RankAssignment(rank=rank, size=size, local_rank=rank % per_node, local_size=per_node)
 
     @property
     def _store_port(self) -> int:
@@ -180,9 +200,10 @@ class SmallJob:
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
-            pid, message = self._said.get(timeout=_SLICE_S)
+            worker, message = self._said.get(timeout=_SLICE_S)
             if not isinstance(message, WorkerDeath):  # a death is seen below
-                self._on_message(next(p for p in self._processes if p.pid == pid), message)
+                process = next(p for p in self._processes if p.pid == worker.pid)
+                self._on_message(process, worker, message)
         for process in self._processes:
             if not process.has_ended and self._reap(process):
                 self._on_end(process)
@@ -224,10 +245,17 @@ class SmallJob:
 
     # -- messages of the workers --------------------------------------------------------------
 
-    def _on_message(self, process: _Process, message: Message) -> None:
+    def _on_message(self, process: _Process, worker: Worker, message: Message) -> None:
         match message:
+            case ReplicaJoin(size=size):
+                local = self._replicas.setdefault(process.server.path, LocalReplicas())
+                nonce = secrets.token_hex(4)
+                for member in local.join(worker, size):
+                    process.server.send(
+                        ReplicaMeet(nonce=nonce, rank=member.local_rank % size), member
+                    )
             case Hello():
-                process.has_said_hello = True
+                process.has_said_hello, process.worker = True, worker
                 if process in self._members:
                     self._tell(process)
             case Ready():
@@ -238,7 +266,7 @@ class SmallJob:
             case CollectiveFailure(generation=generation) if generation == self._generation:
                 self._failing_since_s = self._failing_since_s or time.monotonic()
             case SigtermAsk():
-                process.server.send(SigtermAnswer(leaving=False))
+                process.server.send(SigtermAnswer(leaving=False), worker)
             case _:
                 pass
 
@@ -269,6 +297,7 @@ class SmallJob:
     def _tell(self, process: _Process) -> None:
         if not process.has_said_hello:
             return  # not yet here: it is told when it says hello
+        rank, size = self._members.index(process), len(self._members)
         message = WorldMessage(
             world=WorldSpec(
                 generation=self._generation,
@@ -282,17 +311,12 @@ class SmallJob:
                 reason="a small world",
                 committed_step=self._step or None,
             ),
-            assignment=RankAssignment(
-                rank=self._members.index(process),
-                size=len(self._members),
-                local_rank=0,
-                local_size=1,
-            ),
-            node_rank=self._members.index(process),
-            nodes=len(self._members),
+            assignment=self._assignment(rank, size),
+            node_rank=rank // self._per_node,
+            nodes=max(1, size // self._per_node),
             store_key=self._store_key.text,
         )
-        process.server.send(message)
+        process.server.send(message, process.worker)
 
 
 def main() -> None:

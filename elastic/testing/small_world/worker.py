@@ -15,7 +15,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ def become_worker(
     name: str,
     environment: Mapping[str, str],
     *,
+    arguments: Sequence[str],
     death: Death | None,
     counts: bool,
     on_stream: bool,
@@ -46,6 +47,7 @@ def become_worker(
         _separate_from_the_host(folder / f"{name}.log", environment)
         if on_stream:
             nccl_semantics.use_by_default()
+        sys.argv = [str(script), *arguments]
         code = _run(script, folder, name, death, counts)
     except BaseException:  # noqa: BLE001  printed, and the process ends with 1
         traceback.print_exc()
@@ -81,7 +83,6 @@ def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
 
 
 def _run(script: Path, folder: Path, name: str, death: Death | None, counts: bool) -> int:
-    sys.argv = [str(script)]
     sys.path.insert(0, str(script.parent))
     events = _Events(str(script), death, folder / "death.json", are_wanted=counts)
     try:
@@ -107,8 +108,8 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
     }
     save_file(result, f"{path}.part")
     os.replace(f"{path}.part", f"{path}.safetensors")
-    run = training._run
-    steps = run._parts.job.progress.step if run is not None else 0
+    parts = training.components_of_process()
+    steps = parts.job.progress.step if parts is not None else 0
     numbers = {"steps": steps, LINES: events.lines, CALLS: events.calls}
     _write_json(Path(f"{path}.json"), numbers)
 
@@ -156,12 +157,12 @@ class _Events:
     def _die(self, where: str) -> None:
         sys.settrace(None)
         line = Path(self._script).read_text().splitlines()[self._at - 1].strip()
-        run = training._run
-        step = run._parts.job.progress.step if run is not None else 0
+        parts = training.components_of_process()
+        step = parts.job.progress.step if parts is not None else 0
         self._note.write_text(json.dumps(f"{where} ({line}), {step} steps committed"))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_within_retry() -> bool:
-    run = training._run
-    return run is not None and run._parts.scope.in_retry and run._parts.lifecycle.has_world
+    parts = training.components_of_process()
+    return parts is not None and parts.script.scope.in_retry and parts.lifecycle.has_world

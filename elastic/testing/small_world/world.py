@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -133,20 +134,26 @@ class SmallWorld:
         folder: Path,
         *,
         size: int = 3,
+        per_node: int = 1,
+        arguments: Sequence[str] = (),
         death: Death | None = None,
         is_replaced: bool = False,
         limit_s: float = 120.0,
     ) -> RunOutcome:
         """Run ``script`` to its end.
 
-        ``size`` 1 is plain ``python script``: no agent, no link. After a death the others go on
+        ``size`` 1 is plain ``python script``: no agent, no link. ``per_node``: workers of a node;
+        with several, nobody dies. ``arguments`` are the script's. After a death the others go on
         alone, or with a process in place of the dead one. ``folder`` takes logs and results.
         """
+        assert per_node == 1 or death is None, "a replica dies as one: see tests/kill/test_hsdp.py"
         folder.mkdir(parents=True, exist_ok=True)
         order = {
             "script": str(script),
             "folder": str(folder),
             "size": size,
+            "per_node": per_node,
+            "arguments": list(arguments),
             "death": asdict(death) if death is not None else None,
             "is_replaced": is_replaced,
             "limit_s": limit_s,

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 import checkpoints
 from checkpoints import SaveError
+from checkpoints.catalog.manifests import read_manifest
 from checkpoints.format.names import parse_committed
 from checkpoints.storage.roots import storage_for
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.errors import CheckpointRequired, ConfigError
 from elastic.training.checkpointing.memory_tier import everywhere
 from elastic.training.checkpointing.ownership import Ownership
+from elastic.training.rebuilding.loading import load_shards
+from elastic.training.state.job_state import JobState
+from elastic.training.state.shards import room_for
 from elastic.world.world import World
 
 GENERATION_FILE = ".generation"
@@ -43,7 +47,7 @@ class CheckpointFolder:
         memory: bool = False,
     ) -> None:
         self.storage = storage_for(root)
-        self._memory = memory
+        self.has_memory = memory  # the nodes' memory is read, too
         self._report = report
         self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
 
@@ -108,15 +112,27 @@ class CheckpointFolder:
         write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
         return generation
 
-    def load(self, name: str) -> checkpoints.LoadResult:
-        """Read and verify a checkpoint into fresh memory."""
+    def load(self, name: str, job: JobState | None = None) -> checkpoints.LoadResult:
+        """Read and verify a checkpoint into fresh memory: of sharded tensors this rank's shards,
+        and those of objects that run.build has made in place."""
         with self._readable() as storage:
-            return checkpoints.load(storage, name)
+            if job is not None and job.built is not None:
+                return load_shards(
+                    storage,
+                    name,
+                    modules=job.built.modules,
+                    tracked=job.built.tracked,
+                    check=lambda tree: job.check(tree, f"checkpoint {name}"),
+                )
+            if job is None or not job.is_sharded:
+                return checkpoints.load(storage, name)
+            room = room_for(read_manifest(storage, name), job)
+            return checkpoints.load(storage, name, into=room, strict=False)
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[checkpoints.Storage]:
-        """The folder; with ``memory``, that of all nodes, too."""
-        if not self._memory:
+        """The folder; with memory, that of all nodes, too."""
+        if not self.has_memory:
             yield self.storage
             return
         with everywhere(self.storage, self._report) as storage:

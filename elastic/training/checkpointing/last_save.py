@@ -48,15 +48,20 @@ class LastSave:
     def together(self) -> bool:
         """Every rank of a complete world calls it at the same step. Returns whether the step is
         committed."""
-        if self._saver.is_complete:
+        if not self._saver.writers.is_writer:
+            return self._see_committed()
+        if self._saver.writers.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
             handle = self._saver.handle_of(self._step)
             if handle is not None and _was_skipped(handle):  # training did not wait; this does
                 handle = self._saver.save_again(self._job, wait_s=self._left_s())
             if self._wait_for_commit(handle):
                 return True
-            if self._saver.world_size == 1:
-                return False  # the disk has failed, or does not answer
+            # A save of before that was still under way when the job's last world was announced,
+            # the one without members, is stale: it did not commit, and this rank is free to.
+            is_overtaken = _is_stale(handle) and self._saver.is_permitted()
+            if self._saver.writers.world_size == 1 and not is_overtaken:
+                return False  # no permission; or the disk has failed, or does not answer
         return self.alone()
 
     def alone(self) -> bool:
@@ -64,7 +69,11 @@ class LastSave:
         committed."""
         if self._saver.has_committed(self._step):
             return True
-        turn_s = self._clock.monotonic() + LAST_SAVE_TURN_S * min(self._saver.rank, LAST_TURN)
+        if (self._job.is_sharded or self._job.is_rebuilt) and self._saver.writers.world_size > 1:
+            return False  # this rank has shards alone
+        turn_s = self._clock.monotonic() + LAST_SAVE_TURN_S * min(
+            self._saver.writers.rank, LAST_TURN
+        )
         while self._left_s() > 0:
             # Also before its turn: a rank that sees the step committed stops waiting.
             self._wait(
@@ -79,15 +88,24 @@ class LastSave:
                 self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
         return False
 
+    def _see_committed(self) -> bool:
+        """Another replica writes the state: wait until it has."""
+        while self._left_s() > 0:
+            seen = self._look()
+            if seen in (_Seen.COMMITTED, _Seen.NO_ANSWER):
+                return seen is _Seen.COMMITTED
+            self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
+        return False
+
     def share(self) -> bool:
         """This rank's share only: it is committed if all other ranks do the same."""
-        if self._saver.is_complete:
+        if self._saver.writers.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
         handle = self._saver.handle_of(self._step)
         return handle is not None and self._wait(lambda: handle.is_written)
 
     def _write_all(self) -> bool:
-        world = self._saver.world_of_one(checkpoints.new_nonce())
+        world = self._saver.writers.of_one(checkpoints.new_nonce())
         in_memory = self._saver.begin_in_memory(self._job, world, wait_s=self._left_s())
         if in_memory is not None:  # it is the faster one, and survives this process
             self._wait(lambda: in_memory.outcome is not None, at_most_s=self._left_s() / 2)
@@ -113,12 +131,12 @@ class LastSave:
         self._saver.list_later(answers.append)
         if not self._wait(lambda: bool(answers)):
             return _Seen.NO_ANSWER
-        mine = (self._saver.generation, self._step)
+        mine = (self._saver.writers.generation, self._step)
         if any(_place(name) >= mine for name in map(parse_committed, answers[0]) if name):
             return _Seen.COMMITTED
         # What this world began together waits for ranks that are gone.
         attempts = [name for name in map(parse_attempt, answers[0]) if name]
-        others = [name for name in attempts if name.nonce != self._saver.nonce]
+        others = [name for name in attempts if name.nonce != self._saver.writers.nonce]
         return _Seen.BEGUN if any(_place(n) == mine for n in others) else _Seen.NOTHING
 
     def _left_s(self) -> float:
@@ -140,6 +158,11 @@ class LastSave:
 
 def _was_skipped(handle: SaveHandle) -> bool:
     return handle.outcome is not None and handle.outcome.status is SaveStatus.SKIPPED
+
+
+def _is_stale(handle: SaveHandle | None) -> bool:
+    outcome = handle.outcome if handle is not None else None
+    return outcome is not None and outcome.status is SaveStatus.STALE
 
 
 def _place(name: CheckpointName) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from elastic.training.checkpointing.saver import Saver
 from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
 from elastic.training.state.job_state import JobState
 from elastic.tuning import timeouts
+from elastic.tuning.worker_intervals import MEMORY_WAIT_S
 from elastic.world.world import World
 
 __all__ = ["CheckpointManager", "Peers", "leaving_s"]
@@ -80,9 +81,9 @@ class CheckpointManager:
         return self._saver.due is not None
 
     @property
-    def flags(self) -> ControlFlags | None:
-        """To be piggybacked on each step's gradients; None while nothing is saved."""
-        return self._flags if self.is_on else None
+    def flags(self) -> ControlFlags:
+        """To be piggybacked on each step's gradients."""
+        return self._flags
 
     def fence(self, *, is_superseded: Callable[[], bool], is_permitted: Callable[[], bool]) -> None:
         """Commit nothing once a newer world is known, or without the agent's permission.
@@ -180,6 +181,30 @@ class CheckpointManager:
         """Begin to save this step, whatever the policy, unless it is saved already."""
         self._saver.save(job)
 
+    def keep_shards_in_memory(self) -> None:
+        """No rank holds all of the state: save it into the nodes' memory, unless the policy says
+        no."""
+        self._saver.keep_shards_in_memory()
+
+    @property
+    def memory_steps(self) -> int | None:
+        """Steps between two saves into the nodes' memory; None: there is none."""
+        return self._saver.memory_steps
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the present state comes from a checkpoint, be it of step 0."""
+        return self._saver.is_resumed
+
+    def save_between_worlds(self, job: JobState, *, is_last: bool) -> None:
+        """All ranks leave the present world at this step, and none keeps its state. ``is_last``:
+        no world follows, and the nodes' memory ends."""
+        if not self.is_open:
+            return
+        self._saver.save_between_worlds(job, MEMORY_WAIT_S)
+        if is_last:
+            self.flush(job, leaving_s())
+
     def poll(self) -> None:
         """Report saves that ended, and detect hung ones."""
         self._saver.poll()
@@ -208,7 +233,7 @@ class CheckpointManager:
     @property
     def world_size(self) -> int:
         """Of the present world, or the last one."""
-        return self._saver.world_size
+        return self._saver.writers.world_size
 
     def wait(self, budget_s: float) -> bool:
         """Wait until no save is in flight; False after ``budget_s``."""

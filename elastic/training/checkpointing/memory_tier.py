@@ -18,6 +18,7 @@ from checkpoints.memory.host import memory_roots, own_memory
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import Clock
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import MEMORY_WAIT_S
 
 VARIABLE = "ELASTIC_NODE_MEMORY"
 KEEP = LatestN(3)  # ranks write at their own pace, and a checkpoint needs all their parts
@@ -37,11 +38,12 @@ class MemoryTier:
         clock: Clock,
         env: Mapping[str, str] = os.environ,
     ) -> None:
-        self._every_steps = every_steps
+        self.every_steps = every_steps
         self._report = report
         self._failure = ""  # that was reported
         self._saved_step = self._previous_step = -1
         self._engine: SupervisedEngine | None = None
+        self.waits = False  # training waits where this rank's writing falls behind
         folder = node_memory(env)
         if folder is None:
             self._report_once("memory", "no agent hosts memory here: checkpoints go to disk only")
@@ -62,20 +64,32 @@ class MemoryTier:
         )
 
     def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
-        """Between two steps: save if it is time, and there is a free buffer. Never waits."""
+        """Between two steps: save if it is time, and there is a free buffer. Waits only where
+        :attr:`waits` is set: until the share of an earlier boundary is written."""
         step = job.progress.step
         if self._engine is None:
             return
         self._engine.poll()
+        if self.waits:
+            self._engine.finish_writing(MEMORY_WAIT_S)
         # With accumulated gradients several steps lie between two boundaries.
         before = self._previous_step if 0 <= self._previous_step < step else step - 1
         self._previous_step = step
-        if step // self._every_steps == before // self._every_steps or step == self._saved_step:
+        if step // self.every_steps == before // self.every_steps or step == self._saved_step:
             return
         self._saved_step = step
         self._engine.save(
             job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
         )
+
+    def save_now(self, job: JobState, world: checkpoints.WriterGroup, budget_s: float) -> None:
+        """Write this rank's share of the present step, unless that was begun, and wait for it."""
+        if self._engine is None:
+            return
+        if job.progress.step != self._saved_step:
+            self._saved_step = job.progress.step
+            self.begin(job, world, wait_s=budget_s)
+        self._engine.finish_writing(budget_s)
 
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float

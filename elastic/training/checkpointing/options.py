@@ -40,7 +40,8 @@ class Checkpoints:
     when: WhenGiven = None  # a checkpoints.SavePolicy, or the steps between two saves (50)
     keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy; a number is the newest ones
     required: bool = False  # refuse to start from step 0 (exit code 65)
-    memory: int | bool = False  # steps between two saves into the nodes' memory; True: 10
+    # Steps between two saves into the nodes' memory. True: 10; None: 10 with run.build, else none.
+    memory: int | bool | None = None
 
     @property
     def local_folder(self) -> str | None:

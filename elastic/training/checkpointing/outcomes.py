@@ -23,7 +23,9 @@ class OutcomeLog:
     def ended(self, outcome: SaveOutcome, *, is_known_elsewhere: bool) -> None:
         """A save has ended. ``is_known_elsewhere``: another rank logs its commit as well."""
         if outcome.status is not SaveStatus.COMMITTED:
-            self.skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}")
+            # The next world saves this step, or has it already.
+            level = logging.DEBUG if outcome.status is SaveStatus.STALE else logging.WARNING
+            self.skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}", level=level)
             self._failures_in_a_row += 1
             if self._failures_in_a_row == WARN_AFTER_FAILURES:
                 self._warn_of_failures(outcome)

@@ -6,19 +6,22 @@ failure of one rank is raised on all: none is left waiting in a collective.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from checkpoints import CheckpointInfo, LoadResult
 from checkpoints.format.state_tree import Node, flatten, unflatten
+from checkpoints.tensors.dtensors import is_dtensor
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateRestored
-from elastic.process_group import broadcast_json, broadcast_tensors
+from elastic.process_group import broadcast_json, broadcast_tensors, peer_group
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.folder import RestoreSource
 from elastic.training.checkpointing.saver import Saver
+from elastic.training.gradients.sharding import local_value
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
 from elastic.world.world import World
@@ -49,13 +52,16 @@ def restore(
         origin = _load(world, job, saver, source.name)
     saver.resume(origin, source.generation, job.progress.step)
     name, took_s = source.name or "initial", SYSTEM_CLOCK.monotonic() - began_s
-    journal.emit(StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)))
+    journal.emit(
+        StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)),
+        level=logging.INFO if world.rank == 0 else logging.DEBUG,
+    )
     return source.generation
 
 
 def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:
     def read_and_check() -> LoadResult:
-        loaded = saver.load(name)
+        loaded = saver.load(name, job)
         job.check(loaded.state, f"checkpoint {name}")
         return loaded
 
@@ -66,15 +72,23 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
 
 def _share_initial(world: World, job: JobState) -> None:
     """Rank 0's state to all, tensors and the rest alike."""
-    node, tensors = on_all_ranks(world, lambda: flatten(job.tree()))
-    plan = broadcast_json(_plan(node, tensors))
-    on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], tensors))
-    modules = {name: t for name, t in tensors.items() if name.startswith("model/")}
-    broadcast_tensors(modules)
-    small = _small_tensors(world, plan["specs"], tensors)
+    node, every = on_all_ranks(world, lambda: flatten(job.tree()))
+    plan = broadcast_json(_plan(node, every))
+    on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], every))
+    # What run.build has made is alike on all ranks, and no rank has the shards of another one.
+    own = {n for n, t in every.items() if is_dtensor(t)} if job.built is not None else set()
+    tensors = {name: t for name, t in every.items() if name not in own}
+    specs = {name: spec for name, spec in plan["specs"].items() if name not in own}
+    modules = {
+        name: local_value(t)
+        for name, t in tensors.items()
+        if name.startswith("model/") or is_dtensor(t)
+    }
+    broadcast_tensors(modules, group=peer_group())  # shards: those of the first replica
+    small = _small_tensors(world, specs, tensors)
     broadcast_tensors(small)
     if world.rank != 0:
-        tree = unflatten(plan["tree"], lambda path, name: small.get(name, modules.get(name)))
+        tree = unflatten(plan["tree"], lambda path, name: small.get(name, every.get(name)))
         on_all_ranks(world, lambda: job.apply_small(tree))
     else:
         on_all_ranks(world, lambda: None)
@@ -101,7 +115,11 @@ def _small_tensors(
     world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Copies, on the CPU, of what trackers hold: rank 0's, and room for them on the others."""
-    names = [name for name in specs if not name.startswith("model/")]
+    names = [
+        name
+        for name in specs
+        if not name.startswith("model/") and not (name in tensors and is_dtensor(tensors[name]))
+    ]
     if world.rank == 0:
         return {name: tensors[name].cpu() for name in names}
     return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}

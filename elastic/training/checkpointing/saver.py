@@ -4,20 +4,17 @@ Used by the :mod:`~elastic.training.checkpointing.manager` and within this packa
 for the life of the process: the caller's thread copies this rank's share, a thread of the engine
 writes and commits. Nothing here waits for another rank, and every failure is an event: training
 continues with the older checkpoints.
-
-A save belongs to the world that began it. When that world breaks, a peer may be gone with its
-share: what could not be committed by then is abandoned, and removed by the next world's rank 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
@@ -25,20 +22,13 @@ from elastic.training.checkpointing.due import Due
 from elastic.training.checkpointing.folder import CheckpointFolder, RestoreSource
 from elastic.training.checkpointing.memory_limit import MemoryLimit
 from elastic.training.checkpointing.memory_tier import MemoryTier
-from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.checkpointing.options import MEMORY_EVERY_STEPS, Checkpoints
 from elastic.training.checkpointing.outcomes import OutcomeLog
+from elastic.training.checkpointing.writers import WriterHistory, Writers
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import BUSY_WAIT_S
 from elastic.world.world import World
-
-
-@dataclass(eq=False)
-class _Writers:
-    """The ranks of one world, as the writers of its checkpoints."""
-
-    group: checkpoints.WriterGroup
-    is_over: bool = False  # the world broke: what it could not commit by now lacks a share
 
 
 class Saver:
@@ -53,24 +43,14 @@ class Saver:
         self._folder = None
         self._memory: MemoryTier | None = None
         if policy is not None:
-            every = policy.memory_steps
-            self._folder = CheckpointFolder(
-                policy.folder, self._outcomes.skipped, memory=every is not None
-            )
-            if every is not None:
-                self._memory = MemoryTier(
-                    every,
-                    report=self._outcomes.skipped,
-                    on_death=self._outcomes.writer_died,
-                    clock=clock,
-                )
-        self._breaks = 0  # worlds of this process
+            self._folder = CheckpointFolder(policy.folder, self._outcomes.skipped)
+            if policy.memory_steps is not None:
+                self._keep_in_memory(policy.memory_steps)
+        self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # by this node's agent
-        self._lineage: checkpoints.Lineage = ()
-        self._generation = 0
+        self.is_resumed = False  # the state comes from a checkpoint
         self._saved_step = 0  # the last step that this world need not save any more
-        self._writers: _Writers | None = None
         self._latest: SaveHandle | None = None  # of the present world
         self._others_are_stuck = False
         self._memory_limit = MemoryLimit()
@@ -80,12 +60,37 @@ class Saver:
             self.engine = SupervisedEngine(
                 self._folder.storage,
                 _AmendableRetention(self),
-                report=self._report,
+                report=self.report,
                 on_death=self._outcomes.writer_died,
                 clock=clock.wall,
                 monotonic=clock.monotonic,
                 sleep=clock.sleep,
             )
+
+    def keep_shards_in_memory(self) -> None:
+        """No rank holds all of the state: save it into the nodes' memory, unless the policy says
+        no, and let no rank run ahead of its own writing."""
+        if self._policy is None or self._policy.memory is False:
+            return
+        if self._memory is None:
+            self._keep_in_memory(MEMORY_EVERY_STEPS)
+        if self._memory is not None:
+            self._memory.waits = True
+
+    @property
+    def memory_steps(self) -> int | None:
+        """Steps between two saves into the nodes' memory; None: there is none."""
+        return self._memory.every_steps if self._memory is not None else None
+
+    def _keep_in_memory(self, every_steps: int) -> None:
+        assert self._folder is not None
+        self._folder.has_memory = True
+        self._memory = MemoryTier(
+            every_steps,
+            report=self._outcomes.skipped,
+            on_death=self._outcomes.writer_died,
+            clock=self._clock,
+        )
 
     # -- the folder ---------------------------------------------------------------------------
 
@@ -122,66 +127,62 @@ class Saver:
             self.due.observed(before.running_s, before.failures)
         return self._folder.resolve(world, required=self._policy.required)
 
-    def load(self, name: str) -> checkpoints.LoadResult:
-        """Read and verify a checkpoint into fresh memory."""
+    def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
+        """Read and verify a checkpoint into fresh memory, as this rank of ``job`` holds it."""
         assert self._folder is not None
-        return self._folder.load(name)
+        return self._folder.load(name, job)
 
     # -- worlds -------------------------------------------------------------------------------
 
     def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
         """From now on save as ``generation``, which began at ``step`` with ``origin``'s state."""
-        self._lineage = checkpoints.derive_lineage(origin, generation)
-        self._generation = generation
+        self.writers.descend(checkpoints.derive_lineage(origin, generation), generation)
+        self.is_resumed = origin is not None
         self._saved_step = self._outcomes.committed_step = step
 
     @property
     def origin(self) -> tuple[checkpoints.Lineage, int, int]:
         """Lineage, generation and last committed step: for the next world's saves."""
         self.poll()
-        return self._lineage, self._generation, self._outcomes.committed_step
+        return self.writers.lineage, self.writers.generation, self._outcomes.committed_step
 
     def inherit(self, lineage: checkpoints.Lineage, generation: int, saved_step: int) -> None:
         """From now on save as ``generation``, which began with a live peer's state."""
-        self._lineage, self._generation = lineage, generation
+        self.writers.descend(lineage, generation)
         self._saved_step = self._outcomes.committed_step = saved_step
 
     def enter(self, world: World, job: JobState) -> None:
         """State is restored in ``world``: saves are for it from now on."""
         if self._folder is None or self.due is None or self.engine is None:
             return
-        before = self._writers
-        writers = _Writers(
-            checkpoints.WriterGroup(
-                nonce=world.nonce,
-                generation=self._generation,
-                rank=world.rank,
-                size=world.size,
-                lineage=self._lineage,
-                fence=lambda: self._may_commit(writers),
+        if job.is_sharded and self._memory is not None:
+            raise ConfigError(
+                "elastic.Checkpoints(memory=…) with elastic.join(mesh=…): saves of shards into the "
+                "nodes' memory are not built yet",
+                hint="leave memory out: another replica has the state of one that dies",
             )
-        )
-        self._writers, self._latest = writers, None
+        before = self.writers.present
+        writes = self.writers.enter(world, job, self._may_commit)
+        self._latest = None
         self.due.enter(rank=world.rank, size=world.size)
         if world.rank == 0:
-            self._folder.ownership.failures = lambda: self._breaks
+            self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()
-        self.engine.reserve(job.tree(), rank=world.rank, world_size=world.size)
+        if self.writers.is_writer:
+            self.engine.reserve(job.tree(), rank=writes.rank, world_size=writes.size)
         if world.rank == 0 and before is not None and before.is_over:
-            generation = self._generation
+            generation = self.writers.generation
             self.engine.submit(lambda: self._sweep(generation, world.nonce))
 
     def leave(self, *, broken: bool) -> None:
         """The present world is over. Broken: a peer may be gone, and never write its shares."""
-        if self._writers is not None and broken and not self._writers.is_over:
-            self._writers.is_over = True
-            self._breaks += 1
-            if self.due is not None:
-                self.due.failures += 1
+        if self.writers.leave(broken=broken) and self.due is not None:
+            self.due.failures += 1
 
-    def _may_commit(self, writers: _Writers) -> bool:
+    def _may_commit(self, writers: Writers) -> bool:
         """On the engine's thread. False: a newer world exists, or the agent does not permit it."""
-        is_stale = writers.is_over or (writers is self._writers and self.is_superseded())
+        is_present = writers is self.writers.present
+        is_stale = writers.is_over or (is_present and self.is_superseded())
         return not is_stale and self.is_permitted()
 
     def _sweep(self, generation: int, nonce: str) -> None:
@@ -211,8 +212,8 @@ class Saver:
         self._others_are_stuck = is_stuck
         if self.due.is_due(job.progress.step, self._saved_step, received, in_flight):
             self.save(job)
-        if self._memory is not None and self._writers is not None and not self._writers.is_over:
-            self._memory.at_boundary(job, self._writers.group)
+        if self._memory is not None and (group := self._group) is not None:
+            self._memory.at_boundary(job, group)
 
     @property
     def needs_agreement(self) -> bool:
@@ -232,7 +233,7 @@ class Saver:
         Raises checkpoints.StateError if the state holds what cannot be saved.
         """
         step = job.progress.step
-        if self.due is None or self._writers is None or step <= self._saved_step:
+        if self.due is None or self.writers.present is None or step <= self._saved_step:
             return None
         if self._folder is None or self._folder.ownership.is_lost:
             return None
@@ -244,8 +245,10 @@ class Saver:
 
     def save_again(self, job: JobState, *, wait_s: float) -> SaveHandle | None:
         """Write this rank's share of the present step again, after a save of it was skipped."""
-        assert self._writers is not None
-        self._latest = self.begin(job, self._writers.group, wait_s=wait_s)
+        assert self.writers.present is not None
+        if not self.writers.is_writer:
+            return None
+        self._latest = self.begin(job, self.writers.present.group, wait_s=wait_s)
         return self._latest
 
     def begin(
@@ -261,6 +264,11 @@ class Saver:
             wait_s=wait_s,
         )
 
+    def save_between_worlds(self, job: JobState, budget_s: float) -> None:
+        """All ranks leave at this step: write this rank's share into memory, and wait for that."""
+        if self._memory is not None and (group := self._group) is not None:
+            self._memory.save_now(job, group, budget_s)
+
     def begin_in_memory(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
@@ -272,29 +280,10 @@ class Saver:
     # -- the end ------------------------------------------------------------------------------
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the ranks of the present world can still save together."""
-        return self._writers is not None and not self._writers.is_over
-
-    @property
-    def rank(self) -> int:
-        """In the present world, or the last one."""
-        return self._writers.group.rank if self._writers is not None else 0
-
-    @property
-    def world_size(self) -> int:
-        """Of the present world, or the last one."""
-        return self._writers.group.size if self._writers is not None else 1
-
-    @property
-    def nonce(self) -> str:
-        """Of the present world, or the last one."""
-        return self._writers.group.nonce if self._writers is not None else ""
-
-    @property
-    def generation(self) -> int:
-        """The generation that this rank's state belongs to."""
-        return self._generation
+    def _group(self) -> checkpoints.WriterGroup | None:
+        """The writers of the present world; None if they can no longer save together."""
+        present = self.writers.present
+        return present.group if present is not None and not present.is_over else None
 
     def has_committed(self, step: int) -> bool:
         """Whether this rank knows that the step is on disk."""
@@ -303,12 +292,6 @@ class Saver:
     def handle_of(self, step: int) -> SaveHandle | None:
         """The save of that step in the present world, if there was one."""
         return self._latest if self._latest is not None and self._latest.step == step else None
-
-    def world_of_one(self, nonce: str) -> checkpoints.WriterGroup:
-        """The writer group of a checkpoint that only this rank writes."""
-        return checkpoints.WriterGroup(
-            nonce=nonce, generation=self._generation, lineage=self._lineage
-        )
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
         """Call back with the names in the folder, on the engine's thread."""
@@ -361,15 +344,16 @@ class Saver:
 
     # -- outcomes -----------------------------------------------------------------------------
 
-    def _report(self, outcome: SaveOutcome) -> None:
+    def report(self, outcome: SaveOutcome) -> None:
+        """A save of this process has ended."""
         # All ranks see a commit; one line in the logs is enough.
-        is_known_elsewhere = self.rank > 0 and self.nonce in outcome.name
+        is_known_elsewhere = self.writers.rank > 0 and self.writers.nonce in outcome.name
         self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)
         if outcome.status is SaveStatus.COMMITTED:
             phases.saved(outcome.step)
             if self.due is not None:
                 self.due.measured(outcome.stall_s)
-            self._memory_limit.saw_share(outcome.bytes_written, self.world_size)
+            self._memory_limit.saw_share(outcome.bytes_written, self.writers.world_size)
 
 
 class _AmendableRetention(RetentionPolicy):

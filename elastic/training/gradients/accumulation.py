@@ -8,6 +8,8 @@ world changes in order, before the next one.
 
 from __future__ import annotations
 
+from collections import deque
+
 from elastic.training.step import Step
 
 
@@ -17,6 +19,8 @@ class Accumulation:
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.has_updates = False  # some optimizer stepped, while another one accumulates
+        self._lengths: deque[int] = deque(maxlen=2)  # of the last groups
+        self._interrupted: int | None = None  # the number of the first step of a group to be redone
 
     @property
     def since(self) -> int | None:
@@ -31,8 +35,27 @@ class Accumulation:
     def end(self, step: Step) -> list[Step]:
         """Optimizers have used all gradients: what is committed now, ``step`` last."""
         steps = [*self._steps, step]
+        self._lengths.append(len(steps))
+        self._interrupted = None
         self.drop()
         return steps
+
+    def other_length(self, step: Step) -> tuple[int, int] | None:
+        """If the group that ``step`` ends was interrupted before: how many iterations it has now,
+        and how many those before it had, unless they are as many."""
+        length = len(self._steps) + 1
+        first = step.number if self.since is None else self.since
+        usual = self._lengths[0] if len(set(self._lengths)) == 1 and len(self._lengths) == 2 else 1
+        is_other = self._interrupted == first and 1 < usual != length
+        return (length, usual) if is_other else None
+
+    def interrupt(self, step: Step | None) -> None:
+        """A fault of the world, in ``step``: the iterations are to be done again."""
+        if self.since is not None:
+            self._interrupted = self.since
+        elif step is not None:
+            self._interrupted = step.number
+        self.drop()
 
     def take_last(self) -> Step | None:
         """The last iteration, out of here; None if there is none."""

@@ -2,9 +2,12 @@
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 separate collective. The first bucket of gradients is summed over all ranks in every step
-anyway, so it is made three elements longer: each is 1 on a rank that sets the flag, so a sum above
+anyway, so it is made five elements longer: each is 1 on a rank that sets the flag, so a sum above
 0 means that some rank did. The bucket's own memory grows by them, once, so that no
 gradient is copied (docs/decisions/0014).
+
+The last two say whether the number of the rank's step is even or odd. If both are set, gradients of
+different steps were summed: a rank has left a step without a backward pass.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.errors import TrainingError
 from elastic.process_group import all_sum
 
-_COUNT = 3
+COUNT = 5  # of the elements
+_PARITY = 3  # where the flags of even and odd steps are
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,17 @@ class ControlFlags:
     def __init__(self) -> None:
         self._sent = StepFlags()
         self._ends: list[torch.Tensor] = []
+        self._step: int | None = None
+        self._nothing: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def begin_step(self, number: int) -> None:
+        """The gradients that are sent next are those of step ``number``."""
+        self._step = number
+        self._ends.clear()
+
+    def abstain(self) -> None:
+        """Send no number until the next step begins: this rank has none, and its peers go on."""
+        self._step = None
 
     def send(self, flags: StepFlags) -> None:
         """A step begins: send these flags with its gradients."""
@@ -45,12 +61,19 @@ class ControlFlags:
     def write(self, end: torch.Tensor) -> None:
         """Write the flags into ``end``, which follows gradients that are about to be summed; the
         flags of all ranks are read from there once they are."""
+        parity = None if self._step is None else self._step % 2
+        key = parity, end.dtype, end.device
+        pattern = self._nothing.get(key)
+        if pattern is None:
+            numbers = [0.0] * COUNT
+            if parity is not None:
+                numbers[_PARITY + parity] = 1.0
+            pattern = self._nothing[key] = torch.tensor(numbers, dtype=end.dtype, device=end.device)
+        end.copy_(pattern)
         sent = self._sent
-        if sent == _NOTHING:
-            end.zero_()
-        else:
-            numbers = [float(sent.save), float(sent.leaving), float(sent.stuck)]
-            end.copy_(torch.tensor(numbers, dtype=end.dtype))
+        if sent != _NOTHING:
+            flags = [float(sent.save), float(sent.leaving), float(sent.stuck)]
+            end[:_PARITY] = torch.tensor(flags, dtype=end.dtype)
         self._ends.append(end)
 
     def forget(self) -> None:
@@ -65,8 +88,19 @@ class ControlFlags:
         """The flags of all ranks in this step; None if no bucket has carried any."""
         if not self._ends:
             return None
-        sums = [end.tolist() for end in self._ends]
+        sums = [end[:_PARITY].tolist() for end in self._ends]
         return _flags_of([sum(values) for values in zip(*sums, strict=True)])
+
+    def require_one_step(self, number: int) -> None:
+        """Raise TrainingError if ranks have sent gradients of different steps; ``number`` is this
+        rank's. All ranks see it."""
+        if any(even > 0 and odd > 0 for even, odd in (e[_PARITY:].tolist() for e in self._ends)):
+            raise TrainingError(
+                f"at step {number} gradients of different steps were summed: a rank has left a "
+                "step without a backward pass, by `continue` or after an exception",
+                hint="leave a step out on all ranks or on none, by what every rank calls: "
+                "`if run.mean(1.0, bad=float(is_bad))['bad'] > 0: continue`",
+            )
 
 
 class Room:
@@ -83,12 +117,12 @@ class Room:
             return None
         count, storage = gradients.numel(), gradients.untyped_storage()
         size_bytes = count * gradients.element_size()
-        longer_bytes = size_bytes + _COUNT * gradients.element_size()
+        longer_bytes = size_bytes + COUNT * gradients.element_size()
         if storage.nbytes() != longer_bytes:
             if storage.nbytes() != size_bytes or not storage.resizable():
                 return None
             storage.resize_(longer_bytes)  # all its views keep referring to its memory
-        both = gradients.as_strided((count + _COUNT,), (1,))
+        both = gradients.as_strided((count + COUNT,), (1,))
         return cls(both, both[count:])
 
     def is_behind(self, gradients: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from elastic.torch_private import call_after_backward, current_backward
 from elastic.training.gradients.control_flags import ControlFlags, Room
 
 _OUTSIDE = -1  # of every backward pass
-_NEARLY = 1e-12  # n/N times the size, where it is 1 but for rounding
+NEARLY = 1e-12  # n/N times the size, where it is 1 but for rounding
 
 
 class Reduction:
@@ -96,7 +96,7 @@ class Reduction:
     def rescale(self, weight: float) -> float | None:
         """What local gradients have to be multiplied with, to be reduced with those of a step in
         which this rank holds another part, ``weight``. None: they cannot be."""
-        if not self.is_local or abs(weight - self._weight) <= _NEARLY:
+        if not self.is_local or abs(weight - self._weight) <= NEARLY:
             return 1.0
         return None if self._is_mixed or not weight else self._weight / weight
 
@@ -105,7 +105,7 @@ class Reduction:
         factor = self._weight * self._divisor
         if factor == 0.0:
             gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
-        elif abs(factor - 1.0) > _NEARLY:
+        elif abs(factor - 1.0) > NEARLY:
             gradients.mul_(factor)
 
     def all_reduce(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> dist.Work:
@@ -156,13 +156,15 @@ class Reduction:
 
     def speak_again(self) -> None:
         """Send this rank's flags with the next bucket, too: peers begin another step."""
+        if self.flags is not None:
+            self.flags.abstain()
         self._has_spoken = False
         self.has_forward = True  # on a peer
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
         """The gradients of a step's first bucket, followed by this rank's flags."""
-        if self.flags is None or self._has_spoken:
-            return gradients
+        if self.flags is None or self._has_spoken or gradients.layout is not torch.strided:
+            return gradients  # behind sparse ones there is no room: a dense bucket comes later
         self._has_spoken = True
         room = self._room
         if room is None or not room.is_behind(gradients):

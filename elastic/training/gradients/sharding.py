@@ -3,8 +3,9 @@
 A world that changes in process takes its group down and builds another one. DTensors (FSDP2's
 ``fully_shard``, ``parallelize_module``, anything on a DeviceMesh) and FSDP1 keep the groups that
 they were made with, and a rank that joins has no shards: neither DDP nor the transfer of state
-between ranks can be right for them. They recover by a restart of the workers, without
-``elastic.join``: docs/how-to/sharded.md, which every refusal names together with the lines.
+between ranks can be right for them. FSDP2 over the replicas of ``elastic.join(mesh=…)`` is another
+matter (:mod:`elastic.training.gradients.sharded`); all others recover by a restart of the workers,
+without ``elastic.join``: docs/how-to/sharded.md, which every refusal names together with the lines.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoints.tensors.dtensors import is_dtensor
+from checkpoints.tensors.dtensors import is_dtensor, local_of
 from elastic import torch_private
 from elastic.errors import ConfigError
 
 _INSTEAD = """\
-a sharded model recovers by a restart of its workers (docs/how-to/sharded.md has the whole loop): \
-leave out elastic.join, run.wrap, run.track and run.retry, and use in their place
+FSDP2 in replicas recovers in process: elastic.join(mesh={"shard": 2}), and \
+run.wrap(fully_shard(model, mesh=run.mesh["shard"])). Over the whole world it is built in each one:
+      def build(mesh):
+          model = Net(); fully_shard(model, mesh=mesh)
+          return model, torch.optim.AdamW(model.parameters())
+      def train():
+          model, optimizer = run.build(build)                     # in place of run.wrap, run.track
+          for epoch in run.epochs(…): …
+      run.retry(train)
+    any other sharded model recovers by a restart of its workers (docs/how-to/sharded.md has all \
+loops): leave out elastic.join, run.wrap, run.track and run.retry, and use in their place
       dist.init_process_group()                  # torchrun --rdzv-backend=etcd-v3 …
       fully_shard(model)                         # or parallelize_module(model, mesh, plan)
       optimizer = torch.optim.AdamW(model.parameters())           # after the model is sharded
@@ -54,6 +64,26 @@ def refuse_tensors(call: str, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if found := _description(tensor):
             raise refusal(f"{call}: {name} is {found}")
+
+
+def refuse_stale_optimizers(module: str, names: Iterable[str]) -> None:
+    """Raise ConfigError if there are tracked optimizers of parameters that no module has."""
+    if stale := list(names):
+        raise ConfigError(
+            f"run.track({stale[0]}=…): an optimizer over parameters that the wrapped {module} does "
+            "not have: those from before it was sharded, which get no gradients",
+            hint="make the optimizer after fully_shard: torch.optim.AdamW(model.parameters())",
+        )
+
+
+def local_value(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: its shard, or all of it."""
+    return local_of(tensor) if is_dtensor(tensor) else tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module has sharded parts."""
+    return bool(_sharded_part(module))
 
 
 def sharded_parameter(optimizer: torch.optim.Optimizer) -> str:

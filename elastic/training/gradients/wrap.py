@@ -9,7 +9,7 @@ and the user's variables keep pointing at the right thing.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +27,12 @@ from elastic.process_group import (
     semantics_of,
 )
 from elastic.training.gradients.reduction import Reduction, weighted_sum
+
+if TYPE_CHECKING:
+    from elastic.training.gradients.sharded import ShardedModule
+
+Wrapped: TypeAlias = "ElasticDDP | ShardedModule"
+"""A module of the job, in either form."""
 
 # Module.__init__ starts these afresh; they belong to the user.
 _HOOK_TABLES = (
@@ -201,6 +207,11 @@ class ElasticDDP(DDP):
             torch_private.multiply_each(gradients, factor)
         self.reduction.begin(weight)
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Never: those of passes under ``no_sync()`` are in the parameters' ``.grad``."""
+        return False
+
     def frozen_indices(self) -> list[int]:
         """Which of the parameters are not trained, in their order."""
         return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
@@ -252,6 +263,11 @@ class ElasticDDP(DDP):
         """In a world those that it began with, as in DDP: a walk through a large model in every
         step would cost more than a millisecond."""
         return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
+
+    @property
+    def local_parameters(self) -> tuple[torch.Tensor, ...]:
+        """What this rank holds of them: everything."""
+        return self.all_parameters
 
 
 _is_trained = attrgetter("requires_grad")

@@ -11,25 +11,23 @@ import torch
 
 from elastic.errors import TrainingError
 from elastic.hangs.phases import phases
-from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.current_step import CurrentStep
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.callbacks import StepCallbacks
-from elastic.training.recovery.progress import RankProgress
+from elastic.training.observers.step_observers import Recorders
 from elastic.training.recovery.selection import Strategies
-from elastic.training.state.registry import Registry
+from elastic.training.recovery.training_state import TrainingState
 from elastic.training.state.replicas import (
     compare,
     differing_names,
     is_compared_after,
+    settings_of,
     warn_of_differing,
 )
 from elastic.training.state.rollback import PARTIAL
 from elastic.training.step import Step
-from elastic.training.step_account import StepAccount
 from elastic.world.world import World
 
 
@@ -38,26 +36,23 @@ class Commits:
 
     def __init__(
         self,
-        registry: Registry,
-        current: CurrentStep,
+        state: TrainingState,
         lifecycle: Lifecycle,
         strategies: Strategies,
-        progress: RankProgress,
         checkpoints: CheckpointManager,
         callbacks: StepCallbacks,
-        ledger: Ledger,
-        account: StepAccount,
+        recorders: Recorders,
     ) -> None:
-        self._job = registry.job
-        self._guard = registry.guard
-        self._current = current
+        self._job = state.job
+        self._guard = state.guard
+        self._current = state.current
+        self._progress = state.progress
         self._lifecycle = lifecycle
         self._strategies = strategies
-        self._progress = progress
         self._checkpoints = checkpoints
         self._callbacks = callbacks
-        self._ledger = ledger
-        self._account = account
+        self._ledger = recorders.ledger
+        self._observers = recorders.observers
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = False
@@ -71,27 +66,34 @@ class Commits:
         self._current.drop()
         self._job.progress.step += 1
         phases.committed(self._job.progress.step)
-        self._account.committed(self._job.progress.step)
         self._checkpoints.step_ended()
         if loader is not None:
             loader.advance()
             for other in self._job.loaders.values():
                 other.following.commit(step)
+        self._observers.committed(self._job.progress.step)
         if waiting:
             self._current.accumulation.add(step)
         else:
+            is_last = loader is not None and loader.position.step == len(loader)
+            lengths = None if is_last else self._current.accumulation.other_length(step)
             self._commit(step)
+            if lengths is not None:
+                self._checkpoints.stop()  # nothing of these weights is to be saved
+                raise _shifted(step, *lengths)
 
     def finish(self) -> None:
         """Training is complete: nothing is open any more."""
         self.call_back_again()
         if (last := self._current.accumulation.take_last()) is not None:
-            self._commit(last)  # gradients are left over: as in any loop, nobody uses them
+            self._commit(last)  # leftover gradients are dropped, as in any loop
 
     def _waiting(self, step: Step) -> list[str]:
         """The optimizers that hold gradients of this step for later ones."""
         if not self._strategies.active.can_roll_back:
             return []
+        if self._job.built is not None:
+            return self._job.built.accumulating(step.stepped)
         waiting = self._guard.accumulating(step)
         if not waiting or self._guard.has_stepped:
             return waiting
@@ -112,7 +114,7 @@ class Commits:
         if self._strategies.active.can_roll_back:
             place = (last.number, last.epoch, last.index)
             self._progress.committed(place, len(self._callbacks))
-        self._compare_replicas(last)  # not before: the step counts, whatever becomes of its peers
+        self._compare_replicas(last)  # last: the step is committed even if a peer fails now
         self._call_back(last, len(self._callbacks))
         self._strategies.active.committed()
 
@@ -127,7 +129,7 @@ class Commits:
             )
 
     def _call_back(self, step: Step, left: int) -> None:
-        """Call the last ``left`` callbacks: once each, whatever becomes of the world meanwhile."""
+        """Call the last ``left`` callbacks: once each, even if the world changes meanwhile."""
         for callback in self._callbacks.last(left):
             callback(step)
             self._lifecycle.settle()  # it may have used what an abort has left of a collective
@@ -136,10 +138,10 @@ class Commits:
                 self._progress.called_back(left)
 
     def call_back_again(self) -> None:
-        """Callbacks of the last step that a fault has interrupted are called in this world."""
+        """Call those callbacks of the last step that a fault has prevented."""
         tag = self._progress.tag
         if tag is not None and tag.callbacks:
-            step = Step.past(*self._progress.callback_step, self._lifecycle.world.size)
+            step = Step.past(*self._progress.callback_step, self._lifecycle.world.data_size)
             self._call_back(step, tag.callbacks)
 
     def _warn_of_accumulation(self, waiting: list[str]) -> None:
@@ -153,25 +155,40 @@ class Commits:
             )
 
     def _compare_replicas(self, step: Step) -> None:
-        """Now and then, and in the first step of each world where something is not wrapped."""
+        """Now and then, and after the first update of each world: what a joining process lacks of
+        a script's own state shows there."""
         world = self._lifecycle.world
         if not step.optimizer_stepped or world.size == 1:
             return
         weights: dict[str, Sequence[torch.Tensor]] = {}
-        if is_compared_after(step.number):
+        is_first = self._compared_in is not world and not step.replay
+        if is_first:
+            self._compared_in = world
+        if is_first or is_compared_after(step.number):
             # Always, since new ranks have not warned yet, and all ranks have to call it.
-            differing = differing_names(self._job.user)
+            with self._lifecycle.replica.whole():
+                differing = differing_names(self._job.user)
             if differing and not self._has_warned_of_state:
                 self._has_warned_of_state = True
                 warn_of_differing(differing)
-            weights |= {name: m.all_parameters for name, m in self._job.modules.items()}
-        if (unwrapped := self._guard.unwrapped) and self._compared_in is not world:
-            self._compared_in = world
-            weights |= unwrapped
+            weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
+        if is_first:
+            weights |= self._guard.unwrapped
         if not weights:
             return
         try:
-            compare(weights, world.rank, step.number)
+            with self._lifecycle.replica.whole():
+                compare(weights, settings_of(self._guard.tracked), world, step.number)
         except TrainingError:
             self._checkpoints.stop()  # nothing of these weights is to be saved
             raise
+
+
+def _shifted(step: Step, length: int, usual: int) -> TrainingError:
+    return TrainingError(
+        f"the gradients of {length} batches were used in step {step.number}, before it those of "
+        f"{usual}: the script's count of batches went on while a fault of the world had them done "
+        "again from the first",
+        hint="count with enumerate(loader, start=loader.index), or make the object that counts in "
+        "the function that run.retry calls",
+    )

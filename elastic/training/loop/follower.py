@@ -39,13 +39,13 @@ def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]
             put_backs, next_at = following.put_backs, following.position(step)
             if (world, at) != (loop.lifecycle.world, (put_backs, next_at)):
                 world = loop.lifecycle.world
-                batches = loader.batches(world.rank, world.size, keeps_workers=True)
+                batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
             assert world is not None
             info, batch = next(batches, (None, None))
             if info is None:
                 following.end()
                 return
-            _check_fits(leader, step, loader, info, world.size)
+            _check_fits(leader, step, loader, info, world.data_size)
             at = (put_backs, following.give(step))
             yield batch
     except GeneratorExit:

@@ -15,7 +15,9 @@ from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.plan import Position
 from elastic.training.loop.consumers import Consumer, consumer_of
 from elastic.training.loop.follower import follow
+from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
+from elastic.training.state.job_state import JobState
 from elastic.training.step import Step
 from elastic.world.world import world_from_environment
 
@@ -27,14 +29,28 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
     (evaluation, schedulers) is part of it, and repeated if it was interrupted.
     """
     loop.bootstrap.enter_loop()
-    loop.scope.owns_epochs = True
+    loop.scope.owns_epochs, loop.scope.epochs = True, count
+    loop.scope.epoch_steps.clear()
     try:
         while loop.epoch < count:
             yield loop.epoch
             loop.end_epoch()
     finally:
-        loop.scope.owns_epochs = False
+        loop.scope.owns_epochs, loop.scope.epochs = False, None
     loop.finish()
+
+
+def steps_left(scope: Scope, job: JobState) -> int | None:
+    """For people: of what `run.plan_steps` has said, else of all epochs. None if the script counts
+    them itself, or has several loaders."""
+    if scope.total_steps is not None:
+        return max(0, scope.total_steps - job.progress.step)
+    if scope.epochs is None or len(job.loaders) != 1:
+        return None
+    (loader,) = job.loaders.values()
+    position, epoch = loader.position, job.progress.epoch
+    done = position.step if position.epoch == epoch else 0
+    return max(0, (scope.epochs - epoch) * len(loader) - done)
 
 
 def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
@@ -46,7 +62,7 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     loop.bootstrap.enter_loop()
     loop.begin_pass(loader)
     world = loop.lifecycle.world
-    batches = loader.batches(world.rank, world.size, keeps_workers=True)
+    batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
     phases.enter(Phase.DATA)
     try:
         for first in batches:
@@ -81,7 +97,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         # Nothing can be trained yet: the script inspects the data, for its shape or statistics.
         loader.following.looked(passed)
         world = loop.lifecycle.world if loop.lifecycle.has_world else world_from_environment()
-        for _, data in loader.batches(world.rank, world.size):
+        for _, data in loader.batches(world.data_rank, world.data_size):
             yield data
         return
     consumer.refuse_cycle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -11,4 +11,14 @@ class Scope:
 
     in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
     owns_epochs: bool = False  # run.epochs counts them, otherwise each pass of a loader is one
+    epochs: int | None = None  # that run.epochs counts to
+    total_steps: int | None = None  # of the job, as run.plan_steps has said
     passes: int = 0  # of this attempt, over loaders without ``run.epochs``
+    epoch_steps: dict[int, int] = field(default_factory=dict)  # of each loader, by its id
+
+    def plan(self, loader_id: int, steps: int) -> int:
+        """Each epoch has ``steps`` of this loader; how many steps the job is to make in all."""
+        self.epoch_steps[loader_id] = steps
+        if self.total_steps is not None:
+            return self.total_steps
+        return (self.epochs or 0) * sum(self.epoch_steps.values())

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.errors import TrainingError
+import torch
+
+from elastic.errors import TrainingError, WorldChanged
 from elastic.hangs.phases import phases
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.current_step import CurrentStep
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.randomness import derive_seed, seed_all
-from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
+from elastic.training.loop.boundary import StepBoundary
 from elastic.training.loop.commits import Commits
 from elastic.training.loop.scope import Scope
 from elastic.training.recovery.bootstrap import Bootstrap
-from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.selection import Strategies
-from elastic.training.state.registry import Registry
+from elastic.training.recovery.training_state import TrainingState
 from elastic.training.step import Batches, Step, StepBatch
-from elastic.worker.worlds import Worlds
 from elastic.world.world import World
 
 
@@ -32,32 +31,30 @@ class StepLoop:
     def __init__(
         self,
         *,
-        registry: Registry,
-        current: CurrentStep,
+        state: TrainingState,
         scope: Scope,
         lifecycle: Lifecycle,
         strategies: Strategies,
         bootstrap: Bootstrap,
-        progress: RankProgress,
         checkpoints: CheckpointManager,
+        boundary: StepBoundary,
         commits: Commits,
-        halt: Halt,
-        worlds: Worlds | None,
         ledger: Ledger,
     ) -> None:
-        self.current = current
+        self.current = state.current
         self.scope = scope
         self.lifecycle = lifecycle
         self.bootstrap = bootstrap
-        self._registry = registry
-        self._job = registry.job
+        self._job = state.job
+        self._guard = state.guard
+        self._progress = state.progress
         self._strategies = strategies
-        self._progress = progress
         self._checkpoints = checkpoints
+        self._boundary = boundary
         self._commits = commits
-        self._halt = halt
-        self._worlds = worlds
         self._ledger = ledger
+        self._has_warned_of_counts = False
+        self._ended: World | None = None  # the script was told, by an exception, that it is over
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -83,9 +80,12 @@ class StepLoop:
         self.current.last_left = None
         self._progress.script_has_run()
         if self.scope.owns_epochs:
+            phases.plan_steps(self.scope.plan(id(loader), len(loader)))
             loader.begin_epoch(self._job.progress.epoch)
             return
         self.scope.passes += 1
+        if self.scope.passes == 1 and self.scope.in_retry and not self._job.user:
+            self._warn_of_counts()
         if self.scope.passes == 2 and self.scope.in_retry and not self._job.user:
             get_logger().warning(
                 "this is the second pass over the loader, without run.epochs: after a fault "
@@ -97,11 +97,24 @@ class StepLoop:
             loader.begin_epoch(loader.position.epoch + 1)
         self._job.progress.epoch = loader.position.epoch
 
+    def _warn_of_counts(self) -> None:
+        """The first pass of an attempt begins, without ``run.epochs`` and with nothing in
+        ``run.state``."""
+        step = self._job.progress.step
+        if step and not self._has_warned_of_counts:
+            self._has_warned_of_counts = True
+            get_logger().warning(
+                "this pass goes on after %d steps of the job, without run.epochs: if the script "
+                "counts steps or epochs in a variable of its own, that has begun anew, and it "
+                "trains too much. Keep the count in run.state, or use run.epochs",
+                step,
+            )
+
     def leave(self, world: World, loader: ElasticLoader) -> None:
-        """The loop over the steps of ``loader`` is left in the middle, for whatever reason.
+        """The loop over the steps of ``loader`` is left in the middle, for any reason.
 
         After `break` or `return` the current step counts if an optimizer has stepped; after a
-        fault of the world it does not. Here they look the same: :meth:`settle` knows.
+        fault of the world it does not. The two cannot be distinguished here, but in :meth:`settle`.
         """
         if self.lifecycle.is_changing:
             return  # the frames of an interrupted attempt are cleared
@@ -109,10 +122,26 @@ class StepLoop:
             self.current.leave(loader)
             if self._strategies.active.settles_left_loops:
                 self.current.last_left = self.current.step
-                self.settle()
+                # Otherwise the next loop does, which can raise: what is raised here, where the
+                # loop's generator is closed, Python prints and forgets.
+                if not any(m.reduction.failure for m in self._job.modules.values()):
+                    self._settle_left()
 
     def settle(self) -> None:
-        """The script continues after it has left a loop: it was its own will."""
+        """The script continues after it has left a loop: it was its own will.
+
+        Raises the fault of the world again that the script has caught in the loop.
+        """
+        if self._ended is not None and self._ended is self.lifecycle.world:
+            raise WorldChanged(
+                "the script has caught the exception that ends this world",
+                hint="let it pass: run.retry continues in the next world",
+            )
+        if self.current.step is not None:
+            self.lifecycle.settle()
+        self._settle_left()
+
+    def _settle_left(self) -> None:
         loader = self.current.take_left_loader()
         if loader is None:
             return
@@ -124,10 +153,10 @@ class StepLoop:
         self.script_goes_on()
 
     def _has_new_gradients(self, step: Step) -> bool:
-        return step.is_last_micro_batch and bool(self._registry.guard.accumulating(step))
+        return step.is_last_micro_batch and bool(self._guard.accumulating(step))
 
     def script_goes_on(self) -> None:
-        """A loop has ended: the script's own code runs outside of one from here on."""
+        """A loop has ended: from here on the script's code runs outside of a step."""
         is_accumulating = self.current.accumulation.since is not None
         if self._strategies.active.can_roll_back and not is_accumulating:
             self._progress.rollback.script_goes_on()
@@ -144,17 +173,22 @@ class StepLoop:
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # what the script has done since the last step counts now
             self._commits.call_back_again()
-            if self._worlds is not None:
-                self._worlds.wait_until_permitted()
-            self._pass_boundary()
+            self._boundary.cross()
             if strategy.can_roll_back:
                 self._progress.before_step(number)
         step = Step(number, first, rest, self._begin_micro_batch, self._progress.masked(number))
+        self._boundary.begin_step(number)
         for module in self._job.modules.values():
             module.begin_step(step.share)
+        if self._job.built is not None:
+            self._job.built.begin_step(step.share, self.lifecycle.world.size)
         self.current.begin(step, loader)
         phases.begin_step(number, step.samples)
-        strategy.before_step(step)
+        try:
+            strategy.before_step(step)
+        except WorldChanged:
+            self._ended = self.lifecycle.world
+            raise
         if self._ledger.is_on:
             self._ledger.begin(
                 generation=self.lifecycle.world.generation,
@@ -165,20 +199,8 @@ class StepLoop:
             )
         return step
 
-    def _pass_boundary(self) -> None:
-        """Everything before the next step is complete: save if it is time, or leave."""
-        if not self._checkpoints.is_open:
-            return
-        self._halt.at_boundary()
-        self.current.last_left = None
-        received = self._checkpoints.at_boundary(self._job)
-        self._strategies.active.at_boundary(received)
-        is_told = self._worlds is not None and self._worlds.is_told_to_leave
-        is_leaving = self._halt.is_preempted or is_told
-        self._checkpoints.announce(self._job, is_leaving=is_leaving)
-
     def _begin_micro_batch(self, step: Step) -> None:
-        rank = self.lifecycle.world.rank
+        rank = self.lifecycle.world.data_rank
         seed_all(derive_seed(self._job.seed, step.number, rank, step.micro_batch))
         is_last = step.is_last_micro_batch
         for module in self._job.modules.values():
@@ -200,7 +222,18 @@ class StepLoop:
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
                 hint="iterate each step to its end: every sample counts once",
             )
+        if loader is not None and self._is_evaluation(step):
+            raise _no_training(step)
         self._commits.commit(step, loader)
+
+    def _is_evaluation(self, step: Step) -> bool:
+        """Whether the script has used the step's batch without training on it."""
+        modules = self._job.modules.values()
+        if step.stepped or any(m.reduction.has_forward for m in modules):
+            return False
+        return not torch.is_grad_enabled() or (
+            bool(modules) and not any(m.module.training for m in modules)
+        )
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -214,6 +247,15 @@ class StepLoop:
         self._commits.finish()
         if not self._progress.is_catching_up:
             self._checkpoints.save(self._job)
+
+
+def _no_training(step: Step) -> TrainingError:
+    return TrainingError(
+        f"step {step.number} was made without gradients, or in eval mode: each batch of run.loader "
+        "is a training step of the job, and after a recovery a pass over it goes on in its middle",
+        hint="evaluate with run.shard(DataLoader(…)); update_bn of torch.optim.swa_utils, and "
+        "what else passes over the data, with the plain DataLoader",
+    )
 
 
 def _second_step(step: Step, loader: ElasticLoader | None) -> TrainingError:

@@ -2,8 +2,9 @@
 
 Start with ``strategy``, the interface of ``restart`` and ``in_process``; ``selection`` knows which
 of them is in force, ``bootstrap`` enters the first world. ``progress`` knows which step a rank's
-weights belong to and undoes an interrupted one; ``reconfiguration`` brings the ranks of a new
-world to one state (``agreement``, ``transfer``); ``step_timer`` measures steps for heartbeats.
+weights belong to and undoes an interrupted one; ``training_state`` is that, the current step and
+the registered objects in one record. ``reconfiguration`` brings the ranks of a new world to one
+state (``agreement``, ``transfer``); ``step_timer`` measures steps for heartbeats.
 
 May import ``lifecycle``, ``checkpointing`` and everything below them; neither the loops nor
 ``run``.

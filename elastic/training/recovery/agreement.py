@@ -7,7 +7,7 @@ comes back after the others did that step again, has the same count and other bi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.errors import TrainingError
@@ -40,11 +40,13 @@ class RankState:
 class Agreement:
     """The state that all ranks of the world continue with."""
 
-    source: int | None  # the rank that has the state; None: no rank has one
+    source: int | None  # the rank that has the state, or the first of a replica; None: no rank
     tag: Tag | None
     receivers: tuple[int, ...]  # ranks that need the source's weights
     is_torn: bool = False  # some rank has weights that are not the initial ones, of no step
     retries: int = 0  # calls of run.retry that some rank has completed
+    # Replicas with that state, the source's first: it follows from the rest.
+    holders: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def is_fresh(self) -> bool:
@@ -52,29 +54,42 @@ class Agreement:
         return self.source is None
 
 
-def agree(mine: RankState) -> Agreement:
+def agree(mine: RankState, replica_size: int = 1) -> Agreement:
     """Compare all ranks' standings; the same answer on every rank.
 
     Raises TrainingError if the group joins ranks of different worlds.
     """
-    return choose([_parse(told) for told in all_gather_json(_tell(mine))])
+    return choose([_parse(told) for told in all_gather_json(_tell(mine))], replica_size)
 
 
-def choose(states: list[RankState]) -> Agreement:
-    """The lowest rank with the greatest tag, and the ranks with another one."""
+def choose(states: list[RankState], replica_size: int = 1) -> Agreement:
+    """The lowest rank with the greatest tag, and the ranks with another one.
+
+    With replicas of several ranks: the first of the lowest replica whose ranks all have that tag.
+    One whose ranks differ has no state, since nobody else can use a part of it.
+    """
     if len({s.nonce for s in states}) > 1:
         raise TrainingError(
             f"ranks of different worlds are in one group: {[s.nonce for s in states]}",
             hint="this should be impossible: report it with the journals of all nodes",
         )
-    known = [(rank, s) for rank, s in enumerate(states) if s.tag is not None]
+    whole = [
+        states[first]
+        if len({s.tag for s in states[first : first + replica_size]}) == 1
+        else replace(states[first], tag=None)
+        for first in range(0, len(states), replica_size)
+    ]
+    known = [(replica, s) for replica, s in enumerate(whole) if s.tag is not None]
     is_torn = any(s.is_torn for s in states)
     retries = max(s.retries for s in states)
     if not known:
         return Agreement(None, None, (), is_torn, retries)
     source, best = max(known, key=lambda item: (*_order(item[1]), -item[0]))
-    others = tuple(rank for rank, s in enumerate(states) if s.tag != best.tag)
-    return Agreement(source, best.tag, others, is_torn, retries)
+    others = tuple(
+        rank for rank in range(len(states)) if whole[rank // replica_size].tag != best.tag
+    )
+    holders = tuple(replica for replica, s in known if _order(s) == _order(best))
+    return Agreement(source * replica_size, best.tag, others, is_torn, retries, holders)
 
 
 def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from elastic.training.checkpointing.manager import CheckpointManager
+from elastic.errors import TrainingError
 from elastic.training.lifecycle import Lifecycle
-from elastic.training.recovery.progress import RankProgress
+from elastic.training.rebuilding.built import AGAIN
 from elastic.training.recovery.selection import Strategies
-from elastic.training.state.job_state import JobState
+from elastic.training.recovery.training_state import TrainingState
 from elastic.world.world import World
 
 
 class Bootstrap:
     """One per process."""
 
-    def __init__(
-        self,
-        job: JobState,
-        lifecycle: Lifecycle,
-        checkpoints: CheckpointManager,
-        progress: RankProgress,
-        strategies: Strategies,
-    ) -> None:
-        self._job = job
+    def __init__(self, state: TrainingState, lifecycle: Lifecycle, strategies: Strategies) -> None:
+        self._job = state.job
+        self._progress = state.progress
         self._lifecycle = lifecycle
-        self._checkpoints = checkpoints
-        self._progress = progress
         self._strategies = strategies
         self._inherited: dict[str, Any] | None = None  # state for objects that are registered again
 
@@ -38,9 +29,9 @@ class Bootstrap:
         return self._lifecycle.world
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Of the present world; enters the first one."""
+        """Among those that split the data of the present world; enters the first one."""
         world = self.enter_world()
-        return world.rank, world.size
+        return world.data_rank, world.data_size
 
     def enter_loop(self) -> None:
         """Enter a world and restore the state, unless that has happened.
@@ -53,12 +44,15 @@ class Bootstrap:
         if self._inherited is not None:
             self._inherit(self._inherited)
             return
-        world = self.enter_world()
+        if self._job.is_rebuilt and self._job.built is None:
+            raise TrainingError(
+                "run.build() was not called in this world: the model and the optimizer are those "
+                "of a world that is over",
+                hint=AGAIN,
+            )
+        self.enter_world()
         if not self._lifecycle.is_restored:
-            generation = self._checkpoints.restore(world, self._job)
-            self._lifecycle.begin(dataclasses.replace(world, generation=generation))
-            if self._job.progress.step:
-                self._progress.expect_weights()
+            self._strategies.active.restore()
 
     def inherit_later(self, tree: dict[str, Any]) -> None:
         """The state for the objects that the script registers until the next loop."""

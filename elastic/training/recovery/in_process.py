@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ElasticError, WorldChanged, WorldLost
-from elastic.events import Recovered, WorldFault
+from elastic.errors import ElasticError, ReplicaLost, WorldChanged, WorldLost
+from elastic.events import Recovered
 from elastic.link.protocol import WorldMessage
 from elastic.messages.world import WorldState
 from elastic.process_group import ProcessGroup, all_sum
-from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
-from elastic.training.current_step import CurrentStep
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.lifecycle import Lifecycle
-from elastic.training.recovery.progress import RankProgress
+from elastic.training.observers.step_observers import Recorders
 from elastic.training.recovery.reconfiguration import Reconfiguration
 from elastic.training.recovery.step_timer import StepTimer
-from elastic.training.state.job_state import JobState
+from elastic.training.recovery.training_state import TrainingState
 from elastic.training.step import Step
-from elastic.training.step_account import StepAccount
 from elastic.tuning.worker_intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
-from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
+from elastic.worker.received_world import group_spec, world_of, write_environment
+from elastic.worker.worlds import Worlds
+from elastic.world.failure import world_fault
 from elastic.world.faults import causes, is_world_fault, may_come_of_garbage
+from elastic.world.world import World
 
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
 
@@ -40,29 +42,31 @@ class InProcess:
 
     def __init__(
         self,
-        job: JobState,
-        current: CurrentStep,
+        state: TrainingState,
         worlds: Worlds,
         group: ProcessGroup,
         lifecycle: Lifecycle,
         checkpoints: CheckpointManager,
-        progress: RankProgress,
         timer: StepTimer,
-        account: StepAccount,
-        journal: EventSink,
+        recorders: Recorders,
     ) -> None:
-        self._job = job
-        self._current = current
+        self._replica = lifecycle.replica
+        self._job = state.job
+        self._current = state.current
+        self._progress = state.progress
         self._worlds = worlds
         self._group = group
         self._lifecycle = lifecycle
         self._checkpoints = checkpoints
-        self._progress = progress
-        self._reconfiguration = Reconfiguration(job, progress, checkpoints, journal, group.device)
         self._timer = timer
-        self._account = account
-        self._journal = journal
+        self._observers = recorders.observers
+        self._journal = recorders.journal
+        self._reconfiguration = Reconfiguration(
+            state.job, state.progress, checkpoints, recorders.journal, group.device
+        )
         self._laps: dict[str, float] = {}
+        self._recovering_since_s: float | None = None
+        self._committed_step: int | None = None  # of the job, when the present world was decided
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -75,7 +79,8 @@ class InProcess:
         """
         worlds = self._worlds
         is_within = self._current.accumulation.since is not None
-        if worlds.is_superseded() if is_within else worlds.is_due(step.number):
+        leaves = worlds.is_superseded() if is_within else worlds.is_due(step.number)
+        if self._replica.any(leaves):
             self._current.drop()
             raise WorldChanged(
                 f"the world changes before step {step.number}",
@@ -83,8 +88,11 @@ class InProcess:
             )
 
     def committed(self) -> None:
-        """Measure the time of a step."""
+        """Measure the time of a step, and report a slow one at once: where a planned world takes
+        over is counted from the last report, which would be a step old otherwise."""
         self._timer.committed()
+        if self._timer.is_slow:
+            self._worlds.report_position()
 
     def at_boundary(self, received: StepFlags | None) -> None:
         """Nothing: the agent announces a world without a node that is to leave."""
@@ -93,6 +101,8 @@ class InProcess:
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether a collective has failed, or a planned change has interrupted the script."""
+        if isinstance(error, ReplicaLost):
+            return False  # what this rank holds is of no use without the rest of its replica
         if is_world_fault(error) or _is_switch(error):
             return True
         # Whatever the script makes of results that an abort has left is not its mistake.
@@ -101,22 +111,50 @@ class InProcess:
     def recover(self, error: BaseException) -> None:
         """Leave the world that is over, enter the next one, and restore the state of a commit."""
         began_s = SYSTEM_CLOCK.monotonic()
+        self._replica.check_in()
         is_planned = isinstance(error, WorldChanged)
-        self._account.end_world("change" if is_planned else "fault")
+        self._observers.end_world("change" if is_planned else "fault")
         self._lifecycle.begin_change()
         if not is_planned:
             self._report(error)
         self._laps.clear()
         with self._lap("leave_s"):
+            if self._job.built is not None:
+                self._leave_shards(error, is_complete=is_planned and not self._is_over)
             self._progress.interrupt()
             # A peer's death may be known between two steps, before anything has failed here.
-            self._checkpoints.end_world(broken=not is_planned or self._worlds.is_superseded())
+            self._checkpoints.end_world(broken=not is_planned or self._is_over)
             self._lifecycle.end(broken=not is_planned)
         # The frames of the attempt hold activations, for as long as the traceback is known: a GPU
         # may have no room for them and for a state that is received. While others come to the next
         # world there is time for it, also to end data workers that a frame holds.
         _clear_frames(error)
+        self._recovering_since_s = began_s
         self.enter_world()
+        if self._lifecycle.is_restored:
+            self._recovered()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._worlds.is_superseded()
+
+    def _leave_shards(self, error: BaseException, *, is_complete: bool) -> None:
+        """Forget what was built for the present world: the next one loads what was saved.
+
+        ``is_complete``: all ranks leave at this step, and save it.
+        """
+        if is_complete:
+            self._checkpoints.save_between_worlds(self._job, is_last=self._worlds.nodes == 0)
+        else:
+            self._group.abort()  # before what its collectives write into is freed
+        self._progress.lose_state()
+        _clear_frames(error)
+        self._job.retire_built()
+
+    def _recovered(self) -> None:
+        began_s, self._recovering_since_s = self._recovering_since_s, None
+        if began_s is None:
+            return
         self._timer.restart()
         took_s = SYSTEM_CLOCK.monotonic() - began_s
         laps = {name: round(self._laps.get(name, 0.0), 4) for name in _LAPS}
@@ -127,18 +165,20 @@ class InProcess:
                 duration_s=round(took_s, 4),
                 wrap_s=round(took_s - sum(self._laps.values()), 4),
                 **laps,
-            )
+            ),
+            level=logging.INFO if self._lifecycle.world.rank == 0 else logging.DEBUG,
         )
 
     def _report(self, error: BaseException) -> None:
         self._worlds.report_failure(error)
         lifecycle = self._lifecycle
         self._journal.emit(
-            WorldFault(
+            world_fault(
+                error,
                 generation=lifecycle.world.generation if lifecycle.has_world else 0,
                 step=self._job.progress.step,
-                error=f"{type(error).__name__}: {error}",
-            )
+            ),
+            level=logging.DEBUG,
         )
 
     @contextmanager
@@ -154,7 +194,7 @@ class InProcess:
         """Wait for the next world, and for as long as worlds fail, the one after it."""
         while True:
             with self._lap("wait_s"):
-                message = self._worlds.next()
+                message = self._next()
             if message.assignment is None:
                 self._leave_job(message)
             try:
@@ -165,27 +205,60 @@ class InProcess:
                 self._worlds.report_failure(error)
                 self._lifecycle.end(broken=True)
                 continue
-            self._worlds.entered(self._job.progress.step)
             if message.world.state is not WorldState.PAUSED:
+                if self._lifecycle.is_restored:
+                    self._worlds.entered(self._job.progress.step)
                 return
+            self._worlds.entered(self._job.progress.step)
             # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
-            self._lifecycle.pause()
+            if self._lifecycle.is_restored:
+                self._lifecycle.pause()
             with self._lap("paused_s"):
                 self._checkpoints.save(self._job)
                 self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
             self._lifecycle.end(broken=False)
 
+    def _next(self) -> WorldMessage:
+        """The next world: the same one on all ranks of the replica, or its group would wait for
+        one that waits for them."""
+        message = self._worlds.next()
+        while True:
+            generations = self._replica.all_numbers(message.world.generation)
+            if len(set(generations)) == 1:
+                return message
+            if message.world.generation < max(generations):
+                message = self._worlds.next()
+
     def _form(self, message: WorldMessage) -> None:
+        with self._replica.whole():
+            world = self._enter(message)
+        if self._job.is_rebuilt:
+            self._lifecycle.formed(world)  # its state is restored once its objects are built
+            return
+        self._lifecycle.begin(world)
+        if self._progress.has_committed or self._job.progress.step:
+            self._progress.expect_weights()
+
+    def _enter(self, message: WorldMessage) -> World:
         worlds = self._worlds
         spec = group_spec(message)
         with self._lap("build_s"):
             self._group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
         write_environment(message)
+        self._committed_step = message.world.committed_step
         with self._lap("agree_s"):
-            world = self._reconfiguration.enter(world_of(message), message.world.committed_step)
+            if self._job.is_rebuilt:
+                return self._reconfiguration.meet(world_of(message))
+            world = dataclasses.replace(world_of(message), mesh=self._replica.mesh)
+            return self._reconfiguration.enter(world, message.world.committed_step)
+
+    def restore(self) -> None:
+        """The objects of the job are built in the present world: load their state."""
+        with self._lap("agree_s"):
+            world = self._reconfiguration.restore(self._lifecycle.world, self._committed_step)
         self._lifecycle.begin(world)
-        if self._progress.has_committed or self._job.progress.step:
-            self._progress.expect_weights()
+        self._worlds.entered(self._job.progress.step)
+        self._recovered()
 
     def _leave_job(self, message: WorldMessage) -> None:
         """The job continues without this node, or ends here: wait for the agent to end it."""
@@ -205,7 +278,8 @@ class InProcess:
         lifecycle = self._lifecycle
         is_with_others = lifecycle.has_world and lifecycle.world.size > 1
         if is_with_others and not self._progress.is_catching_up:
-            all_sum([1.0])
+            with self._replica.whole():
+                all_sum([1.0])
         self._progress.retries += 1
 
     # -- the end of the process ---------------------------------------------------------------

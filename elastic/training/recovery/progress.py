@@ -7,6 +7,7 @@ import dataclasses
 from elastic.errors import TrainingError
 from elastic.training.current_step import CurrentStep
 from elastic.training.recovery.agreement import RankState, Tag
+from elastic.training.recovery.redone_rates import RedoneRates, rates_of
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerGuard
 from elastic.training.state.rollback import Rollback
@@ -32,6 +33,8 @@ class RankProgress:
         self._masked: tuple[str, ...] = ()  # optimizers to mask in a step that is done again
         self._masked_at = 0  # its number
         self.callback_step = (0, 0, 0)  # number, epoch, index of the last committed step
+        self._rates = RedoneRates()
+        guard.on_update = self._rates.stepping
 
     @property
     def rollback(self) -> Rollback:
@@ -80,6 +83,12 @@ class RankProgress:
         self._rollback = self._guard.rollback = None
         self._is_fresh = False
 
+    def lose_state(self) -> None:
+        """What this rank holds is of no use in another world: it is a part of a state only."""
+        self.tag = None
+        self._rollback = self._guard.rollback = None
+        self._is_fresh = self.begun = False
+
     def script_has_run(self) -> None:
         """It may have changed what it likes."""
         self._is_fresh = False
@@ -127,11 +136,15 @@ class RankProgress:
         """Undo what the current step has changed; :attr:`tag` says which step the weights belong
         to afterwards."""
         step, guard = self._current.step, self._guard
+        rates = rates_of(guard.tracked)
         self._interrupted(
             number=step.number if step is not None else None,
             stepped=tuple(step.stepped) if step is not None else (),
             is_torn=self.is_torn,
         )
+        if step is not None:
+            committed = rates_of(guard.tracked)
+            self._rates.interrupted(step.number, step.stepped, rates, committed)
         guard.reset()
         self._current.drop_uncommitted()
         for optimizer in guard.tracked.values():

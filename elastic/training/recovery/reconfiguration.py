@@ -8,16 +8,16 @@ the next world, with the same state.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
 
 from checkpoints import Ancestor
-from checkpoints.format.state_tree import flatten, unflatten
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CheckpointRequired
+from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateReceived, StateSent, WorldJoined
-from elastic.process_group import all_gather_json
+from elastic.process_group import all_gather_json, peer_group
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.recovery.agreement import Agreement, Tag, agree
@@ -25,6 +25,7 @@ from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.transfer import broadcast_blob, transfer
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
+from elastic.training.state.shards import pack, unpack
 from elastic.world.world import World
 
 
@@ -52,15 +53,45 @@ class Reconfiguration:
         were committed before.
         """
         began_s = SYSTEM_CLOCK.monotonic()
-        agreement = agree(self._progress.rank_state(world.nonce))
+        agreement = agree(self._progress.rank_state(world.nonce), world.mesh.size)
         self._progress.retries_of_others = agreement.retries
         if agreement.is_fresh:
             world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
         else:
             world = self._go_on(world, agreement)
+        self._joined(world, agreement.source, agreement.tag, began_s)
+        return world
+
+    def meet(self, world: World) -> World:
+        """Make sure that all ranks of the group are in one world, where none brings a state: what
+        is built in it is restored by :meth:`restore`."""
+        agreement = agree(self._progress.rank_state(world.nonce))
+        self._progress.retries_of_others = agreement.retries
+        if not agreement.is_fresh:
+            raise TrainingError(
+                f"rank {agreement.source} holds a complete model, and this one builds a sharded "
+                "one in each world",
+                hint="every rank has to run the same script: run.build on all, or on none",
+            )
+        return world
+
+    def restore(self, world: World, committed_step: int | None) -> World:
+        """Load what the ranks of ``world`` have built; the world as the job numbers it.
+
+        Where no checkpoint is found, the job begins again if no more is lost than always may be.
+        Raises CheckpointRequired if it is more.
+        """
+        began_s = SYSTEM_CLOCK.monotonic()
+        may_lose = self._checkpoints.memory_steps
+        is_short = may_lose is not None and (committed_step or 0) <= may_lose + 1
+        world = self._start_fresh(world, None if is_short else committed_step, may_begin=True)
+        self._joined(world, None, None, began_s)
+        return world
+
+    def _joined(self, world: World, source: int | None, tag: Tag | None, began_s: float) -> None:
         all_gather_json(True)  # no rank continues before all have received everything
         job = self._job
-        tag = agreement.tag if agreement.tag is not None else Tag(0, job.progress.step)
+        tag = tag if tag is not None else Tag(0, job.progress.step)
         self._progress.agreed(tag, generation=world.generation)
         self._journal.emit(
             WorldJoined(
@@ -68,17 +99,17 @@ class Reconfiguration:
                 rank=world.rank,
                 size=world.size,
                 step=job.progress.step,
-                source=agreement.source,
+                source=source,
                 replay=tag.stepped,
                 duration_s=round(SYSTEM_CLOCK.monotonic() - began_s, 4),
-            )
+            ),
+            level=logging.DEBUG,
         )
-        return world
 
     def _start_fresh(self, world: World, committed_step: int | None, *, may_begin: bool) -> World:
         generation = self._checkpoints.restore(world, self._job, may_begin=may_begin)
         step = self._job.progress.step
-        if committed_step and step == 0:
+        if committed_step and step == 0 and not self._checkpoints.is_resumed:
             raise CheckpointRequired(
                 f"the job had committed {committed_step} steps, no rank that has them is left, "
                 "and there is no checkpoint to resume from",
@@ -89,18 +120,18 @@ class Reconfiguration:
         return dataclasses.replace(world, generation=generation)
 
     def _go_on(self, world: World, agreement: Agreement) -> World:
-        source, tag = agreement.source, agreement.tag
-        assert source is not None and tag is not None
-        is_source = world.rank == source
+        source, tag = agreement.holders[0], agreement.tag
+        assert tag is not None
+        is_source = world.replica == source
         node, tensors = (
             on_all_ranks(world, self._pack_small)
             if is_source
             else (on_all_ranks(world, lambda: None) or (None, {}))
         )
-        node, tensors = broadcast_blob(node, tensors, source)
+        node, tensors = broadcast_blob(node, tensors, source, peer_group())
         if agreement.receivers:
             self._transfer(world, agreement)
-        told = unflatten(node, lambda path, name: tensors[name])
+        told = unpack(node, tensors, self._job)
         rollback = self._progress.rollback
         rollback.adopt(told["habits"], told["small"])
         rollback.final_buffers = told["final_buffers"]
@@ -119,7 +150,7 @@ class Reconfiguration:
     def _pack_small(self) -> tuple[Any, dict[str, torch.Tensor]]:
         rollback = self._progress.rollback
         lineage, generation, saved_step = self._checkpoints.origin
-        return flatten(
+        return pack(
             {
                 "small": rollback.snapshot,
                 "habits": rollback.habits,
@@ -132,21 +163,30 @@ class Reconfiguration:
         )
 
     def _transfer(self, world: World, agreement: Agreement) -> None:
-        source, tag = agreement.source, agreement.tag
-        assert source is not None and tag is not None
+        tag = agreement.tag
+        assert tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
+        # Each position of the replicas by itself, and from another one of those that have it.
+        sender = agreement.holders[world.rank_in_replica % len(agreement.holders)]
+        source = sender * world.mesh.size + world.rank_in_replica
         is_source, is_receiver = world.rank == source, world.rank in agreement.receivers
-        packed = on_all_ranks(world, lambda: flatten(self._job.tree()) if is_source else (None, {}))
+        receivers = tuple(sorted({rank // world.mesh.size for rank in agreement.receivers}))
+        packed = on_all_ranks(world, lambda: pack(self._job.tree()) if is_source else (None, {}))
         node, tensors = packed
         received = transfer(
-            node, tensors, source=source, receivers=agreement.receivers, device=self._device
+            node,
+            tensors,
+            source=sender,
+            receivers=receivers,
+            device=self._device,
+            group=peer_group(),
         )
         size = sum(t.numel() * t.element_size() for t in tensors.values())
 
         def take_over() -> None:
             if received is None:
                 return
-            tree = unflatten(received[0], lambda path, name: received[1][name])
+            tree = unpack(received[0], received[1], self._job)
             self._job.check(tree, f"the state of rank {source}")
             self._progress.begin_taking_over()
             self._job.apply(tree)
@@ -162,6 +202,14 @@ class Reconfiguration:
         elif is_source:
             self._journal.emit(
                 StateSent(
-                    receivers=agreement.receivers, step=tag.step, bytes=size, duration_s=took_s
-                )
+                    receivers=tuple(
+                        rank
+                        for rank in agreement.receivers
+                        if rank % world.mesh.size == world.rank_in_replica
+                    ),
+                    step=tag.step,
+                    bytes=size,
+                    duration_s=took_s,
+                ),
+                level=logging.DEBUG,
             )

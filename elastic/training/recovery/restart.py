@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from elastic.process_group import ProcessGroup
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
-from elastic.training.recovery.progress import RankProgress
-from elastic.training.state.job_state import JobState
+from elastic.training.recovery.training_state import TrainingState
 from elastic.training.step import Step
 from elastic.worker.sigterm import EXIT_CODE
 from elastic.worker.worlds import Worlds
@@ -29,19 +30,18 @@ class Restart:
 
     def __init__(
         self,
-        job: JobState,
+        state: TrainingState,
         lifecycle: Lifecycle,
         group: ProcessGroup,
         checkpoints: CheckpointManager,
-        progress: RankProgress,
         halt: Halt,
         worlds: Worlds | None,
     ) -> None:
-        self._job = job
+        self._job = state.job
+        self._progress = state.progress
         self._lifecycle = lifecycle
         self._group = group
         self._checkpoints = checkpoints
-        self._progress = progress
         self._halt = halt
         self._worlds = worlds
         self._has_warned_of_foreign_group = False
@@ -67,6 +67,14 @@ class Restart:
             self._worlds.formed(world.generation)
             if not self._has_warned_of_foreign_group:
                 _warn_without_retry(world)
+
+    def restore(self) -> None:
+        """Load the newest checkpoint, or begin with rank 0's state."""
+        world = self._lifecycle.world
+        generation = self._checkpoints.restore(world, self._job)
+        self._lifecycle.begin(dataclasses.replace(world, generation=generation))
+        if self._job.progress.step and not self._job.is_rebuilt:
+            self._progress.expect_weights()
 
     def is_fault(self, error: BaseException) -> bool:
         """No exception can be recovered from within the process."""

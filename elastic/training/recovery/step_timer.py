@@ -6,6 +6,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.link.protocol import Heartbeat
 from elastic.training.current_step import CurrentStep
 from elastic.training.state.job_state import JobState
+from elastic.tuning.worker_intervals import LINK_HEARTBEAT_S
 
 _SMOOTHING = 0.1  # exponential
 
@@ -26,6 +27,11 @@ class StepTimer:
             before_s = self._step_time_s or took_s
             self._step_time_s = before_s + _SMOOTHING * (took_s - before_s)
         self._last_commit_s = now_s
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a heartbeat after each step is no more than those of the link's thread."""
+        return self._step_time_s >= LINK_HEARTBEAT_S
 
     def restart(self) -> None:
         """What comes until the next commit is not a step's time."""

@@ -27,6 +27,9 @@ class RecoveryStrategy(Protocol):
     def enter_world(self) -> None:
         """Enter the first world."""
 
+    def restore(self) -> None:
+        """Restore the job's state in a world that is entered, once its objects are complete."""
+
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world is over, and :meth:`recover` can help."""
 

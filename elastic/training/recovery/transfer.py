@@ -15,7 +15,15 @@ import torch.distributed as dist
 import xxhash
 
 from elastic.errors import TrainingError
-from elastic.process_group import broadcast_json, complete, control_device
+from elastic.process_group import (
+    RankGroup,
+    broadcast_bytes,
+    broadcast_json,
+    complete,
+    control_device,
+    semantics_of,
+    world_group,
+)
 
 # A state travels in some chunks at least, so that one is on its way while another is hashed and put
 # in place, and in none so long that three of them would need memory that is missed.
@@ -25,24 +33,22 @@ Tensors = dict[str, torch.Tensor]
 
 
 def broadcast_blob(
-    node: Any, tensors: Mapping[str, torch.Tensor], source: int
+    node: Any, tensors: Mapping[str, torch.Tensor], source: int, group: RankGroup | None = None
 ) -> tuple[Any, Tensors]:
     """Give every rank the JSON value and the small tensors of ``source``, on the CPU.
 
     Other ranks may pass anything. For what fits into a packet: everything is one buffer.
+    ``group``: by default the world, here and below; ranks are those in it.
     """
-    if dist.get_world_size() == 1:
+    group = group or world_group()
+    if group.size == 1:
         return node, dict(tensors)
-    is_source = dist.get_rank() == source
+    is_source = group.rank == source
     data = _blob(node, tensors) if is_source else b""
-    device = control_device()
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    complete(dist.broadcast(size, source, async_op=True), device)
-    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    told = broadcast_bytes(data, source, group)
     if is_source:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    complete(dist.broadcast(buffer, source, async_op=True), device)
-    return (node, dict(tensors)) if is_source else _parse_blob(buffer.cpu())
+        return node, dict(tensors)
+    return _parse_blob(torch.frombuffer(bytearray(told), dtype=torch.uint8))
 
 
 def _blob(node: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -80,16 +86,18 @@ def transfer(
     source: int,
     receivers: tuple[int, ...],
     device: torch.device,
+    group: RankGroup | None = None,
 ) -> tuple[Any, Tensors] | None:
     """The source's JSON value and tensors, in spare memory, for each of ``receivers``.
 
-    Every rank calls it and takes part in the broadcasts; those that neither send nor receive
+    Every rank calls it and takes part in the collectives; those that neither send nor receive
     keep nothing and get None. Raises TrainingError if a hash is wrong.
     """
-    rank = dist.get_rank()
+    group = group or world_group()
+    rank = group.rank
     concerned = rank == source or rank in receivers
     plan = broadcast_json(
-        {"node": node, "specs": specs_of(tensors)} if rank == source else None, source
+        {"node": node, "specs": specs_of(tensors)} if rank == source else None, source, group
     )
     spare = (
         {name: tensor.detach() for name, tensor in tensors.items()}
@@ -100,8 +108,13 @@ def transfer(
     )
     wire = device if device.type == "cuda" else control_device()
     sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
-    moving = _Moving({name: _bytes(tensor) for name, tensor in spare.items()}, sizes, source, wire)
-    _check(moving.run(), source, concerned)
+    flat = {name: _bytes(tensor) for name, tensor in spare.items()}
+    # Towards one rank nothing is sent to those that have it. Several get it by a broadcast, in
+    # which receivers pass it on.
+    is_on_host = wire.type == "cpu" and not semantics_of(wire.type).is_on_stream
+    only = receivers[0] if len(receivers) == 1 and is_on_host else None
+    digest = ChunkedBroadcast(flat, sizes, source, only, wire, group).run()
+    check_hashes(digest, source, concerned, group)
     return (plan["node"], spare) if rank in receivers else None
 
 
@@ -127,21 +140,29 @@ def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-class _Moving:
-    """All chunks, from the source to all: one is on its way while the one before is taken in.
+class ChunkedBroadcast:
+    """All chunks, from the source to all: one is on its way while the one before is copied.
 
     ``flat`` holds the bytes of each tensor, to read or to fill; it is empty on a rank that is not
-    concerned.
+    concerned. ``only``: the one rank that receives, if it is one.
     """
 
     def __init__(
-        self, flat: Tensors, sizes: Mapping[str, int], source: int, wire: torch.device
+        self,
+        flat: Tensors,
+        sizes: Mapping[str, int],
+        source: int,
+        only: int | None,
+        wire: torch.device,
+        group: RankGroup,
     ) -> None:
+        self._group = group
         self._flat = flat
         self._sizes = sizes
         self._source = source
+        self._only = only
         self._wire = wire
-        self._is_source = dist.get_rank() == source
+        self._is_source = group.rank == source
         self._digest = xxhash.xxh3_64()
 
     def run(self) -> str:
@@ -149,27 +170,31 @@ class _Moving:
         total = sum(self._sizes.values())
         longest = min(max(total // CHUNKS, SHORTEST_CHUNK_BYTES), LONGEST_CHUNK_BYTES)
         buffers = [torch.empty(min(longest, total), dtype=torch.uint8) for _ in range(2)]
-        before: _Sent | None = None
+        before: SentChunk | None = None
         for number, pieces in enumerate(_chunks(self._sizes, longest)):
-            sent = self._send(pieces, buffers[number % 2])
+            sent = self.send_chunk(pieces, buffers[number % 2])
             if before is not None:
-                self._take_in(before)
+                self.finish_chunk(before)
             before = sent
         if before is not None:
-            self._take_in(before)
+            self.finish_chunk(before)
         return str(self._digest.hexdigest())
 
-    def _send(self, pieces: list[Piece], buffer: torch.Tensor) -> _Sent:
+    def send_chunk(self, pieces: list[Piece], buffer: torch.Tensor) -> SentChunk:
+        """Begin to broadcast a chunk of these pieces, by way of ``buffer``."""
         chunk = buffer[: sum(stop - start for _, start, stop in pieces)]
         if self._is_source:
             for place, (name, start, stop) in _places(pieces):
                 chunk[place] = self._flat[name][start:stop]
         moved = chunk.to(self._wire)
-        return pieces, moved, dist.broadcast(moved, self._source, async_op=True)
+        if self._only is None:
+            return pieces, moved, self._group.broadcast(moved, self._source)
+        return pieces, moved, self._group.send_one(moved, self._source, self._only)
 
-    def _take_in(self, sent: _Sent) -> None:
+    def finish_chunk(self, sent: SentChunk) -> None:
+        """Wait for a chunk, hash it, and copy it to where a receiver needs it."""
         pieces, moved, work = sent
-        complete(work, self._wire)
+        complete(work, self._wire, self._group)
         if not self._flat:
             return
         chunk = moved.cpu()
@@ -181,7 +206,7 @@ class _Moving:
             flat[start:stop] = chunk[place].to(flat.device)
 
 
-_Sent = tuple[list[Piece], torch.Tensor, dist.Work | None]
+SentChunk = tuple[list[Piece], torch.Tensor, dist.Work | None]
 
 
 def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
@@ -193,12 +218,12 @@ def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
         at += stop - start
 
 
-def _check(mine: str, source: int, concerned: bool) -> None:
+def check_hashes(mine: str, source: int, concerned: bool, group: RankGroup) -> None:
     """Compare the receivers' hashes with the source's."""
     device = control_device()
     sent = torch.tensor([int(mine, 16) & (2**62 - 1)], dtype=torch.int64, device=device)
     got = sent.clone()
-    complete(dist.broadcast(got, source, async_op=True), device)
+    complete(group.broadcast(got, source), device, group)
     if concerned and int(got.item()) != int(sent.item()):
         raise TrainingError(
             f"the state that rank {source} sent arrived damaged (hash {int(sent):x}, "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic.torch_private import copy_each
+from elastic.training.gradients.sharding import local_value
 
 
 def copied(value: Any) -> Any:
@@ -58,8 +59,8 @@ class TensorCopies:
             self._copies = {key: torch.empty_like(t.detach()) for key, t in tensors.items()}
         if tensors:
             with torch.no_grad():
-                sources = [tensor.detach() for tensor in tensors.values()]
-                copy_each([self._copies[key] for key in tensors], sources)
+                sources = [local_value(tensor.detach()) for tensor in tensors.values()]
+                copy_each([local_value(self._copies[key]) for key in tensors], sources)
 
     def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> None:
         """Give the tensors their values back, in place. What was not there then keeps its value."""
@@ -69,8 +70,8 @@ class TensorCopies:
                 if tensors[key].shape != self._copies[key].shape:
                     tensors[key].resize_(self._copies[key].shape)
             if known:
-                present = [tensors[key].detach() for key in known]
-                copy_each(present, [self._copies[key] for key in known])
+                present = [local_value(tensors[key].detach()) for key in known]
+                copy_each(present, [local_value(self._copies[key]) for key in known])
 
 
 class WeightCopies:
@@ -96,7 +97,7 @@ class WeightCopies:
         self._entries = _entries(optimizers)
         self._values = {e.place: copied(e.value) for e in self._entries if not e.is_tensor}
         tensors = {e.place: e.value for e in self._entries if e.is_tensor}
-        self._tensors.take(tensors | {id(p): p for p in parameters})
+        self._tensors.take(tensors | dict(enumerate(parameters)))
 
     def put_back(
         self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
@@ -106,7 +107,7 @@ class WeightCopies:
         for entry in _entries(optimizers):
             if entry.place not in known:
                 entry.remove()  # made by the step that is undone
-        tensors: dict[Any, torch.Tensor] = {id(p): p for p in parameters}
+        tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
         for entry in self._entries:
             if not entry.is_tensor:
                 entry.value = copied(self._values[entry.place])

@@ -20,12 +20,15 @@ from torch import nn
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.sharding import (
+    local_value,
     named_tensors,
     refuse_module,
     refuse_optimizer,
+    refuse_stale_optimizers,
     refuse_tensors,
 )
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.gradients.wrap import Wrapped
+from elastic.training.rebuilding.built import Built, Remains
 from elastic.training.step import Progress
 
 
@@ -42,11 +45,26 @@ class JobState:
 
     seed: int
     progress: Progress = field(default_factory=Progress)
-    modules: dict[str, ElasticDDP] = field(default_factory=dict)
+    modules: dict[str, Wrapped] = field(default_factory=dict)
     tracked: dict[str, Stateful] = field(default_factory=dict)
     loaders: dict[str, ElasticLoader] = field(default_factory=dict)
     open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
     user: dict[str, Any] = field(default_factory=dict)
+    is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
+    is_rebuilt: bool = False  # run.build was called: model and optimizers are made in each world
+    built: Built | None = None  # by run.build, in the present world
+    remains: Remains | None = None  # of the objects of the last world
+
+    @property
+    def all_modules(self) -> dict[str, nn.Module]:
+        """Wrapped and built ones."""
+        wrapped = {name: module.module for name, module in self.modules.items()}
+        return wrapped | (self.built.modules if self.built is not None else {})
+
+    @property
+    def all_tracked(self) -> dict[str, Stateful]:
+        """Objects that the script has tracked, and built ones that are no modules."""
+        return self.tracked | (self.built.tracked if self.built is not None else {})
 
     def track(self, name: str, tracked: Any) -> None:
         """Register an object under a name of its own.
@@ -62,16 +80,36 @@ class JobState:
             raise TrainingError(f"run.track({name}=…): a wrapped module is part of the state")
         if name in self.tracked and self.tracked[name] is not tracked:
             raise TrainingError(f"run.track({name}=…): another object has that name")
-        _refuse_sharded(name, tracked)
+        self._refuse_sharded(name, tracked)
         self.tracked[name] = tracked
 
     def check_unsharded(self) -> None:
         """Raise ConfigError if something was sharded after it was registered, naming the place."""
         for name, module in self.modules.items():
             stale = self.optimizers_of_others(module.module)
-            refuse_module(f"the wrapped {name} was sharded after run.wrap", module, stale=stale)
+            if self.is_sharded:
+                refuse_stale_optimizers(name, stale)
+                continue
+            if isinstance(module, nn.Module):
+                call = f"the wrapped {name} was sharded after run.wrap"
+                refuse_module(call, module, stale=stale)
         for name, tracked in self.tracked.items():
-            _refuse_sharded(name, tracked)
+            self._refuse_sharded(name, tracked)
+
+    def _refuse_sharded(self, name: str, tracked: Any) -> None:
+        """Raise ConfigError for a module or an optimizer, or one around either, that is sharded.
+
+        With a mesh, optimizers may be, and so may the one in a scheduler if run.build has made it.
+        """
+        call = f"run.track({name}=…) of a sharded"
+        built = self.built.optimizers.values() if self.built is not None else ()
+        for candidate in (tracked, getattr(tracked, "optimizer", None)):
+            if isinstance(candidate, nn.Module):
+                refuse_module(f"{call} module", candidate)
+            if isinstance(candidate, torch.optim.Optimizer) and not self.is_sharded:
+                if candidate is not tracked and any(candidate is own for own in built):
+                    continue
+                refuse_optimizer(f"{call} model's {type(candidate).__name__}", candidate)
 
     def optimizers_of_others(self, module: nn.Module) -> list[str]:
         """Tracked optimizers with a parameter that neither ``module`` nor a wrapped one has."""
@@ -92,7 +130,18 @@ class JobState:
             tracked=dict(self.tracked),
             loaders=dict(self.loaders),
             open_batch=set(self.open_batch),
+            built=None,
+            remains=None,
         )
+
+    def retire_built(self) -> None:
+        """The present world is over: nothing of the job refers to what was built for it.
+
+        It is freed when the next one is about to be built: the group of this world refers to it.
+        """
+        built, self.built = self.built, None
+        if built is not None:
+            self.remains = built.retire()
 
     def go_back_to(self, earlier: JobState) -> None:
         """Forget what was registered since. Progress and ``run.state`` stay."""
@@ -104,27 +153,35 @@ class JobState:
     def tree(self) -> dict[str, Any]:
         """The present state. Tensors are the live ones.
 
-        Raises ConfigError for a sharded one: every rank must be able to give all of it.
+        Raises ConfigError for a sharded one without a mesh that run.build has not made: every rank
+        must be able to give all of it. With a mesh they are DTensors of the replica.
         """
-        tree = self._tree()
-        refuse_tensors("the job's state is sharded", dict(named_tensors("", tree)))
-        return tree
-
-    def _tree(self) -> dict[str, Any]:
+        modules = {name: m.module.state_dict() for name, m in self.modules.items()}
+        tracked = {name: t.state_dict() for name, t in self.tracked.items()}
+        if not self.is_sharded:
+            whole = {"model": modules, "tracked": tracked, "state": self.user}
+            refuse_tensors("the job's state is sharded", dict(named_tensors("", whole)))
+        if self.built is not None:
+            modules |= {name: m.state_dict() for name, m in self.built.modules.items()}
+            tracked |= {name: t.state_dict() for name, t in self.built.tracked.items()}
         return {
-            "model": {name: m.module.state_dict() for name, m in self.modules.items()},
-            "tracked": {name: t.state_dict() for name, t in self.tracked.items()},
+            "model": modules,
+            "tracked": tracked,
             "state": self.user,
             "progress": vars(self.progress),
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
-            "frozen": {name: m.frozen_indices() for name, m in self.modules.items()},
+            "frozen": self._frozen(),
         }
+
+    def _frozen(self) -> dict[str, list[int]]:
+        wrapped = {name: module.frozen_indices() for name, module in self.modules.items()}
+        return wrapped | (self.built.frozen_indices() if self.built is not None else {})
 
     @property
     def has_scaler(self) -> bool:
         """Whether some steps may be left out on purpose, for an overflow."""
-        return any(isinstance(t, torch.amp.GradScaler) for t in self.tracked.values())
+        return any(isinstance(t, torch.amp.GradScaler) for t in self.all_tracked.values())
 
     def data_position(self) -> dict[str, Any]:
         """The position of each loader: for people who inspect a checkpoint."""
@@ -132,13 +189,14 @@ class JobState:
 
     def check(self, tree: Mapping[str, Any], source: str) -> None:
         """Raise TrainingError or ConfigError, naming what differs, unless ``tree`` fits."""
-        problems = _differing_names("wrapped module", self.modules, tree["model"])
-        problems += _differing_names("tracked object", self.tracked, tree["tracked"])
-        for name in self.modules.keys() & tree["model"].keys():
-            live = self.modules[name].module.state_dict()
+        modules, tracked = self.all_modules, self.all_tracked
+        problems = _differing_names("wrapped module", modules, tree["model"])
+        problems += _differing_names("tracked object", tracked, tree["tracked"])
+        for name in modules.keys() & tree["model"].keys():
+            live = modules[name].state_dict()
             problems += _differing_tensors(name, live, tree["model"][name])
-        for name in self.tracked.keys() & tree["tracked"].keys():
-            problems += _differing_groups(name, self.tracked[name], tree["tracked"][name])
+        for name in tracked.keys() & tree["tracked"].keys():
+            problems += _differing_groups(name, tracked[name], tree["tracked"][name])
         if problems:
             more = [f"… {len(problems) - 20} more"] if len(problems) > 20 else []
             shown = "\n    ".join(problems[:20] + more)
@@ -165,19 +223,22 @@ class JobState:
 
     def apply(self, tree: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`check` found to fit."""
-        for name, module in self.modules.items():
-            module.module.load_state_dict(tree["model"][name])
+        for name, module in self.all_modules.items():
+            module.load_state_dict(tree["model"][name])
         self.apply_small(tree)
 
     def apply_small(self, tree: Mapping[str, Any]) -> None:
         """Take over everything but the modules' tensors."""
-        linked = _shared_groups(self.tracked)
-        for name, tracked in self.tracked.items():
+        linked = _shared_groups(self.all_tracked)
+        for name, tracked in self.all_tracked.items():
             tracked.load_state_dict(tree["tracked"][name])
         for follower, leader in linked:
             follower.param_groups = leader.param_groups  # torch gives each a list of its own
         for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
-            self.modules[name].set_frozen(indices)
+            if name in self.modules:
+                self.modules[name].set_frozen(indices)
+            elif self.built is not None:
+                self.built.set_frozen(name, indices)
         self.user.clear()
         self.user.update(tree["state"])
         vars(self.progress).update(tree["progress"])
@@ -190,20 +251,12 @@ class JobState:
         for name, module in sorted(self.modules.items()):
             for key, value in sorted(module.module.state_dict().items()):
                 if isinstance(value, torch.Tensor):
-                    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    data = (
+                        local_value(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    )
                     digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}\n".encode())
                     digest.update(data.numpy().tobytes())
         return digest.hexdigest()
-
-
-def _refuse_sharded(name: str, tracked: Any) -> None:
-    """Raise ConfigError for a module or an optimizer, or one around either, that is sharded."""
-    call = f"run.track({name}=…) of a sharded"
-    for candidate in (tracked, getattr(tracked, "optimizer", None)):
-        if isinstance(candidate, nn.Module):
-            refuse_module(f"{call} module", candidate)
-        if isinstance(candidate, torch.optim.Optimizer):
-            refuse_optimizer(f"{call} model's {type(candidate).__name__}", candidate)
 
 
 def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -6,24 +6,28 @@ One hook on all of torch's optimizers, so that those which nobody told us about 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from elastic.errors import TrainingError
+from elastic.errors import ConfigError, TrainingError
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import phases
+from elastic.process_group import pending_works
 from elastic.training.gradients.sharding import refusal, refuse_module, sharded_parameter
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.gradients.wrap import Wrapped
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
+from elastic.training.state.untracked import require_tracked
 from elastic.training.step import Step
 
 Closure = Callable[[], Any]
@@ -36,9 +40,14 @@ class OptimizerGuard:
         self.tracked: dict[str, torch.optim.Optimizer] = {}
         self.has_stepped = False  # some tracked optimizer, in this process
         self.rollback: Rollback | None = None  # is told of updates, once there is one
+        # Called before each update of a tracked optimizer, with the step's number and its name.
+        self.on_update: Callable[[int, str, torch.optim.Optimizer], object] | None = None
         self._present_step = present_step
-        self._modules: list[ElasticDDP] = []
+        self._modules: list[Wrapped] = []
         self._known: dict[int, _Known] = {}  # by id
+        self._objects: list[object] = []  # all that are tracked
+        # Their schedulers and scalers are tracked, too. Once in a process: to look takes a while.
+        self._complete: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._updates: list[_Update] = []  # under way, the outermost first
         self._unwrapped: dict[int, _Known] = {}  # by id: they step parameters of no wrapped module
         self._handles: Sequence[Any] = (
@@ -46,7 +55,7 @@ class OptimizerGuard:
             register_optimizer_step_post_hook(self._after),
         )
 
-    def watch(self, module: ElasticDDP) -> None:
+    def watch(self, module: Wrapped) -> None:
         """From now on this module's parameters are guarded."""
         self._modules.append(module)
         for known in self._known.values():
@@ -54,6 +63,7 @@ class OptimizerGuard:
 
     def allow(self, name: str, tracked: object) -> None:
         """This object was tracked. Wrappers show the real optimizer as ``.optimizer``."""
+        self._objects.append(tracked)
         for candidate in (tracked, getattr(tracked, "optimizer", None)):
             if isinstance(candidate, torch.optim.LBFGS):
                 raise TrainingError(
@@ -63,15 +73,24 @@ class OptimizerGuard:
                 )
             if isinstance(candidate, torch.optim.Optimizer):
                 known = self._of(candidate)
+                if known.is_built:  # as a scheduler's
+                    continue
                 known.name = known.name or name
                 if known.name == name:
                     self.tracked[name] = candidate
+
+    def allow_built(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer was built for the present world, over sharded parameters: its updates are
+        noted, and never undone or masked."""
+        known = self._of(optimizer)
+        known.name, known.is_built = name, True
 
     def go_back_to(self, job: JobState) -> None:
         """Guard what is registered in ``job``, and nothing else."""
         self.tracked.clear()
         self._modules = list(job.modules.values())
         self._known.clear()
+        self._objects.clear()
         self._unwrapped.clear()
         for name, tracked in job.tracked.items():
             self.allow(name, tracked)
@@ -104,8 +123,8 @@ class OptimizerGuard:
             id(p)
             for module in self._modules
             if module.reduction.has_new_gradients
-            for p in module.all_parameters
-            if p.grad is not None and id(p) not in used
+            for p in _with_gradients(module)
+            if id(p) not in used
         }
         return [
             name for name in waiting if any(id(p) in new for p in _parameters(self.tracked[name]))
@@ -155,12 +174,23 @@ class OptimizerGuard:
     def _prepare(self, update: _Update, known: _Known, step: Step | None) -> None:
         """The gradients are there, and the update comes next."""
         optimizer = update.optimizer
+        pending_works().raise_failure()  # there may be no gradients, or a part of them
+        if known.is_built:
+            return
         touched = self._touched(known, optimizer)
         if known.sharded and step is not None:
             kind = type(optimizer).__name__
             raise refusal(f"{kind}.step() at step {step.number}: its {known.sharded}")
         if known.own and step is not None:
             self._unwrapped[id(optimizer)] = known
+            is_unknown = known.name is None and not touched
+            if is_unknown and _is_from_before_sharding(known, self._modules):
+                raise _made_too_early(optimizer, step)
+        if known.name is not None and step is not None and optimizer not in self._complete:
+            require_tracked(known.name, optimizer, self._objects)
+            self._complete.add(optimizer)
+        if known.name is not None and step is not None and self.on_update is not None:
+            self.on_update(step.number, known.name, optimizer)
         if update.is_masked:
             optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
             return
@@ -170,7 +200,8 @@ class OptimizerGuard:
             elif step is not None:  # nothing to train with: its parameters may have been replaced
                 call = "the wrapped module was sharded after run.wrap"
                 stale = [known.name or type(optimizer).__name__]
-                refuse_module(call, module, stale=stale)
+                if isinstance(module, nn.Module):
+                    refuse_module(call, module, stale=stale)
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
             if step is not None and set(step.stepped) - {known.name}:
@@ -201,7 +232,7 @@ class OptimizerGuard:
             known = self._known[id(optimizer)] = _Known(optimizer)
         return known
 
-    def _touched(self, known: _Known, optimizer: torch.optim.Optimizer) -> list[ElasticDDP]:
+    def _touched(self, known: _Known, optimizer: torch.optim.Optimizer) -> list[Wrapped]:
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])
@@ -209,6 +240,12 @@ class OptimizerGuard:
             known.look_through(optimizer, self._modules)
             known.count = count
         return known.touched
+
+
+def _with_gradients(module: Wrapped) -> list[torch.Tensor]:
+    if module.holds_gradients:
+        return [p for p in module.all_parameters if p.requires_grad]
+    return [p for p in module.all_parameters if p.grad is not None]
 
 
 @dataclass
@@ -227,8 +264,9 @@ class _Known:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.name: str | None = None  # if it is tracked
+        self.is_built = False  # by run.build
         self.count: int | None = None  # of its parameters when it was looked through
-        self.touched: list[ElasticDDP] = []  # modules with some of them
+        self.touched: list[Wrapped] = []  # modules with some of them
         self.own: list[torch.Tensor] = []  # parameters of no wrapped module
         self.sharded = ""  # the first sharded parameter, in words
 
@@ -236,13 +274,14 @@ class _Known:
     def label(self) -> str:
         return self.name or type(self.optimizer()).__name__
 
-    def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[ElasticDDP]) -> None:
+    def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[Wrapped]) -> None:
         parameters = list(_parameters(optimizer))
-        self.sharded = sharded_parameter(optimizer)
         ids = {id(p) for p in parameters}
         wrapped = {m: {id(p) for p in m.module.parameters()} for m in modules}
         self.touched = [m for m, theirs in wrapped.items() if ids & theirs]
         self.own = [p for p in parameters if not any(id(p) in t for t in wrapped.values())]
+        is_known = not self.own and any(isinstance(m, nn.Module) is False for m in self.touched)
+        self.sharded = "" if is_known else sharded_parameter(optimizer)
 
 
 def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
@@ -276,8 +315,30 @@ def _not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
     )
 
 
+def _is_from_before_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
+    """Whether an optimizer has what a sharded module's parameters were before: the same shapes, and
+    no gradient, while the module has some. torch does not notice, and nothing is trained."""
+    if any(p.grad is not None for p in known.own):
+        return False
+    shapes = Counter(p.shape for p in known.own)
+    return any(
+        shapes <= Counter(p.shape for p in m.module.parameters()) and _has_gradient(m)
+        for m in modules
+        if not isinstance(m, nn.Module)  # as those are that the script has sharded
+    )
+
+
+def _made_too_early(optimizer: torch.optim.Optimizer, step: Step) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__}.step() at step {step.number}: an optimizer over parameters "
+        "from before fully_shard, which get no gradients; nothing is trained",
+        hint="make the optimizer after fully_shard: torch.optim.AdamW(model.parameters()), and "
+        "run.track(optimizer=optimizer)",
+    )
+
+
 def _check(
-    optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: ElasticDDP
+    optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: Wrapped
 ) -> None:
     """Raise unless the module's gradients are the job's in this step."""
     kind = type(optimizer).__name__
@@ -300,6 +361,8 @@ def _check(
     if reduction.failure is not None:
         raise reduction.failure  # the script has swallowed it
     reduction.wait()
+    if reduction.flags is not None:
+        reduction.flags.require_one_step(step.number)
     if not reduction.is_done:
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
@@ -321,7 +384,7 @@ def _check(
         )
 
 
-def _has_gradient(module: ElasticDDP) -> bool:
+def _has_gradient(module: Wrapped) -> bool:
     return any(parameter.grad is not None for parameter in module.all_parameters)
 
 

@@ -7,10 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from elastic.errors import ConfigError
+from elastic.mesh import ReplicaProcessGroup
+from elastic.process_group import ProcessGroup
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.control_flags import ControlFlags
 from elastic.training.gradients.sharding import refuse_module
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.gradients.wrap import ElasticDDP, Wrapped
+from elastic.training.rebuilding.built import Built
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerGuard, inner_optimizers
 from elastic.training.step import Step
@@ -20,20 +24,29 @@ from elastic.world.world import largest_world
 class Registry:
     """One per process. ``inside`` returns the step that the script is inside of."""
 
-    def __init__(self, *, seed: int, inside: Callable[[], Step | None]) -> None:
-        self.job = JobState(seed=seed)
+    def __init__(
+        self, *, seed: int, inside: Callable[[], Step | None], group: ProcessGroup | None = None
+    ) -> None:
+        self._group = group if isinstance(group, ReplicaProcessGroup) else None
+        self.job = JobState(seed=seed, is_sharded=self._group is not None)
         self.guard = OptimizerGuard(inside)
         self._flags: ControlFlags | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether there is a model, something tracked, and a loader."""
-        return bool(self.job.modules and self.job.tracked and self.job.loaders)
+        is_built = self.job.built is not None
+        return bool((is_built or (self.job.modules and self.job.tracked)) and self.job.loaders)
 
     @property
-    def has_data_or_model(self) -> bool:
-        """Whether a module or a loader is registered."""
-        return bool(self.job.modules or self.job.loaders)
+    def has_model(self) -> bool:
+        """Whether a module is wrapped."""
+        return bool(self.job.modules)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether a loader is registered."""
+        return bool(self.job.loaders)
 
     def piggyback(self, flags: ControlFlags | None) -> None:
         """Send ``flags`` with the gradients of all modules, present and future."""
@@ -41,16 +54,37 @@ class Registry:
         for module in self.job.modules.values():
             module.reduction.flags = flags
 
-    def wrap(self, module: nn.Module, options: dict[str, Any]) -> ElasticDDP:
-        """Make a module part of the job's state. Raises ConfigError for one that cannot be."""
+    def wrap(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+        """Make a module part of the job's state. Raises ConfigError for one that cannot be.
+
+        Returns what the script trains: a DDP around ``module``, or the sharded module itself.
+        """
         stale = self.job.optimizers_of_others(module)
+        if self._group is not None:
+            self._add(_sharded(module, options, self._group))
+            return module
         refuse_module("run.wrap() of a sharded module", module, stale=stale)
+        if self.job.is_rebuilt:
+            raise ConfigError(
+                "run.wrap() beside run.build(): the state of a wrapped module is kept by ranks, "
+                "that of a built one by nothing but checkpoints",
+                hint="return it, sharded, from the function of run.build()",
+            )
         wrapped = ElasticDDP(module, **options)
+        self._add(wrapped)
+        return wrapped
+
+    def _add(self, wrapped: Wrapped) -> None:
         wrapped.reduction.flags = self._flags
         count = len(self.job.modules)
         self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
         self.guard.watch(wrapped)
-        return wrapped
+
+    def hold(self, built: Built) -> None:
+        """What was built for the present world is part of the job's state."""
+        self.job.built = built
+        for name, optimizer in built.optimizers.items():
+            self.guard.allow_built(name, optimizer)
 
     def track(self, named: dict[str, Any]) -> None:
         """Make objects with a state_dict part of the job's state."""
@@ -66,11 +100,18 @@ class Registry:
         count = len(self.job.loaders)
         name = "data" if count == 0 else f"data{count}"
         self.job.loaders[name] = made = ElasticLoader(
-            loader, seed=self.job.seed, largest_world=largest_world(), **options
+            loader, seed=self.job.seed, largest_world=self._most_shares(), **options
         )
         if options.get("global_batch") is None:
             self.job.open_batch.add(name)
         return made
+
+    def _most_shares(self) -> int:
+        """Into how many parts the largest world splits a global batch."""
+        if self._group is None:
+            return largest_world()
+        mesh = self._group.replica.mesh
+        return largest_world() // mesh.size * mesh.data_size
 
     def go_back_to(self, earlier: JobState) -> None:
         """Forget what was registered since ``earlier = job.registered()``."""
@@ -78,3 +119,15 @@ class Registry:
             module.leave_world()
         self.job.go_back_to(earlier)
         self.guard.go_back_to(self.job)
+
+
+def _sharded(module: nn.Module, options: dict[str, Any], group: ReplicaProcessGroup) -> Wrapped:
+    # Importing FSDP takes a second; a script that has sharded a module has imported it.
+    from elastic.training.gradients.sharded import ShardedModule
+
+    if options:
+        raise ConfigError(
+            f"run.wrap(…, {next(iter(options))}=…) of a sharded module: these are options of DDP",
+            hint="run.wrap(fully_shard(model, …)): FSDP's options are those of fully_shard",
+        )
+    return ShardedModule(module, group)

@@ -66,8 +66,8 @@ class Rollback:
     def _weights(self) -> Sequence[torch.Tensor]:
         modules = list(self._job.modules.values())
         if len(modules) == 1 and not self._own:
-            return modules[0].all_parameters
-        return [*(p for module in modules for p in module.all_parameters), *self._own]
+            return modules[0].local_parameters
+        return [*(p for module in modules for p in module.local_parameters), *self._own]
 
     # -- while training -----------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from elastic import torch_private
 from elastic.training.data.plan import Position
+from elastic.training.gradients.sharding import local_value
 from elastic.training.state.copies import are_alike, copied, tensors_in
 from elastic.training.state.job_state import JobState, Stateful
 
@@ -191,8 +192,8 @@ class _Buffers:
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         if buffers:
             with torch.no_grad():
-                copies = [self._copies[name] for name in buffers]
-                torch_private.copy_each(copies, list(buffers.values()))
+                copies = [local_value(self._copies[name]) for name in buffers]
+                torch_private.copy_each(copies, map(local_value, buffers.values()))
         return self._copies
 
     def put_back(self, taken: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,6 @@ did.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import os
@@ -18,12 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from regression_job import JobArguments, Waves, join, network, save_weights
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
-import elastic
-from elastic.testing.pacing import pause_after_step
+from torch.utils.data import DataLoader
 
 FOR_EVER_S = 1e6
 
@@ -51,23 +47,10 @@ class Orders:
         (self.folder / f"done-{kind}").write_text(f"{os.getpid()} {time.time()}")
         return True
 
-
-class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Synthetic regression, with data workers that may be told to hang."""
-
-    def __init__(self, n: int, orders: Orders) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
-        self.y = (self.x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
-        self.orders = orders
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.orders.take("loader"):
+    def hang_in_a_data_worker(self) -> None:
+        """Before it reads a sample."""
+        if self.take("loader"):
             time.sleep(FOR_EVER_S)
-        return self.x[index], self.y[index]
 
 
 class Slow:
@@ -125,36 +108,21 @@ def hang(orders: Orders) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
-    orders = Orders(options.folder)
+    job = JobArguments.read()
+    orders = Orders(job.folder)
 
-    torch.manual_seed(0)
-    run = elastic.join(
-        checkpoints=elastic.Checkpoints(
-            folder=os.environ["ELASTIC_CHECKPOINTS"], when=options.save_every
-        )
-    )
-    hurry = options.folder / "hurry"
-    layers = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)
-    module = nn.Sequential(*layers, Hanging(orders)).double()
+    run = join(job)
+    module = network(last=Hanging(orders))
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(optimizer=optimizer)
-    data = Waves(options.samples, orders)
+    data = Waves(job.samples, orders.hang_in_a_data_worker)
     loader = run.loader(
-        DataLoader(data, batch_size=options.batch, shuffle=True, num_workers=1),
-        global_batch=options.batch,
+        DataLoader(data, batch_size=job.batch, shuffle=True, num_workers=1), global_batch=job.batch
     )
 
     def train() -> None:
-        for epoch in run.epochs(options.epochs):
+        for epoch in run.epochs(job.epochs):
             for step in run.steps(loader):
                 (x, y), *_ = step
                 optimizer.zero_grad()
@@ -175,11 +143,10 @@ def main() -> None:
                     run.mean(1.0, loss=loss.item())
                     if not orders.take("skip"):
                         torch.distributed.barrier()
-                pause_after_step(hurry, options.step_s, epoch / options.epochs)
+                job.pause_after_step(epoch)
 
     run.retry(train)
-    if run.is_main:
-        save_file(dict(module.state_dict()), options.folder / "final.safetensors")
+    save_weights(run, module, job.folder)
 
 
 if __name__ == "__main__":

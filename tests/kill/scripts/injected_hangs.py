@@ -6,23 +6,20 @@ that comes to that place takes it by deleting it, and writes its pid and the tim
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from regression_job import JobArguments, Waves, join, network, save_weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-
-import elastic
-from elastic.testing.pacing import pause_after_step
 
 FOR_EVER_S = 1e6
 
@@ -110,23 +107,6 @@ ACTIONS: Mapping[str, Callable[[Path], None]] = {
 }
 
 
-class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Synthetic regression, read by a data worker."""
-
-    def __init__(self, n: int, injections: Injections) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
-        self.y = (self.x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
-        self.injections = injections
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.injections.at("loader")
-        return self.x[index], self.y[index]
-
-
 class Labels(Dataset[torch.Tensor]):
     """Read by the process that trains."""
 
@@ -183,33 +163,18 @@ class Meter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
-    injections = Injections(options.folder)
+    job = JobArguments.read()
+    injections = Injections(job.folder)
 
-    torch.manual_seed(0)
-    run = elastic.join(
-        checkpoints=elastic.Checkpoints(
-            folder=os.environ["ELASTIC_CHECKPOINTS"], when=options.save_every
-        )
-    )
-    hurry = options.folder / "hurry"
-    layers = nn.Linear(8, 16), nn.Tanh(), Hanging(injections), nn.Linear(16, 1)
-    module = nn.Sequential(*layers).double()
+    run = join(job)
+    module = network(within=Hanging(injections))
     model = run.wrap(module)
     optimizer = HangingSGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer.injections = injections
     run.track(optimizer=optimizer, meter=Meter(injections))
-    data = Waves(options.samples, injections)
+    data = Waves(job.samples, partial(injections.at, "loader"))
     loader = run.loader(
-        DataLoader(data, batch_size=options.batch, shuffle=True, num_workers=1),
-        global_batch=options.batch,
+        DataLoader(data, batch_size=job.batch, shuffle=True, num_workers=1), global_batch=job.batch
     )
     labels = DataLoader(Labels(injections))
     held_out = DataLoader(TensorDataset(data.x), batch_size=64)
@@ -222,7 +187,7 @@ def main() -> None:
         model.train()  # type: ignore[no-untyped-call]
 
     def train() -> None:
-        for epoch in run.epochs(options.epochs):
+        for epoch in run.epochs(job.epochs):
             for x, y in loader:
                 optimizer.zero_grad()
                 injections.at("before-forward")
@@ -241,11 +206,10 @@ def main() -> None:
                     run.mean(1.0, loss=loss.item())
                     if not injections.take("skip", "collectives"):
                         torch.distributed.barrier()
-                pause_after_step(hurry, options.step_s, epoch / options.epochs)
+                job.pause_after_step(epoch)
 
     run.retry(train)
-    if run.is_main:
-        save_file(dict(module.state_dict()), options.folder / "final.safetensors")
+    save_weights(run, module, job.folder)
 
 
 if __name__ == "__main__":

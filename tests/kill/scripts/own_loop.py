@@ -6,14 +6,13 @@ differ by is what was lost, repeated or torn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 
@@ -31,13 +30,7 @@ def batch(number: int, rank: int, size: int, samples: int) -> tuple[torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser = job_parser()
     parser.add_argument("--api", choices=["attempts", "plugin"], required=True)
     options = parser.parse_args()
     steps = options.epochs * -(-options.samples // options.batch)

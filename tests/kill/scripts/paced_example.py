@@ -8,7 +8,6 @@ those of all ranks.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from job_arguments import job_parser
 from safetensors.torch import save, save_file
 
 import checkpoints
@@ -27,13 +27,7 @@ from elastic.training.data.sampler import RankStep
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser = job_parser()
     parser.add_argument("--example", type=Path, required=True)
     options, own = parser.parse_known_args()
 

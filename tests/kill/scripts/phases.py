@@ -6,7 +6,6 @@ first worker that comes by takes it (by deleting it) and kills itself.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -67,38 +67,32 @@ class Orders:
 
 def arrange(orders: Orders) -> None:
     """Points that lie inside the library."""
-    take_in, check, build = transfer._Moving._take_in, transfer._check, ProcessGroup.build
+    finish_chunk, check = transfer.ChunkedBroadcast.finish_chunk, transfer.check_hashes
+    build = ProcessGroup.build
 
     def moving(self: Any, sent: Any) -> None:  # once a chunk is on its way
         if self._flat:
             orders.obey("sending" if self._is_source else "receiving")
-        take_in(self, sent)
+        finish_chunk(self, sent)
 
-    def checking(mine: str, source: int, concerned: bool) -> None:
+    def checking(mine: str, source: int, concerned: bool, group: Any) -> None:
         if concerned:
             sends = torch.distributed.get_rank() == source
             orders.obey("sent" if sends else "received")
-        check(mine, source, concerned)
+        check(mine, source, concerned, group)
 
     def building(*args: Any, **kwargs: Any) -> None:
         orders.obey("before-build")
         build(*args, **kwargs)
         orders.obey("after-build")
 
-    transfer._Moving._take_in = moving  # type: ignore[method-assign]
-    transfer._check = checking
+    transfer.ChunkedBroadcast.finish_chunk = moving  # type: ignore[method-assign]
+    transfer.check_hashes = checking
     ProcessGroup.build = building  # type: ignore[method-assign]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = job_parser().parse_args()
     if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
         nccl_semantics.use_by_default()
     orders = Orders(options.folder)

@@ -8,7 +8,6 @@ Float64, and gradients weighted by samples: any world size gives the same weight
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,14 +45,7 @@ def save(path: Path, state: dict[str, object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = job_parser().parse_args()
 
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -104,6 +97,8 @@ def main() -> None:
     if RANK == 0:
         save_file(module.state_dict(), options.folder / "final.safetensors")
     note("end", rank=RANK, sha256=hashlib.sha256(weights).hexdigest())
+    # Else torch 2.13 may hang here: docs/how-to/troubleshooting.md, "A worker does not end".
+    del model
     dist.destroy_process_group()
 
 

@@ -7,7 +7,6 @@ that is named in them or on all; ``die-writing`` and ``raise`` are obeyed once.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import signal
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -64,13 +64,7 @@ class Orders:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser = job_parser()
     parser.add_argument("--seconds", type=float, default=0.0, help="save by the clock instead")
     options = parser.parse_args()
     orders, hurry = Orders(options.folder), options.folder / "hurry"

@@ -6,12 +6,12 @@ weights differ by more than that was lost, repeated or torn.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
 
 import torch
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -44,13 +44,7 @@ class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser = job_parser()
     parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--busy-s", type=float, default=0.05)
@@ -91,6 +85,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+                run.log(loss=loss)
                 pause_after_step(hurry, options.step_s, epoch / options.epochs)
 
     run.retry(train)

@@ -7,19 +7,15 @@ is no reason to call it slow: it evaluates after every other step, with a loader
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from regression_job import JobArguments, Waves, join, network, save_weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-import elastic
-from elastic.testing.pacing import pause_after_step
 
 COMPUTE_S = 0.04  # of every rank, in each step: more than a busy machine adds by chance
 SLOW_S = 0.3  # of the slow one
@@ -42,24 +38,10 @@ class Orders:
         except OSError:
             return False
 
-
-class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Synthetic regression."""
-
-    def __init__(self, n: int, seconds: float, orders: Orders) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
-        self.y = (self.x @ torch.randn(8, 1, dtype=torch.float64, generator=generator)).tanh()
-        self.seconds = seconds  # of a sample, where it is slow
-        self.orders = orders
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.orders.is_slow("data"):
-            time.sleep(self.seconds)
-        return self.x[index], self.y[index]
+    def be_slow_in_data(self) -> None:
+        """Before a sample is read, of which a rank reads eight in a step."""
+        if self.is_slow("data"):
+            time.sleep(SLOW_S / 8)
 
 
 class Held(Dataset[int]):
@@ -90,36 +72,21 @@ class Working(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
-    orders = Orders(options.folder)
+    job = JobArguments.read()
+    orders = Orders(job.folder)
 
-    torch.manual_seed(0)
-    run = elastic.join(
-        checkpoints=elastic.Checkpoints(
-            folder=os.environ["ELASTIC_CHECKPOINTS"], when=options.save_every
-        )
-    )
-    layers = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)
-    module = nn.Sequential(*layers, Working(orders)).double()
+    run = join(job)
+    module = network(last=Working(orders))
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(optimizer=optimizer)
+    data = Waves(job.samples, orders.be_slow_in_data)
     loader = run.loader(
-        DataLoader(
-            Waves(options.samples, SLOW_S / 8, orders), batch_size=options.batch, shuffle=True
-        ),
-        global_batch=options.batch,
+        DataLoader(data, batch_size=job.batch, shuffle=True), global_batch=job.batch
     )
 
     def train() -> None:
-        for epoch in run.epochs(options.epochs):
+        for epoch in run.epochs(job.epochs):
             for step in run.steps(loader):
                 (x, y), *_ = step
                 optimizer.zero_grad()
@@ -127,11 +94,10 @@ def main() -> None:
                 optimizer.step()
                 if run.is_main and step.number % 2:
                     list(DataLoader(Held(orders)))
-                pause_after_step(orders.hurry, options.step_s, epoch / options.epochs)
+                job.pause_after_step(epoch)
 
     run.retry(train)
-    if run.is_main:
-        save_file(dict(module.state_dict()), options.folder / "final.safetensors")
+    save_weights(run, module, job.folder)
 
 
 if __name__ == "__main__":

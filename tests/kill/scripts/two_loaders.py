@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -21,14 +19,7 @@ def data(samples: int, seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = job_parser().parse_args()
     hurry = options.folder / "hurry"
 
     torch.manual_seed(0)

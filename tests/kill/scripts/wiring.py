@@ -3,20 +3,19 @@
 ``--wiring``: ``retry`` (in-process where the launcher can), ``none`` (no ``run.retry``) or
 ``foreign`` (``run.retry`` in a process group that the script has made by itself). A file ``hold``
 in the folder keeps every worker in the script's own code, in the middle of a step, for as long as
-it is there; while there is one named ``disk-full``, no part of a checkpoint can be
-written.
+it is there, and ``hold-start`` each one that starts, before it joins; while there is one named
+``disk-full``, no part of a checkpoint can be written.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from job_arguments import job_parser
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,13 +27,7 @@ from elastic.testing.pacing import pause_after_step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser = job_parser()
     parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--wiring", choices=("retry", "none", "foreign"), default="retry")
     options = parser.parse_args()
@@ -44,6 +37,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     elif options.wiring == "foreign":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    while (options.folder / "hold-start").exists():
+        time.sleep(0.02)
 
     def before(label: str) -> None:
         if "safetensors" in label and (options.folder / "disk-full").exists():

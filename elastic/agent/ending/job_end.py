@@ -1,0 +1,36 @@
+"""What this node does once, when the job has ended: the journal, and the page for people."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from elastic.events import FailureTimelineWritten, JobEnded
+from elastic.hangs.report import ReportFolder
+from elastic.leadership import failure_timeline
+from elastic.membership.records import Done
+from elastic.node.context import NodeContext
+
+
+def record_end(context: NodeContext, done: Done) -> None:
+    """The job has ended with ``done``. The first call counts."""
+    status = context.status
+    if status.done is None and failure_timeline.is_wanted(done):
+        _write_timeline(context, done)
+    if status.set_done(done):
+        context.journal.emit(
+            JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
+        )
+
+
+def _write_timeline(context: NodeContext, done: Done) -> None:
+    """Before the end is known to the main thread, whose error shows it."""
+    keys, options = context.keys, context.options
+    page = failure_timeline.render(done, keys.root, done_key=keys.done)
+    folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+    name = f"failure-timeline-{context.status.node.name}"
+    path, problem = ReportFolder(folder).write_page(name, page)
+    said = f"(this page is {path})" if path else f"({problem})"
+    context.status.timeline = f"{page}\n{said}"
+    event = FailureTimelineWritten(timeline=page, report=path, problem=problem)
+    context.journal.emit(event, level=logging.WARNING if problem else logging.DEBUG)

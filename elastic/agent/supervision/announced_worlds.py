@@ -1,0 +1,89 @@
+"""The worlds that are announced to a node's workers, while they keep their processes.
+
+On the node's thread. A world reaches them once, and only one that is newer than what they run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.agent.supervision.world_message import IN_PROCESS, world_message
+from elastic.link.server import LinkServer, Worker
+from elastic.membership.records import WorldRecord, WorldState
+from elastic.node.context import NodeContext
+
+
+class AnnouncedWorlds:
+    """Over all starts of a node's workers."""
+
+    def __init__(self, context: NodeContext, server: LinkServer) -> None:
+        self._at = context
+        self._server = server
+        self.newest: WorldRecord | None = None  # that they were told, in this start of them
+        self.have_to_leave = False  # they were told: their ends are no deaths
+
+    @property
+    def current(self) -> WorldRecord | None:
+        """The newest world that they know: they were told it, or started in it."""
+        return self.newest or self._at.status.node.running
+
+    @property
+    def last_generation(self) -> int:
+        """The newest generation that this node was in."""
+        node = self._at.status.node
+        worlds = [w for w in (node.running, self.newest) if w is not None]
+        known = [w.generation for w in worlds if node.node_id in w.node_ids]
+        return max([*known, node.arrived_for])
+
+    def welcome(self, worker: Worker) -> None:
+        """A first world is committed already; a newer one may have come since the worker began."""
+        running, newest = self._at.status.node.running, self.newest
+        if newest is not None and (running is None or newest.generation > running.generation):
+            self._send(newest, worker)
+        elif running is not None:
+            self._send(running, worker)
+
+    def learn(self, world: WorldRecord | None) -> None:
+        """The newest world: hand it on if it concerns workers that need no restart."""
+        node = self._at.status.node
+        if world is None or not node.in_process:
+            return
+        if self.newest is not None and world.generation <= self.newest.generation:
+            return
+        if world.generation <= node.arrived_for:
+            return  # over, since a worker of this node died in it
+        running = node.running
+        if running is not None and world.generation <= running.generation:
+            return
+        is_member = node.node_id in world.node_ids
+        if running is None and not is_member:
+            return  # a spare: it waits for a world with it
+        self.newest = world
+        if is_member:
+            self._at.status.told = world
+            self._at.status.before_telling()  # they may read what this node knows of the others
+        self._send(world, None)
+
+    def part(self, reason: str) -> None:
+        """Have all workers leave at their next boundary, and save, as the last ones of a job do."""
+        newest = self.current
+        assert newest is not None
+        self.newest = replace(
+            newest,
+            generation=newest.generation + 1,
+            members=(),
+            mode=IN_PROCESS,
+            switch_at_step=None,
+            state=WorldState.ACTIVE,
+            reason=reason,
+        )
+        self.have_to_leave = True
+        self._send(self.newest, None)
+
+    def forget(self) -> None:
+        """The workers are started anew."""
+        self.newest = self._at.status.told = None
+
+    def _send(self, world: WorldRecord, to: Worker | None) -> None:
+        for worker in self._server.workers() if to is None else (to,):
+            self._server.send(world_message(self._at, world, worker), worker)

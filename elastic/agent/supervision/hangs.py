@@ -1,0 +1,258 @@
+"""This node's part in noticing hangs: publish what its workers show, carry verdicts out.
+
+The workers are watched by a thread of their own (:mod:`elastic.hangs.watch`), which posts into the
+node's inbox; the leader judges (:mod:`elastic.leadership.judges.hang_judge`). As long as every rank
+goes on, nothing is published and nobody is asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.hangs import stacks
+from elastic.hangs.budgets import BudgetPolicy
+from elastic.hangs.facts import RankFacts, StackGroup
+from elastic.hangs.report import ReportFolder, Share
+from elastic.hangs.response import HangResponse, Judged
+from elastic.hangs.stacks import StackSource
+from elastic.hangs.verdict import HangAction, Judgment
+from elastic.hangs.watch import HangWatch, Supervised
+from elastic.link.protocol import FlightTrace, ProgressPage
+from elastic.link.server import Worker
+from elastic.membership.records import (
+    HangFacts,
+    HangStacks,
+    HangVerdict,
+    RankFlight,
+    WorldRecord,
+    decode,
+    encode,
+)
+from elastic.node.context import NodeContext
+from elastic.store.keyvalue import Entry, Lease
+from elastic.tuning import timeouts
+from elastic.tuning.agent_options import AgentOptions
+
+
+@dataclass(frozen=True)
+class RanksAreQuiet:
+    """These ranks of this node show no progress in the world; none: all go on."""
+
+    generation: int
+    ranks: tuple[RankFacts, ...]
+
+
+@dataclass(frozen=True)
+class StacksTaken:
+    """Stacks of this node's ranks, for the report of the node that acts."""
+
+    generation: int
+    stacks: tuple[StackGroup, ...]
+    flights: tuple[RankFlight, ...]
+
+
+@dataclass(frozen=True)
+class WorkerHung:
+    """A worker is about to be ended, and why."""
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorldHung:
+    """The ranks of this generation are to form another world."""
+
+    generation: int
+    reason: str
+
+
+def policy_of(options: AgentOptions) -> BudgetPolicy:
+    """The budgets that the options ask for."""
+    return BudgetPolicy(
+        hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
+    )
+
+
+class Hangs:
+    """One per agent whose options do not turn it off. On the node's thread, but for
+    :meth:`supervise`."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._at = context
+        options, node = context.options, context.status.node
+        folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+        self._response = HangResponse(
+            node=node.name,
+            acts=options.hang_detection == "on",
+            stop_grace_s=min(timeouts.STOP_GRACE_S, options.hang_timeout_s / 2),
+            folder=ReportFolder(folder),
+            journal=context.journal,
+            before_kill=lambda pid, reason: context.post(WorkerHung(pid, reason)),
+            abort=lambda generation, reason: context.post(WorldHung(generation, reason)),
+            clock=context.clock,
+        )
+        self._watch = HangWatch(
+            policy=policy_of(options),
+            node=node.name,
+            tick_s=min(timeouts.HANG_TICK_S, options.hang_timeout_s / 5),
+            on_facts=lambda generation, ranks: context.post(RanksAreQuiet(generation, ranks)),
+            on_stopped=lambda worker, facts, stopped_s: self._response.on_stopped(
+                self._watch, worker, facts, stopped_s
+            ),
+            on_error=context.status.fail,
+            clock=context.clock,
+        )
+        self._generation = 0
+        self._nodes = 0  # of the newest world, if this is one of them
+        self._quiet = RanksAreQuiet(0, ())
+        self._is_due = False
+        self._is_written = False
+        self._stacks: StacksTaken | None = None  # to be published
+
+    def start(self) -> None:
+        self._watch.start()
+
+    def close(self) -> None:
+        self._watch.close()
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Of the last checkpoint that a worker of this node knows to be committed."""
+        return self._watch.checkpoint_step
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many the job is to make in all, as far as a worker of this node knows."""
+        return self._watch.planned_steps
+
+    # ── whom to watch ────────────────────────────────────────────────────────────────────
+
+    def on_page(self, worker: Worker, page: ProgressPage) -> None:
+        """A worker has said where its page is."""
+        source = StackSource(page.stacks_fd, page.stacks_signal)
+        self._watch.add(worker.pid, worker.local_rank, page.fd, source)
+
+    def on_flight(self, worker: Worker, trace: FlightTrace) -> None:
+        """A worker has said which collectives it began."""
+        self._watch.learn_flight(worker.pid, trace.generation, trace.entries)
+
+    def on_ended(self, pid: int) -> None:
+        """A worker is gone."""
+        self._watch.remove(pid)
+
+    def supervise(self, workers: Iterable[Supervised]) -> None:
+        """All processes that torchrun supervises. On its thread."""
+        self._watch.supervise(tuple(workers))
+
+    def learn(self, world: WorldRecord | None) -> None:
+        """The newest world that the workers know."""
+        if world is None or world.generation == self._generation:
+            return
+        self._generation = world.generation
+        node_id = self._at.status.node.node_id
+        is_member = node_id in world.node_ids
+        first_rank = world.first_rank_of(node_id) if is_member else None
+        self._nodes = len(world.members) if is_member else 0
+        self._watch.enter_world(world.generation, first_rank)
+
+    # ── what is known, for the leader ────────────────────────────────────────────────────
+
+    def on_quiet(self, found: RanksAreQuiet) -> None:
+        """What the watch has found."""
+        self._quiet, self._is_due = found, True
+
+    def publish(self, lease: Lease) -> None:
+        """Write it, or take it back. Called with the node's live lease."""
+        node_id = self._at.status.node.node_id
+        if (taken := self._stacks) is not None:
+            self._stacks = None
+            record = HangStacks(
+                node_id=node_id,
+                generation=taken.generation,
+                stacks=taken.stacks,
+                flights=taken.flights,
+            )
+            self._at.store.put(self._at.keys.hang_stack(node_id), encode(record), lease=lease)
+        if not self._is_due:
+            return
+        key = self._at.keys.hang(node_id)
+        if self._quiet.ranks:
+            facts = HangFacts(
+                node_id=node_id, generation=self._quiet.generation, ranks=self._quiet.ranks
+            )
+            self._at.store.put(key, encode(facts), lease=lease)
+            self._is_written = True
+        elif self._is_written:
+            self._at.store.delete(key)
+            self._is_written = False
+        self._is_due = False
+
+    def register_again(self) -> None:
+        """The lease is new: what was on the old one is gone."""
+        self._is_written, self._is_due = False, bool(self._quiet.ranks)
+
+    # ── what the leader says ─────────────────────────────────────────────────────────────
+
+    def on_verdict(self, entry: Entry) -> None:
+        """Carry it out if it is this node's to do so. Raises RecordError."""
+        record = decode(HangVerdict, entry.key, entry.value)
+        if record.node_id != self._at.status.node.node_id:
+            self._take_stacks(record)
+            return
+        judged = Judged(
+            verdict=Judgment(
+                action=record.action,
+                kind=record.kind,
+                culprits=record.culprits,
+                culprit=record.culprit,
+                confidence=record.confidence,
+                reason=record.reason,
+            ),
+            generation=record.generation,
+            size=record.size,
+            ranks=record.ranks,
+        )
+        self._watch.post(lambda: self._response.carry_out(self._watch, judged))
+
+    def _take_stacks(self, record: HangVerdict) -> None:
+        """Of all ranks of this node, for another node's report: each distinct stack once."""
+        is_wanted = record.action in (HangAction.KILL, HangAction.ABORT_AND_REFORM)
+        if not is_wanted or not self._nodes:
+            return
+        share = Share.of(self._nodes, record.size)
+
+        def take() -> None:
+            workers = {self._watch.facts(worker).rank: worker for worker in self._watch.workers}
+            found = stacks.group((r, stacks.take(w.pid, w.stacks)) for r, w in workers.items())
+            flights = {r: w.flight_of(record.generation) for r, w in workers.items()}
+            taken = StacksTaken(
+                record.generation,
+                stacks.within(found, share.characters),
+                tuple(
+                    RankFlight(rank=rank, entries=flight[-share.flight_entries :])
+                    for rank, flight in flights.items()
+                    if flight
+                ),
+            )
+            self._at.post(taken)
+
+        self._watch.post(take)
+
+    def on_stacks_taken(self, taken: StacksTaken) -> None:
+        """They go to the store with the node's next turn."""
+        self._stacks = taken
+
+    def on_stacks(self, entry: Entry) -> None:
+        """Another node's have come. Raises RecordError."""
+        record = decode(HangStacks, entry.key, entry.value)
+        if record.node_id == self._at.status.node.node_id:
+            return
+        flights = {flight.rank: flight.entries for flight in record.flights}
+        self._watch.post(
+            lambda: self._response.add_stacks(
+                self._watch, record.generation, record.stacks, flights
+            )
+        )

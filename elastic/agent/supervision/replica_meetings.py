@@ -1,0 +1,180 @@
+"""Where the ranks of a replica meet: on this node, or at the first of the nodes that hold it.
+
+On the node's thread. Workers that were started for a world find their replica in its order of
+ranks. Those that were started while others train find it through the key ``replicas``: each node
+takes a seat in the oldest replica that lacks one, and waits there until it is complete
+(docs/decisions/0034).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic.agent.messages import publish_change
+from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.errors import CoordinationError, NodeRefused, RecordError
+from elastic.link.protocol import ReplicaJoin, ReplicaMeet, ReplicaPending
+from elastic.link.server import LinkServer, Worker
+from elastic.membership.records import (
+    Node,
+    NodeReplica,
+    ReplicaSeat,
+    ReplicaSeats,
+    WorldRecord,
+    decode,
+    encode,
+)
+from elastic.membership.replicas import take_seat
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import STORE
+from elastic.store.keyvalue import Entry
+from elastic.tuning.agent_intervals import ASK_MEMBERS_S
+
+
+class ReplicaMeetings:
+    """One per agent, over all starts of its workers."""
+
+    def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
+        self._at = context
+        self._known = known
+        self._server = server
+        self._ask_at_s = -math.inf
+
+    @property
+    def _node(self) -> Node:
+        return self._at.status.node
+
+    def forget(self) -> None:
+        """The workers are started anew."""
+        self._at.status.replica_is_lost = False
+
+    # ── workers ask ──────────────────────────────────────────────────────────────────────
+
+    def join(self, worker: Worker, asked: ReplicaJoin) -> None:
+        """A worker wants to meet the other ranks of its replica."""
+        node, size = self._node, asked.size
+        workers = self._known.replicas.join(worker, size, node.nproc)
+        if not workers:
+            return
+        if node.running is None and (refusal := self._refusal(asked.mesh)) is not None:
+            self._at.status.fail(refusal)
+            return
+        publish_change(self._at, lambda n: replace(n, mesh=asked.mesh))
+        if size <= node.nproc:
+            nonce = secrets.token_hex(8)
+            for one in workers:
+                self._server.send(ReplicaMeet(nonce=nonce, rank=one.local_rank % size), one)
+        elif node.running is not None:
+            self._meet_in_world(node.running)
+        else:
+            start = secrets.token_hex(8)
+            publish_change(self._at, lambda n: replace(n, replica_start=start, replica=()))
+            for one in workers:
+                self._server.send(ReplicaPending(), one)
+
+    def _refusal(self, mesh: str) -> NodeRefused | None:
+        """What ends this node if the job that it joins runs with another mesh."""
+        node, keys = self._node, self._at.keys
+        try:
+            nodes = _nodes_of(self._at.store.list(keys.nodes).entries).values()
+        except CoordinationError:
+            return None  # the group of the next world compares the meshes, too
+        others = (n for n in nodes if n.running is not None and n.mesh not in ("", mesh))
+        if (other := min(others, key=lambda n: n.joined_at_s, default=None)) is None:
+            return None
+        return NodeRefused(
+            f"node {node.name} cannot join {keys.root}: its workers call elastic.join(mesh=…) with "
+            f"the dimensions {mesh}, those of {other.name} with {other.mesh}",
+            hint="every node of a job gives the same mesh, in the same order",
+        )
+
+    def _meet_in_world(self, world: WorldRecord) -> None:
+        """The workers were started for it, with those of the other nodes."""
+        per_replica = world.nodes_per_replica
+        index = world.node_ids.index(self._node.node_id) // per_replica
+        members = world.members[index * per_replica : (index + 1) * per_replica]
+        first = members[0]
+        self._meet(
+            f"{world.nonce}-{index}",
+            tuple(member.node_id for member in members),
+            first.liveness_host,
+            first.replica_port,
+        )
+
+    def _meet(self, nonce: str, node_ids: tuple[str, ...], host: str, port: int) -> None:
+        node = self._node
+        first_rank = node_ids.index(node.node_id) * node.nproc
+        publish_change(self._at, lambda n: replace(n, replica=node_ids))
+        for worker in self._server.workers():
+            meeting = ReplicaMeet(
+                nonce=nonce,
+                rank=first_rank + worker.local_rank,
+                host=host,
+                port=port,
+                store_key=self._at.secret.key(STORE).text,
+                store_tls=self._at.tls.files if self._at.tls is not None else None,
+            )
+            self._server.send(meeting, worker)
+
+    # ── workers that were started while others train ─────────────────────────────────────
+
+    def look(self, now: float) -> float:
+        """Called on every turn, once this node is registered; returns when to be called again.
+
+        Until its workers are in a world: takes a seat, and finds out if the replica is lost.
+        Raises CoordinationError.
+        """
+        node = self._node
+        if not node.replica_start or node.running is not None:
+            return math.inf
+        if now >= self._ask_at_s:
+            self._ask_at_s = now + ASK_MEMBERS_S
+            self._look(node)
+        return self._ask_at_s
+
+    def _look(self, node: Node) -> None:
+        keys, store = self._at.keys, self._at.store
+        entry = store.get(keys.replicas)
+        # After the seats: a node says which start of workers it is before it takes one.
+        nodes = _nodes_of(store.list(keys.nodes).entries)
+        known = decode(ReplicaSeats, entry.key, entry.value).replicas if entry is not None else ()
+        mine = ReplicaSeat(node_id=node.node_id, start=node.replica_start)
+        replicas = take_seat(
+            known,
+            mine,
+            {n.node_id: n.replica_start for n in nodes.values()},
+            per_replica=node.nodes_per_replica,
+            nonce=secrets.token_hex(8),
+        )
+        if node.replica:
+            self._at.status.replica_is_lost = _ids_of(replicas, mine) != node.replica
+            return
+        if replicas != known:
+            record = encode(ReplicaSeats(replicas=replicas))
+            revision = entry.mod_revision if entry is not None else 0
+            swapped = store.compare_and_swap(keys.replicas, record, expected_revision=revision)
+            if swapped is None:
+                return  # another one was faster: tried again
+        replica = next(r for r in replicas if mine in r.seats)
+        if len(replica.seats) == node.nodes_per_replica:
+            first = nodes[replica.seats[0].node_id]
+            ids = tuple(seat.node_id for seat in replica.seats)
+            self._meet(replica.nonce, ids, first.address, first.replica_port)
+
+
+def _nodes_of(entries: Iterable[Entry]) -> dict[str, Node]:
+    nodes = {}
+    for entry in entries:
+        with contextlib.suppress(RecordError):  # the leader reports it
+            node = decode(Node, entry.key, entry.value)
+            nodes[node.node_id] = node
+    return nodes
+
+
+def _ids_of(replicas: tuple[NodeReplica, ...], mine: ReplicaSeat) -> tuple[str, ...]:
+    found = next((r for r in replicas if mine in r.seats), None)
+    return tuple(seat.node_id for seat in found.seats) if found is not None else ()

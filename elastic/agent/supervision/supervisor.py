@@ -1,0 +1,165 @@
+"""The one way from the node's thread to whatever follows its workers.
+
+In restart mode there are no links to workers, and hang detection may be off: what is not there is
+left out here, so that nobody else has to ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from elastic.agent.supervision.hangs import (
+    Hangs,
+    RanksAreQuiet,
+    StacksTaken,
+    WorkerHung,
+    WorldHung,
+)
+from elastic.agent.supervision.workers import LinkSaid, WorkerEnded, Workers
+from elastic.hangs.watch import Supervised
+from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
+from elastic.membership.records import Profile, WorldRecord, decode
+from elastic.metrics.counting import NodeMetrics
+from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
+from elastic.node.step_times import StepTimesReport
+from elastic.store.keyvalue import Entry, Lease
+
+
+class WorkerSupervisor:
+    """One per agent. On the node's thread, but for :meth:`supervise` and :meth:`keep_link_key`."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        oom_kills: OomKillCounter,
+        metrics: NodeMetrics | None = None,
+    ) -> None:
+        options = context.options
+        in_process = options.mode == "in-process"
+        self._keys = context.keys
+        self.workers = Workers(context, oom_kills, metrics) if in_process else None
+        self._hangs = Hangs(context) if options.hang_detection != "off" else None
+        self._step_times = StepTimesReport(context)
+
+    @property
+    def link_path(self) -> str:
+        """Where workers say hello; empty in restart mode."""
+        return self.workers.path if self.workers is not None else ""
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Of the last checkpoint that a worker of this node knows to be committed."""
+        return self._hangs.checkpoint_step if self._hangs is not None else None
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many the job is to make in all, as far as a worker of this node knows."""
+        return self._hangs.planned_steps if self._hangs is not None else None
+
+    def keep_link_key(self) -> None:
+        """Workers are about to start. From any thread."""
+        if self.workers is not None:
+            self.workers.keep_key()
+
+    def supervise(self, workers: Iterable[Supervised]) -> None:
+        """The processes that torchrun supervises. From its thread."""
+        if self._hangs is not None:
+            self._hangs.supervise(workers)
+
+    def start(self) -> None:
+        if self.workers is not None:
+            self.workers.start()
+        if self._hangs is not None:
+            self._hangs.start()
+
+    def close(self) -> None:
+        if self._hangs is not None:
+            self._hangs.close()
+        if self.workers is not None:
+            self.workers.close()
+
+    def handle(self, message: object) -> None:
+        """A message of a worker, or of one of the threads that watch workers."""
+        match message:
+            case LinkSaid():
+                self._on_said(message)
+            case WorkerEnded(worker, death):
+                self._step_times.on_ended(worker.pid)
+                if self._hangs is not None:
+                    self._hangs.on_ended(worker.pid)
+                if self.workers is not None:
+                    self.workers.on_ended(worker, death)
+            case RanksAreQuiet():
+                if self._hangs is not None:
+                    self._hangs.on_quiet(message)
+                if message.ranks and self.workers is not None:
+                    self.workers.ask_for_flights()
+            case StacksTaken():
+                if self._hangs is not None:
+                    self._hangs.on_stacks_taken(message)
+            case WorkerHung(pid, reason):
+                if self.workers is not None:
+                    self.workers.is_hung(pid, reason)
+            case WorldHung(generation, reason):
+                if self.workers is not None:
+                    self.workers.world_is_hung(generation, reason)
+
+    def _on_said(self, said: LinkSaid) -> None:
+        worker = said.worker
+        match said.message:
+            case ProgressPage() as page:
+                if self._hangs is not None:
+                    self._hangs.on_page(worker, page)
+            case FlightTrace() as trace:
+                if self._hangs is not None:
+                    self._hangs.on_flight(worker, trace)
+            case StepReport(times=times):
+                self._step_times.on_report(worker.pid, worker.local_rank, times)
+            case message:
+                if self.workers is not None:
+                    self.workers.on_said(worker, message)
+
+    def on_entry(self, entry: Entry) -> None:
+        """A record of the store that a hang's response consists of, or any other."""
+        if entry.key == self._keys.profile and self.workers is not None:
+            self.workers.profile(decode(Profile, entry.key, entry.value))
+        if self._hangs is None:
+            return
+        if entry.key == self._keys.hang_verdict:
+            self._hangs.on_verdict(entry)
+        elif entry.key.startswith(self._keys.hang_stacks):
+            self._hangs.on_stacks(entry)
+
+    def learn(self, world: WorldRecord | None) -> None:
+        """The world of the job, after every message."""
+        if self.workers is not None:
+            self.workers.learn(world)
+            if self._hangs is not None:
+                self._hangs.learn(self.workers.world)
+
+    def look_for_replica(self, now: float) -> float:
+        """Find the nodes with which this one holds a model, where a replica takes several and its
+        workers wait for that; returns when to be called again. Raises CoordinationError."""
+        return self.workers.replicas.look(now) if self.workers is not None else math.inf
+
+    def forget_workers(self) -> None:
+        """torchrun is about to start them anew."""
+        if self.workers is not None:
+            self.workers.forget()
+
+    def register_again(self) -> None:
+        """What was published under the former lease is gone."""
+        if self.workers is not None:
+            self.workers.reporter.register_again()
+        if self._hangs is not None:
+            self._hangs.register_again()
+
+    def publish(self, lease: Lease) -> None:
+        """Write what is new to the store. Raises :class:`CoordinationError`."""
+        if self.workers is not None:
+            self.workers.reporter.publish(lease)
+        if self._hangs is not None:
+            self._hangs.publish(lease)
+        self._step_times.publish(lease)

@@ -1,0 +1,179 @@
+"""What a node makes of the death of one of its workers: a failure of its own, or a replacement.
+
+On the node's thread. The others are told at once, torchrun notices later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, replace
+
+from elastic.agent.messages import publish_change
+from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
+from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.events import WorkerDied
+from elastic.link.server import Worker, WorkerDeath
+from elastic.membership.records import NodeState
+from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OOM_KILL, OomKillCounter
+
+HUNG_EXIT_CODE = 1
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """What the record of the node says of it."""
+
+    text: str
+    exit_code: int
+    is_oom_kill: bool
+    kernel_log: tuple[str, ...]
+
+
+class WorkerDeaths:
+    """Over all starts of a node's workers."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        known: KnownWorkers,
+        told: AnnouncedWorlds,
+        oom_kills: OomKillCounter,
+    ) -> None:
+        self._at = context
+        self._known = known
+        self._told = told
+        self._oom_kills = oom_kills
+
+    def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
+        """A process is gone: tell the others now, torchrun notices later."""
+        known, status = self._known, self._at.status
+        was_ready = worker.pid in known.ready
+        hung = known.hung.get(worker.pid)
+        start = known.starts.get(worker.pid, status.starts)
+        siblings = known.replicas.siblings(worker.pid)
+        known.drop(worker)
+        if self._told.have_to_leave or status.node.state is NodeState.LEAVING:
+            if known.have_left:
+                status.note_workers_left()
+            return
+        if status.stopping or start != status.starts:
+            return  # torchrun ends them, or has ended them, to start them in another world
+        if worker.pid in status.to_replace:  # ended with another one of its replica
+            kill_group(worker.pid)
+            return
+        bye = death.said_bye
+        is_unknown = death.exit_code is None and death.signal is None
+        if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
+            return
+        kill_group(worker.pid)
+        is_failure = was_ready and status.node.state in (NodeState.READY, NodeState.STARTING)
+        is_killed = death.signal == signal.SIGKILL and hung is None
+        kernel_said = self._at.kernel_log.said()
+        # Asked once for each failure: of what it has been told, the counter says no more.
+        is_oom_kill = (
+            is_failure
+            and is_killed
+            and (self._oom_kills.has_killed() or kernel_said.has_killed(worker.pid))
+        )
+        text = hung or (
+            bye.error if bye is not None and bye.error else describe_death(worker, death)
+        )
+        if is_oom_kill:
+            text = f"{text}: {OOM_KILL}"
+        status.failure_step = bye.step if bye is not None else None
+        self._at.journal.emit(
+            WorkerDied(
+                pid=worker.pid,
+                local_rank=worker.local_rank,
+                reason=text,
+                kernel_log=str(kernel_said),
+            )
+        )
+        # If torchrun alone restarts it: the others have not trained with it without a restart.
+        if is_failure:
+            # What this agent has ended was not killed from outside: it is held against it.
+            exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
+            failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_said.lines)
+            self._tell_others(worker, siblings, failure)
+
+    def _tell_others(
+        self,
+        worker: Worker,
+        siblings: tuple[Worker, ...],
+        failure: WorkerFailed,
+    ) -> None:
+        """The node's failure, as its record says it."""
+        status, generation = self._at.status, self._told.last_generation
+        is_replaced = self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
+        if is_replaced:  # before the state: the main thread reads both
+            self._told.newest = None
+            status.to_replace.add(worker.pid)
+            self._end_replica(worker, siblings)
+        publish_change(
+            self._at,
+            lambda n: replace(
+                n,
+                state=NodeState.STARTING if is_replaced else NodeState.ARRIVED,
+                in_process=False,
+                running=None,
+                replica_start="",
+                replica=(),
+                arrived_for=generation,
+                failure=failure.text,
+                failure_exit_code=failure.exit_code,
+                failure_step=status.failure_step,
+                failure_is_oom_kill=failure.is_oom_kill,
+                failure_kernel_log=failure.kernel_log,
+            ),
+        )
+
+    def _can_be_replaced(self, replica: set[int]) -> bool:
+        """Whether other workers can wait for processes in the place of these, with their state."""
+        status, known = self._at.status, self._known
+        return (
+            status.can_replace
+            and (status.node.in_process or bool(status.to_replace))
+            and bool((known.present - replica) & known.ready)
+            and not known.left
+        )
+
+    def _end_replica(self, dead: Worker, siblings: tuple[Worker, ...]) -> None:
+        """The remaining ranks of a replica can neither train nor give anybody a whole state:
+        its processes are replaced together."""
+        for worker in siblings:
+            reason = f"ended with local rank {dead.local_rank}, which is of the same replica"
+            self._at.journal.emit(
+                WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=reason)
+            )
+            self._known.ready.discard(worker.pid)
+            self._at.status.to_replace.add(worker.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """End what the dead worker left: its data workers hold its sockets open, so that peers would
+    not notice its death. torchrun makes every worker the leader of a group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgrp() != pid:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def describe_death(worker: Worker, death: WorkerDeath) -> str:
+    """Who ended, and how."""
+    who = f"local rank {worker.local_rank} (pid {worker.pid})"
+    if death.signal is not None:
+        return f"{who} was ended by {signal.Signals(death.signal).name}"
+    if death.exit_code is not None:
+        return f"{who} ended with exit code {death.exit_code}"
+    return f"{who} is gone"
+
+
+def exit_code_of(death: WorkerDeath) -> int:
+    """As a shell reports it, but negative for a signal, as torch does."""
+    if death.signal is not None:
+        return -death.signal
+    return death.exit_code if death.exit_code is not None else 1

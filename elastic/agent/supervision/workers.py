@@ -1,0 +1,275 @@
+"""This node's workers, as their links show them: who is there, how far, what they saw.
+
+Everything here runs on the node's thread; the link's thread only posts into its inbox. Workers
+that call ``run.retry`` say *ready*: from then on their node changes worlds without a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic.agent.messages import publish_change
+from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
+from elastic.agent.supervision.failure_reporter import FailureReporter, nodes_at, nodes_of
+from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.agent.supervision.replica_meetings import ReplicaMeetings
+from elastic.agent.supervision.worker_deaths import WorkerDeaths
+from elastic.events import WorkerTrouble, WorldEntered
+from elastic.link.protocol import (
+    Bye,
+    CollectiveFailure,
+    CountEvents,
+    Entered,
+    FlightAsk,
+    Heartbeat,
+    Hello,
+    Left,
+    MeasureSteps,
+    Message,
+    Permit,
+    ProfileSteps,
+    Ready,
+    ReplicaJoin,
+    SigtermAnswer,
+    SigtermAsk,
+)
+from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.membership.records import Node, NodeState, Profile, WorldRecord
+from elastic.membership.step_rate import StepRate
+from elastic.metrics.counting import NodeMetrics
+from elastic.node.context import NodeContext
+from elastic.node.oom_kills import OomKillCounter
+
+
+@dataclass(frozen=True)
+class LinkSaid:
+    """A worker said something."""
+
+    worker: Worker
+    message: Message
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """A worker's process is gone."""
+
+    worker: Worker
+    death: WorkerDeath
+
+
+class Workers:
+    """One per agent, over all starts of its workers."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        oom_kills: OomKillCounter | None = None,
+        metrics: NodeMetrics | None = None,
+        *,
+        make_server: Callable[..., LinkServer] = LinkServer,
+    ) -> None:
+        self._at = context
+        self._metrics = metrics if metrics is not None else NodeMetrics(context.clock)
+        oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
+        self._server = make_server(
+            on_message=lambda worker, message: context.post(LinkSaid(worker, message)),
+            on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
+            on_error=context.status.fail,
+        )
+        self._known = KnownWorkers(self._server)
+        self._told = AnnouncedWorlds(context, self._server)
+        self._deaths = WorkerDeaths(context, self._known, self._told, oom_kills)
+        self.replicas = ReplicaMeetings(context, self._known, self._server)
+        self.reporter = FailureReporter(context)
+        self._permit: Permit | None = None  # the last one
+
+    @property
+    def path(self) -> str:
+        """Of the socket: ``ELASTIC_LINK`` in the workers' environment."""
+        return self._server.path
+
+    def start(self) -> None:
+        self._server.start()
+
+    def keep_key(self) -> None:
+        """Workers are about to start, and to read it. From any thread."""
+        self._server.keep_key()
+
+    def close(self) -> None:
+        self._server.close()
+
+    @property
+    def world(self) -> WorldRecord | None:
+        """The newest world that they were told."""
+        return self._told.current
+
+    def ask_for_flights(self) -> None:
+        """Have them say which collectives they began, for the report of a hang."""
+        self._server.send(FlightAsk())
+
+    def profile(self, asked: Profile) -> None:
+        """Have them profile their next steps."""
+        self._server.send(ProfileSteps(asked.steps, asked.ranks))
+
+    # ── what workers say ─────────────────────────────────────────────────────────────────
+
+    def on_said(self, worker: Worker, message: Message) -> None:
+        """A message from the link."""
+        world = self._at.status.world.world
+        self._metrics.on_worker_said(worker.pid, worker.local_rank, message, world)
+        match message:
+            case Hello():
+                self._known.starts[worker.pid] = self._at.status.starts
+                self._at.status.workers_joined = True
+                self._welcome(worker)
+            case Ready():
+                self._on_ready(worker)
+            case ReplicaJoin():
+                self.replicas.join(worker, message)
+            case Heartbeat():
+                self._on_heartbeat(worker, message)
+            case Entered(generation=generation, step=step):
+                self._on_entered(worker, generation, step)
+            case CollectiveFailure():
+                self._on_failure(worker, message)
+            case Left():
+                self._known.left.add(worker.pid)
+                if self._known.have_left:
+                    self._at.status.note_workers_left()
+            case SigtermAsk():
+                leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
+                self._server.send(SigtermAnswer(leaving=leaving), worker)
+            case Bye():
+                pass  # comes back with the worker's death
+            case _:
+                pass
+
+    @property
+    def _node(self) -> Node:
+        return self._at.status.node
+
+    def _welcome(self, worker: Worker) -> None:
+        """What is sent to a worker that has just connected."""
+        if self._permit is not None:
+            self._server.send(self._permit, worker)
+        if self._at.options.straggler_action != "off":
+            self._server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
+        if self._metrics.asks_workers:
+            self._server.send(CountEvents(), worker)
+        self._told.welcome(worker)
+
+    def _on_ready(self, worker: Worker) -> None:
+        self._known.ready.add(worker.pid)
+        self._at.status.undecided.add(worker.pid)
+        if len(self._known.ready & self._known.present) < self._node.nproc:
+            return
+        if self._node.state is NodeState.STARTING:
+            self._at.status.to_replace.clear()
+            publish_change(self._at, lambda n: replace(n, in_process=True, state=NodeState.READY))
+
+    def _on_heartbeat(self, worker: Worker, beat: Heartbeat) -> None:
+        # Without a step's duration nobody can say when a step will begin.
+        if worker.local_rank == 0 and beat.generation and beat.step_time_s > 0:
+            now = self._at.clock.monotonic()
+            self._at.status.step_rate = StepRate(beat.generation, beat.step, beat.step_time_s, now)
+
+    def _on_entered(self, worker: Worker, generation: int, step: int) -> None:
+        entered = self._known.entered
+        entered[worker.pid] = generation
+        now = self._at.clock.monotonic()
+        if worker.local_rank == 0 and (step_rate := self._at.status.step_rate) is not None:
+            self._at.status.step_rate = StepRate(generation, step, step_rate.step_time_s, now)
+        everybody = sum(entered.get(pid) == generation for pid in self._known.present)
+        if everybody < self._node.nproc:
+            return
+        world = self._told.newest
+        if world is None or world.generation != generation:
+            return
+        self._at.journal.emit(
+            WorldEntered(
+                generation=generation,
+                first_rank=world.first_rank_of(self._node.node_id),
+                size=world.size,
+                waited_s=0.0,
+            ),
+            level=logging.DEBUG,
+        )
+        self._at.status.failure_step = None
+        publish_change(
+            self._at,
+            lambda n: replace(
+                n,
+                running=world,
+                failure=None,
+                failure_exit_code=None,
+                failure_step=None,
+                failure_is_oom_kill=False,
+                failure_kernel_log=(),
+            ),
+        )
+
+    def _on_failure(self, worker: Worker, said: CollectiveFailure) -> None:
+        generation, error = said.generation, said.error
+        newest = self._told.current
+        if newest is not None and generation < newest.generation and not newest.switch_at_step:
+            return  # already answered
+        if self.reporter.has_reported(generation):
+            return
+        self._at.journal.emit(
+            WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error),
+            level=logging.DEBUG,  # who is lost, and why, is in the leader's log
+        )
+        accused = (
+            *nodes_of(newest, generation, said.missing),
+            *nodes_at(newest, generation, said.unreachable),
+        )
+        self.reporter.report(generation, error, accused=accused)
+
+    def is_hung(self, pid: int, reason: str) -> None:
+        """A worker is about to be ended."""
+        self._known.hung[pid] = reason
+
+    def world_is_hung(self, generation: int, reason: str) -> None:
+        """The workers wait for each other, and all live: the same ranks form another world."""
+        if self.world is None or self.world.generation > generation:
+            return
+        self.reporter.report(generation, reason)
+
+    # ── what becomes of them ─────────────────────────────────────────────────────────────
+
+    def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
+        """A process is gone."""
+        self._metrics.on_worker_ended(worker.pid)
+        self._deaths.on_ended(worker, death)
+        self._at.status.undecided.discard(worker.pid)
+
+    # ── what they are told ───────────────────────────────────────────────────────────────
+
+    def learn(self, world: WorldRecord | None) -> None:
+        """The newest world: hand it on if it concerns workers that need no restart."""
+        self._told.learn(world)
+
+    def part(self, reason: str) -> None:
+        """Have all workers leave at their next boundary, and save, as the last ones of a job do."""
+        self._told.part(reason)
+
+    def forget(self) -> None:
+        """The workers are started anew."""
+        self._known.forget()
+        self._told.forget()
+        self.replicas.forget()
+        self._at.status.workers_left = False
+        self._at.status.to_replace.clear()
+        self._at.status.undecided.clear()
+
+    def permit(self, until_s: float) -> None:
+        """Let them train until then, by this machine's boot time."""
+        self._permit = Permit(until_s=until_s)
+        self._server.send(self._permit)
+
+    @property
+    def are_all_here(self) -> bool:
+        """Whether every worker of this node has said hello, and so heeds its permission."""
+        return len(self._server.workers()) >= self._node.nproc > 0

@@ -1,0 +1,159 @@
+"""``elastic dashboard``: its arguments, and how its parts are put together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.dashboard.access import AccessPolicy, checked_token, policy_of, read_token
+from elastic.cli.dashboard.feed.event_log import EventLog
+from elastic.cli.dashboard.feed.job_feed import JobFeed
+from elastic.cli.dashboard.feed.journal_feed import JournalFeed
+from elastic.cli.dashboard.feed.snapshot import JobSnapshot
+from elastic.cli.job_arguments import add_job_arguments
+from elastic.cli.observe.connection import job_store, keys_of
+from elastic.cli.observe.events import folder_of
+from elastic.errors import ConfigError
+
+DEFAULT_PORT = 8630
+TOKEN_VARIABLE = "ELASTIC_DASHBOARD_TOKEN"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic dashboard ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    token = token_of(args)
+    policy_of(args.host, args.port, token)  # before anything is started
+    _require_extra()
+    _serve(args, token)
+    return 0
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic dashboard``."""
+    own = CommandParser(
+        prog="elastic dashboard",
+        description="Serve a live page that shows how a job is: its state, nodes, incidents, where "
+        "its time goes, and its events. It changes nothing. Reads etcd, and journals where they "
+        "are given. docs/how-to/observe.md",
+        epilog="exit codes: 0, 2 usage, 130 Ctrl-C",
+    )
+    add_job_arguments(own, environ)
+    own.add_argument(
+        "--journal",
+        default=environ.get("ELASTIC_JOURNAL"),
+        metavar="FOLDER",
+        help="of the job's journals, for events and charts; without --rdzv-endpoint the page shows "
+        "only these (default: ELASTIC_JOURNAL)",
+    )
+    own.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="to listen on; any but a loopback address demands a token (default: %(default)s)",
+    )
+    own.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="TCP; 0: any (default: %(default)s)"
+    )
+    own.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help=f"whose first line is the token that clients need (default: ${TOKEN_VARIABLE})",
+    )
+    own.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which a proxy or a browser calls this server; may be repeated",
+    )
+    return own
+
+
+def token_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
+    """That clients need; None: none. Raises ConfigError."""
+    if args.token_file:
+        return read_token(args.token_file)
+    if TOKEN_VARIABLE in environ:
+        return checked_token(environ[TOKEN_VARIABLE], TOKEN_VARIABLE)
+    return None
+
+
+def _require_extra() -> None:
+    try:
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(
+            f"the dashboard needs the package {error.name}, which is not installed",
+            hint="pip install 'torch-elastic-harness[dashboard]'",
+        ) from error
+    del starlette, uvicorn
+
+
+def _serve(args: argparse.Namespace, token: str | None) -> None:
+    from elastic.cli.dashboard.application import application
+    from elastic.cli.dashboard.publisher import Publisher
+    from elastic.cli.dashboard.server import DashboardServer, listening
+
+    publisher = Publisher(secrets.token_hex(4))
+    died: list[BaseException] = []
+
+    def end(error: BaseException) -> None:
+        died.append(error)
+        server.should_exit = True
+
+    feed = _feed_of(args, publisher.publish, end)
+    with listening(args.host, args.port) as listener:
+        port = listener.getsockname()[1]
+        policy = policy_of(args.host, port, token, tuple(args.allowed_host))
+        server = DashboardServer(application(publisher, policy, lambda: feed.is_alive), publisher)
+        publisher.publish(feed.snapshot)
+        feed.start()
+        print(_greeting(args.host, port, policy), flush=True)
+        try:
+            server.serve_on(listener)
+        finally:
+            feed.close()
+    if died:
+        raise died[0]
+
+
+def _feed_of(
+    args: argparse.Namespace,
+    on_change: Callable[[JobSnapshot], object],
+    on_error: Callable[[BaseException], object],
+) -> JobFeed:
+    """What watches the job. Raises ConfigError if nothing says where it is."""
+    asks_etcd = bool(args.rdzv_endpoint)
+    if not asks_etcd and not args.journal:
+        raise ConfigError(
+            "neither --rdzv-endpoint nor --journal is given",
+            hint="give etcd's endpoint, the folder of the job's journals, or both",
+        )
+    keys = keys_of(args) if asks_etcd else None
+    log = EventLog()
+    journals = None
+    if args.journal:
+        run_id = keys.run_id if keys is not None else (args.rdzv_id or "")
+        # A job that has not begun has no journals yet: with etcd, the folder may appear later.
+        folder = Path(args.journal) if asks_etcd else folder_of(args.journal)
+        journals = JournalFeed(folder, run_id, log)
+    return JobFeed(
+        keys,
+        (lambda: job_store(args)) if asks_etcd else None,
+        journals,
+        log,
+        on_change=on_change,
+        on_error=on_error,
+    )
+
+
+def _greeting(host: str, port: int, policy: AccessPolicy) -> str:
+    name = f"[{host}]" if ":" in host else host
+    suffix = "?token=TOKEN" if policy.token is not None else ""
+    return f"elastic dashboard: http://{name}:{port}/{suffix} (Ctrl-C ends it)"

@@ -1,0 +1,190 @@
+"""The last events of a job, numbered, each in one line: from its journals, else from etcd.
+
+A thousand ranks write down the same recovery: of those only the first is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+
+from elastic.cli.dashboard.feed.snapshot import JobEvent
+from elastic.cli.observe.job_view import JobView, incident, sentence
+from elastic.cli.observe.printable import duration, printable
+from elastic.telemetry.journal_reader import JournalRecord
+
+MOST_EVENTS = 300
+_REMEMBERED = 2000
+_LONGEST_TEXT = 300
+_LONGEST_NAME = 60
+# What all ranks write: one of them is enough.
+_OF_ALL_RANKS = frozenset({"recovered", "world-fault", "state-restored"})
+_OF_ALL_NODES = frozenset({"leader-changed", "job-ended", "node-parked"})
+# Not "checkpoint-saved": a job that saves every few steps would have no others.
+_SHOWN = frozenset(
+    {
+        *("world-formed", "recovered", "world-fault", "state-restored"),
+        *("worker-died", "worker-stuck", "worker-replaced", "worker-trouble", "failure-judged"),
+        *("node-lost", "node-found", "node-suspected", "node-leaving", "leader-changed"),
+        *("hang-found", "hang-over", "straggler-found", "straggler-recovered"),
+        *("checkpoint-skipped", "store-problem", "lease-lost", "waiting", "job-ended"),
+    }
+)
+
+
+class EventLog:
+    """Written by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[JobEvent] = deque(maxlen=MOST_EVENTS)
+        self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._number = 0
+
+    @property
+    def events(self) -> tuple[JobEvent, ...]:
+        """The last ones, oldest first."""
+        with self._lock:
+            return tuple(self._events)
+
+    def add_records(self, records: Iterable[JournalRecord]) -> bool:
+        """Those that people want to see; whether there were any."""
+        shown = sorted((r for r in records if r.name in _SHOWN), key=lambda r: r.time_s)
+        fresh = [record for record in shown if not self._is_known(_key(record))]
+        for record in fresh:
+            self._add(
+                at_s=record.time_s,
+                name=record.name,
+                node=record.node,
+                generation=record.whole("generation"),
+                step=record.whole("step"),
+                text=text_of(record),
+            )
+        return bool(fresh)
+
+    def add_changes(self, view: JobView) -> bool:
+        """What etcd shows and has not shown before; whether there was any."""
+        number = self._number
+        for key, at_s, name, text in _facts(view):
+            if not self._is_known(key):
+                generation = view.world.generation if view.world is not None else None
+                self._add(
+                    at_s=at_s, name=name, node="", generation=generation, step=None, text=text
+                )
+        return self._number > number
+
+    def _is_known(self, key: tuple[object, ...] | None) -> bool:
+        if key is None:
+            return False
+        is_known = key in self._seen
+        self._seen[key] = None
+        while len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return is_known
+
+    def _add(
+        self,
+        *,
+        at_s: float,
+        name: str,
+        node: str,
+        generation: int | None,
+        step: int | None,
+        text: str,
+    ) -> None:
+        self._number += 1
+        event = JobEvent(
+            number=self._number,
+            at_s=at_s,
+            name=name,
+            node=printable(node, _LONGEST_NAME),
+            generation=generation,
+            step=step,
+            text=text,
+        )
+        with self._lock:
+            self._events.append(event)
+
+
+def _key(record: JournalRecord) -> tuple[object, ...] | None:
+    """Equal for those that many processes write at once; None: each counts."""
+    if record.name in _OF_ALL_RANKS:
+        return record.name, record.whole("generation")
+    if record.name in _OF_ALL_NODES:
+        return record.name, record.text("leader"), record.text("reason")
+    return None
+
+
+def _facts(view: JobView) -> Iterator[tuple[tuple[object, ...], float, str, str]]:
+    """Key, time, name and text."""
+    world = view.world
+    for breakage in world.breakages if world is not None else ():
+        key = ("broken", breakage.generation, breakage.time_s)
+        why = f": {printable(breakage.verdict, 200)}" if breakage.verdict else ""
+        text = f"generation {breakage.generation} ended: {incident(breakage)}{why}"
+        yield key, breakage.time_s, "world-broken", text
+    if world is not None:
+        text = (
+            f"generation {world.generation} with {len(world.members)} nodes, {world.size} "
+            f"workers: {printable(world.reason, 200)}"
+        )
+        yield ("formed", world.generation, world.time_s), world.time_s, "world-formed", text
+    for node in view.nodes:
+        text = f"{printable(node.name, _LONGEST_NAME)} has joined"
+        yield ("node", node.node_id), node.joined_at_s, "node-arrived", text
+    if view.done is not None:
+        yield ("done",), view.done.time_s, "job-ended", sentence(view)
+
+
+def text_of(record: JournalRecord) -> str:
+    """An event of the journals in one line, for people."""
+    reason = _last_line(record.text("reason") or record.text("error"))
+    said = _said(record, reason)
+    return printable(said, _LONGEST_TEXT)
+
+
+def _said(record: JournalRecord, reason: str) -> str:
+    data, step = record.data, record.whole("step")
+    match record.name:
+        case "world-formed":
+            nodes = data.get("nodes")
+            count = len(nodes) if isinstance(nodes, list) else "?"
+            return f"with {count} nodes, {record.whole('size')} workers: {reason}"
+        case "node-lost":
+            return f"{_short(record.text('lost'))} was lost: {reason}"
+        case "node-found":
+            return f"{_short(record.text('found'))} answers again: {reason}"
+        case "node-suspected":
+            return f"{_short(record.text('suspect'))} may be dead: {reason}"
+        case "worker-died":
+            return f"the worker of local rank {record.whole('local_rank')} died: {reason}"
+        case "recovered":
+            took = duration(max(0.0, record.number("duration_s")))
+            return f"trains again from step {step}, after {took}"
+        case "world-fault":
+            return f"a step ended after step {step}: {reason}"
+        case "state-restored":
+            return f"state of step {step} from {_short(record.text('source'))}"
+        case "failure-judged":
+            return f"{record.text('action')}, rule {record.text('rule')}: {reason}"
+        case "checkpoint-skipped":
+            return f"{_short(record.text('name'))}: {reason}"
+        case "leader-changed":
+            leader = record.text("leader")
+            return f"node {_short(leader)} leads" if leader else "no node leads"
+        case "job-ended":
+            return f"{record.text('outcome')}: {reason}"
+        case "worker-replaced":
+            return f"a new process in the place of local rank {record.whole('local_rank')}"
+        case _:
+            return reason or record.text("consequence")
+
+
+def _short(name: str) -> str:
+    return printable(name, _LONGEST_NAME)
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback: it says most."""
+    return text.strip().rpartition("\n")[2]

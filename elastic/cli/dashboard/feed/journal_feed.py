@@ -1,0 +1,101 @@
+"""The journals of a job while they grow: events at once, charts when they are due."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.cli.dashboard.feed.charts import charts_of
+from elastic.cli.dashboard.feed.event_log import EventLog
+from elastic.cli.dashboard.feed.snapshot import RunCharts
+from elastic.cli.observe.last_known import last_known
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
+from elastic.tuning.agent_intervals import DASHBOARD_CHARTS_S
+
+_UNNAMED = ("", "none")
+_MOST_NOTES = 10
+# A chart is drawn at once after these: somebody waits to see them in it.
+_URGENT = frozenset({"world-formed", "recovered", "job-ended"})
+_CHART_COSTS = 10  # drawing takes this part of a core at most: a tenth
+
+Draw = Callable[[list[JournalRecord], list[str], "str | None"], RunCharts]
+
+
+class JournalFeed:
+    """Of one folder. ``look`` and ``draw_if_due`` are called by one thread each, the rest by any.
+
+    ``run_id``: "" for the run that began last.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        log: EventLog,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        draw: Draw = charts_of,
+    ) -> None:
+        self._folder = folder
+        self._run_id = run_id
+        self._log = log
+        self._clock = clock
+        self._draw = draw
+        self._reader = JournalFolder(folder)
+        self._lock = threading.Lock()
+        self._records: list[JournalRecord] = []
+        self._notes: list[str] = []
+        self._runs: dict[str, str] = {}  # of each writer
+        self._is_urgent = False
+        self._drawn_records = 0
+        self._due_s = float("-inf")
+        self.charts: RunCharts | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Asked for, or of the journal that was opened last."""
+        named = [run for run in self._runs.values() if run not in _UNNAMED]
+        return self._run_id or (named[-1] if named else "")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be read."""
+        with self._lock:
+            return tuple(self._notes[:_MOST_NOTES])
+
+    def last_known(self, now_s: float) -> list[str]:
+        """The state by the journals, in words."""
+        return last_known(str(self._folder), self._run_id, now_s)
+
+    def look(self) -> bool:
+        """Read what is new; whether anything was."""
+        found = self._reader.read_new()
+        for record in found:
+            if record.name == "journal-opened":
+                self._runs[record.writer] = record.text("run_id")
+        own = [r for r in found if self._runs.get(r.writer, "") in (*_UNNAMED, self.run_id)]
+        self._log.add_records(own)
+        notes = [note for note in self._reader.notes() if "last line was cut" not in note]
+        with self._lock:
+            is_news = bool(own) or notes != self._notes
+            self._notes = notes
+            self._records += own
+            self._is_urgent |= any(record.name in _URGENT for record in own)
+        return is_news
+
+    def draw_if_due(self) -> bool:
+        """Draw the charts again where there is news for them; whether that was done."""
+        now_s = self._clock.monotonic()
+        with self._lock:
+            is_news = len(self._records) > self._drawn_records
+            if not is_news or (now_s < self._due_s and not self._is_urgent):
+                return False
+            records, notes = list(self._records), list(self._notes)
+            self._is_urgent = False
+        self.charts = self._draw(records, notes, self.run_id or None)
+        self._drawn_records = len(records)
+        took_s = self._clock.monotonic() - now_s
+        self._due_s = self._clock.monotonic() + max(DASHBOARD_CHARTS_S, _CHART_COSTS * took_s)
+        return True

@@ -1,0 +1,67 @@
+"""How old the heartbeats of a job's nodes are, by what the leader has heard of them.
+
+Whether one is late is judged by the leader's clock alone: this machine's may be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from elastic.cli.observe.printable import duration, printable
+from elastic.leadership.job_progress import JobProgress
+from elastic.membership.records import Node
+from elastic.tuning.agent_intervals import HEARTBEAT_LATE_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSigns:
+    """What is known of a node's heartbeat."""
+
+    age_s: float | None = None  # until now; None: the leader has written none of it
+    step: int | None = None  # that its workers reported last
+    is_late: bool = False
+
+    def __str__(self) -> str:
+        if self.age_s is None:
+            return "-"
+        return f"{duration(self.age_s)} ago{' (late)' if self.is_late else ''}"
+
+
+def signs_by_node(progress: JobProgress | None, now_s: float) -> dict[str, NodeSigns]:
+    """By node id, of those that the leader's record names."""
+    if progress is None:
+        return {}
+    is_old = _is_old(progress, now_s)
+    return {
+        heard.node_id: NodeSigns(
+            age_s=max(0.0, max(now_s, progress.time_s) - heard.heard_at_s),
+            step=heard.step,
+            is_late=is_old or progress.time_s - heard.heard_at_s > HEARTBEAT_LATE_S,
+        )
+        for heard in progress.heartbeats
+    }
+
+
+def silence(
+    progress: JobProgress | None,
+    nodes: Iterable[Node],
+    signs: Mapping[str, NodeSigns],
+    now_s: float,
+) -> list[str]:
+    """What is to be said of late heartbeats; nothing where there are none."""
+    if progress is None or not progress.heartbeats:
+        return []
+    if _is_old(progress, now_s):
+        ago = duration(now_s - progress.time_s)
+        return [f"the leader has written no heartbeats for {ago}, or clocks differ"]
+    found = ((node, signs.get(node.node_id, NodeSigns())) for node in nodes)
+    return [
+        f"no heartbeat of {printable(node.name, 60)} for {duration(sign.age_s)}"
+        for node, sign in found
+        if sign.is_late and sign.age_s is not None
+    ]
+
+
+def _is_old(progress: JobProgress, now_s: float) -> bool:
+    return bool(progress.heartbeats) and now_s - progress.time_s > HEARTBEAT_LATE_S

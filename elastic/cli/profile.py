@@ -1,0 +1,131 @@
+"""``elastic profile``: have a job that trains write traces of its next steps.
+
+The request goes through etcd to the agents, and over their links to the workers, which begin at
+their next step. A key on a lease of this command holds it; it is gone when the command has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from elastic.cli.command_parser import CommandParser
+from elastic.cli.job_arguments import add_job_arguments
+from elastic.cli.observe.connection import job_store, keys_of
+from elastic.cli.observe.printable import printable
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError, JobFailed
+from elastic.membership.keys import Keys
+from elastic.membership.records import Done, Node, Profile, WorldRecord, decode, encode
+from elastic.store.keyvalue import KeyValue
+from elastic.tuning.agent_intervals import PROFILE_REQUEST_S
+
+_RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+_MOST_RANKS = 100_000
+_MOST_STEPS = 10_000
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic profile ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    if not 1 <= args.steps <= _MOST_STEPS:
+        raise ConfigError(f"--steps={args.steps}", hint=f"give 1 to {_MOST_STEPS}")
+    request = Profile(steps=args.steps, ranks=ranks_of(args.ranks))
+    keys = keys_of(args)
+    with job_store(args) as store:
+        print(ask(store, keys, request))
+    return 0
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    """``0,4-7`` as (0, 4, 5, 6, 7). Raises ConfigError.
+
+    >>> ranks_of("0,4-7")
+    (0, 4, 5, 6, 7)
+    """
+    ranks: set[int] = set()
+    for part in text.split(",") if text else ():
+        match = _RANKS.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"--ranks={printable(text)}", hint="for example --ranks=0,4-7")
+        ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if len(ranks) > _MOST_RANKS:
+        raise ConfigError(f"--ranks={printable(text)}: {len(ranks)} ranks", hint="leave it out")
+    return tuple(sorted(ranks))
+
+
+def ask(
+    store: KeyValue,
+    keys: Keys,
+    request: Profile,
+    *,
+    held_s: float = PROFILE_REQUEST_S,
+    clock: Clock = SYSTEM_CLOCK,
+) -> str:
+    """Write the request, and take it back once all agents have heard of it; what comes of it.
+
+    Raises JobFailed for a job that has ended, and ConfigError where nobody trains, or the agents
+    have no link to their workers.
+    """
+    world = _training_world(store, keys)
+    if beyond := [rank for rank in request.ranks if rank >= world.size]:
+        raise ConfigError(
+            f"there is no rank {beyond[0]} in generation {world.generation}",
+            hint=f"its ranks are 0 to {world.size - 1}",
+        )
+    lease = store.lease(max(10.0, 2 * held_s))
+    try:
+        store.put(keys.profile, encode(request), lease=lease)
+        clock.sleep(held_s)
+    finally:
+        lease.close()
+    number = len(request.ranks) or world.size
+    steps = "step" if request.steps == 1 else f"{request.steps} steps"
+    ranks = "1 rank" if number == 1 else f"{number} ranks"
+    return (
+        f"asked {ranks} of generation {world.generation} for a trace of the next {steps}: each "
+        "node writes gGENERATION-stepSTEP-rankRANK.pt.trace.json into ELASTIC_PROFILES, by default "
+        f"`profiles` in the folder of journals{_doubt(store, keys)}"
+    )
+
+
+def _doubt(store: KeyValue, keys: Keys) -> str:
+    """Agents without a link to their workers cannot ask them, and nothing else shows."""
+    entries = store.list(keys.nodes).entries
+    if any(decode(Node, entry.key, entry.value).in_process for entry in entries):
+        return ""
+    return (
+        "\nno node has said that its workers change worlds in process: in mode=restart, and with "
+        "scripts without elastic.join(), nothing comes of it. Use run.profile(steps=...) there"
+    )
+
+
+def _training_world(store: KeyValue, keys: Keys) -> WorldRecord:
+    if (entry := store.get(keys.done)) is not None:
+        done = decode(Done, entry.key, entry.value)
+        raise JobFailed(f"the job {printable(keys.run_id)} has ended: {printable(done.reason)}")
+    entry = store.get(keys.world)
+    world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
+    if world is None or not world.members:
+        raise ConfigError(
+            f"nobody trains in the job {printable(keys.run_id)}", hint="look at elastic status"
+        )
+    return world
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic profile``."""
+    own = CommandParser(
+        prog="elastic profile",
+        description="Have a job that trains write traces (torch.profiler) of its next steps, one "
+        "file per rank. Needs scripts with elastic.join(), and agents that are not in "
+        "mode=restart.",
+        epilog="exit codes: 0 asked; 1 the job has ended; 2 usage, or nobody trains; 69 etcd "
+        "cannot be reached, or refuses",
+    )
+    add_job_arguments(own, environ)
+    own.add_argument("--steps", type=int, default=10, help="how many (default: %(default)s)")
+    own.add_argument("--ranks", default="", metavar="0,4-7", help="only these (default: all)")
+    return own

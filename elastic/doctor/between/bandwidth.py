@@ -1,0 +1,195 @@
+"""How fast the ways between two nodes are: a job uses one address of each, maybe the slow one.
+
+Every node sends for a moment to each address of the next one, over whatever interface the kernel
+takes. No two measurements share a node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.doctor.findings import Finding, ok, skipped, warning
+from elastic.doctor.meeting import AllGather, Participant
+from elastic.tuning.doctor_intervals import DOCTOR_BANDWIDTH_S, DOCTOR_PAIR_CONNECT_S
+from elastic.tuning.network import LOOPBACK, Network, interface_towards
+
+NAME = "bandwidth"
+_CHUNK_BYTES = 256 << 10
+# In the kernel, of one connection: a slow link has to send it all after the time is up.
+_BUFFER_BYTES = 512 << 10
+_MOST_ADDRESSES = 8
+# Measurements of so short a time differ by half on a busy machine.
+_MUCH_FASTER = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink:
+    """An address of a node that takes what is sent to it."""
+
+    interface: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredWay:
+    """To one address of the next node."""
+
+    to: int  # its number
+    address: str
+    interface: str  # of this node, by the route; "": none
+    their_interface: str
+    bytes_per_s: float  # 0.0: nothing answers there
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    """Counts what comes, and says how much it was."""
+
+    def handle(self) -> None:
+        stream: socket.socket = self.request
+        stream.settimeout(DOCTOR_PAIR_CONNECT_S)
+        count, buffer = 0, bytearray(_CHUNK_BYTES)
+        with contextlib.suppress(OSError):  # the sender reports it
+            while received := stream.recv_into(buffer):
+                count += received
+            stream.sendall(count.to_bytes(8, "big"))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+@contextlib.contextmanager
+def listening(network: Network) -> Iterator[tuple[Sink, ...]]:
+    """Take data on every address of this machine but the loopback's, for the time of the block."""
+    sinks, servers = [], []
+    interfaces = [one for one in network.interfaces if one.name != LOOPBACK]
+    addresses = [(i.name, address) for i in interfaces for address in i.addresses]
+    for interface, address in addresses[:_MOST_ADDRESSES]:
+        with contextlib.suppress(OSError):  # an address that has gone since it was read
+            server = (_ServerV6 if ":" in address else _Server)((address, 0), _Handler)
+            servers.append(server)
+            port = int(server.server_address[1])
+            sinks.append(Sink(interface=interface, address=address, port=port))
+    threads = [
+        threading.Thread(
+            target=server.serve_forever, args=(0.05,), name=f"elastic-doctor-sink-{sink.port}"
+        )
+        for server, sink in zip(servers, sinks, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield tuple(sinks)
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+        for thread in threads:
+            thread.join()
+
+
+def between_nodes(
+    exchange: AllGather,
+    members: Sequence[Participant],
+    number: int,
+    network: Network,
+    within_s: float,
+) -> list[Finding]:
+    """Measure from each node to the next one; the same findings on all of them."""
+    with listening(network) as own:
+        sinks = exchange("sinks", [asdict(sink) for sink in own], within_s)
+        ways: list[MeasuredWay] = []
+        for turn in (0, 1):  # first from 0 to 1, from 2 to 3; then from 1 to 2, from 3 to 4
+            if number % 2 == turn and number + 1 in sinks:
+                targets = [Sink(**sink) for sink in sinks[number + 1]]
+                ways += _measure(network, number + 1, targets)
+            exchange(f"bandwidth {turn}", None, within_s)
+        everyone = exchange("bandwidths", [asdict(way) for way in ways], within_s)
+    measured = {n: [MeasuredWay(**way) for way in told] for n, told in everyone.items()}
+    return findings(members, measured)
+
+
+def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[MeasuredWay]:
+    """One after the other. An address that this machine has, too, is not the other node's."""
+    return [
+        MeasuredWay(
+            to=to,
+            address=sink.address,
+            interface=interface.name if interface is not None else "",
+            their_interface=sink.interface,
+            bytes_per_s=send_for_a_moment(sink.address, sink.port),
+        )
+        for sink in targets
+        if network.with_address(sink.address) is None
+        for interface in [interface_towards(network, sink.address)]
+    ]
+
+
+def send_for_a_moment(address: str, port: int) -> float:
+    """Bytes in a second, until the other end has them; 0.0 if it cannot be reached."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    chunk, sent = bytes(_CHUNK_BYTES), 0
+    with socket.socket(family, socket.SOCK_STREAM) as stream:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        stream.settimeout(DOCTOR_PAIR_CONNECT_S)
+        try:
+            stream.connect((address, port))
+            began_s = SYSTEM_CLOCK.monotonic()
+            while SYSTEM_CLOCK.monotonic() - began_s < DOCTOR_BANDWIDTH_S:
+                sent += stream.send(chunk)
+            stream.shutdown(socket.SHUT_WR)
+            reply = stream.recv(8, socket.MSG_WAITALL)
+        except OSError:
+            return 0.0
+        took_s = SYSTEM_CLOCK.monotonic() - began_s
+    return sent / took_s if reply == sent.to_bytes(8, "big") else 0.0
+
+
+def findings(
+    members: Sequence[Participant], measured: Mapping[int, Sequence[MeasuredWay]]
+) -> list[Finding]:
+    """One for each pair of neighbours. ``measured``: by the number of the node that has sent."""
+    reached = [
+        (number, list(ways))
+        for number, of_node in sorted(measured.items())
+        if (ways := [way for way in of_node if way.bytes_per_s])
+    ]
+    if not reached:
+        return [skipped(NAME, "the nodes have no address but one of the same machine")]
+    return [_of_pair(members, number, ways) for number, ways in reached]
+
+
+def _of_pair(members: Sequence[Participant], number: int, ways: Sequence[MeasuredWay]) -> Finding:
+    """``ways``: to the next node, as far as it was reached."""
+    other = members[ways[0].to]
+    name = f"{NAME} {members[number].name} → {other.name}"
+    used = next((way for way in ways if way.address == other.address), None)
+    best = max(ways, key=lambda way: way.bytes_per_s)
+    said = [_shown(way, is_used=way is used) for way in ways]
+    measured = "; ".join(said)
+    if used is not None and best.bytes_per_s >= _MUCH_FASTER * used.bytes_per_s:
+        return warning(
+            name,
+            measured,
+            f"start each node with --local-addr=ADDRESS of its faster interface "
+            f"({best.address} on {other.name}): it is for the store, state transfer, NCCL and "
+            f"gloo; or set ELASTIC_INTERFACE={best.their_interface} for NCCL and gloo alone",
+        )
+    return ok(name, measured)
+
+
+def _shown(way: MeasuredWay, *, is_used: bool) -> str:
+    interfaces = " to ".join(dict.fromkeys(filter(None, (way.interface, way.their_interface))))
+    used = ", which a job uses" if is_used else ""
+    return f"{way.address} ({interfaces}{used}) {way.bytes_per_s / 1e9:.3f} GB/s"

@@ -1,0 +1,102 @@
+"""Everything that can happen, as frozen dataclasses: what journals hold and logs say.
+
+An event says what happened; who and when (node, rank, generation, wall and monotonic time) is
+added by :mod:`elastic.telemetry.journal` when it is written. One file for each part of the system:
+start with ``membership`` for agents, and with ``training`` for workers. The rest of the project
+imports events from here.
+
+Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+from elastic.events.agent import (
+    HangFound,
+    HangOver,
+    HealthServed,
+    LeaseLost,
+    StoreProblem,
+    StragglerFound,
+    StragglerRecovered,
+    WorkerDied,
+    WorkerReplaced,
+    WorkersStarting,
+    WorkerStuck,
+    WorkersTuned,
+    WorkerTrouble,
+)
+from elastic.events.base import Event
+from elastic.events.checkpoints import CheckpointSaved, CheckpointSkipped, PartNotCopied
+from elastic.events.journal import JournalClosed, JournalOpened
+from elastic.events.membership import (
+    FailureJudged,
+    FailureTimelineWritten,
+    JobEnded,
+    LeaderChanged,
+    NodeArrived,
+    NodeFound,
+    NodeLeaving,
+    NodeLost,
+    NodeParked,
+    NodeSuspected,
+    Waiting,
+    WorldEntered,
+    WorldFormed,
+)
+from elastic.events.training import (
+    Metrics,
+    ProfileWritten,
+    RankTimes,
+    Recovered,
+    RunClosed,
+    StateReceived,
+    StateRestored,
+    StateSent,
+    WorldFault,
+    WorldJoined,
+)
+
+__all__ = [
+    "CheckpointSaved",
+    "CheckpointSkipped",
+    "Event",
+    "FailureJudged",
+    "FailureTimelineWritten",
+    "HangFound",
+    "HangOver",
+    "HealthServed",
+    "JobEnded",
+    "JournalClosed",
+    "JournalOpened",
+    "LeaderChanged",
+    "LeaseLost",
+    "Metrics",
+    "NodeArrived",
+    "NodeFound",
+    "NodeLeaving",
+    "NodeLost",
+    "NodeParked",
+    "NodeSuspected",
+    "PartNotCopied",
+    "ProfileWritten",
+    "RankTimes",
+    "Recovered",
+    "RunClosed",
+    "StateReceived",
+    "StateRestored",
+    "StateSent",
+    "StoreProblem",
+    "StragglerFound",
+    "StragglerRecovered",
+    "Waiting",
+    "WorkerDied",
+    "WorkerReplaced",
+    "WorkerStuck",
+    "WorkerTrouble",
+    "WorkersStarting",
+    "WorkersTuned",
+    "WorldEntered",
+    "WorldFault",
+    "WorldFormed",
+    "WorldJoined",
+]

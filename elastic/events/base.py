@@ -1,0 +1,10 @@
+"""What all events have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base. The class name, in kebab case, is the event's name in the journal."""

@@ -1,0 +1,25 @@
+"""What a process writes first and last into its journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.events.base import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalOpened(Event):
+    """A process begins its journal, or goes on in a new file of it."""
+
+    schema: int  # version of the lines that follow
+    role: str  # "agent" or "worker"
+    run_id: str | None  # the name of the job; null: not known
+    pid: int  # of the process
+    host: str  # the machine's name
+    boot_id: str  # of the machine: its processes share a monotonic clock; "": not known
+    library: str  # version of torch-elastic-harness; "": not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalClosed(Event):
+    """The last line of a process that ended in order."""

@@ -1,0 +1,126 @@
+"""What a worker does: its state, its recoveries, its steps and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.events.base import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRestored(Event):
+    """A worker got its state back (or started fresh)."""
+
+    source: str  # "initial" | checkpoint name
+    step: int  # committed in the state
+    duration_s: float  # reading and verifying it
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldJoined(Event):
+    """A worker is in a new world without a restart, and agrees with it on the state."""
+
+    generation: int  # of the new world
+    rank: int  # in it
+    size: int  # number of workers
+    step: int  # committed in the state
+    source: int | None  # the rank whose state it is; None: a checkpoint, or the initial state
+    replay: tuple[str, ...]  # optimizers that had stepped, masked when the step is done again
+    duration_s: float  # to agree, transfers included
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateReceived(Event):
+    """A worker got its weights from another one."""
+
+    source: int  # rank that sent them
+    step: int  # committed in the state
+    bytes: int  # received
+    duration_s: float  # of the transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSent(Event):
+    """A worker gave its weights to others."""
+
+    receivers: tuple[int, ...]  # ranks
+    step: int  # committed in the state
+    bytes: int  # sent
+    duration_s: float  # of the transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldFault(Event):
+    """A worker's step ended because the world did."""
+
+    generation: int  # of the world that is over
+    step: int  # committed before the fault
+    error: str  # what was raised
+    traceback: str = ""  # of it; "": not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """A worker goes on after a change of the world."""
+
+    generation: int  # of the new world
+    step: int  # committed in the state
+    duration_s: float  # from the fault, or the switch, to the training function's next start
+    leave_s: float  # of it: taking the old group down
+    wait_s: float  # waiting for the next world
+    build_s: float  # building its group
+    agree_s: float  # agreeing on the state, and sending it to who lacks it
+    paused_s: float  # in worlds below the job's minimum of nodes, where nothing is trained
+    wrap_s: float  # initialising DDP, and the rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes(Event):
+    """Where a rank's time has gone since its last such event, or since its world began.
+
+    The parts add up to ``duration_s``. Written every STEP_TIMES_S seconds, after the first step of
+    a world, and when a world ends.
+    """
+
+    generation: int  # of the world
+    step: int  # committed by now
+    steps: int  # of them in this window
+    duration_s: float  # the window ends when the event is written
+    productive_s: float  # in steps that were committed, less what follows
+    data_s: float  # waiting for batches
+    checkpoint_s: float  # training stood still for checkpoints
+    evaluation_s: float  # forward passes in eval mode
+    open_s: float  # since the last commit, less what counts above: a step that has not ended
+    collective_s: float  # of productive_s: waiting for other ranks
+    ended: str  # why the window ends: "due", "first-step", "fault", "change" or "close"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(Event):
+    """What the script logs (``run.log``): the newest value of each name since the last such event.
+
+    Rank 0 writes one every METRICS_EVENT_S seconds at most. Where ``step`` is not above that of an
+    earlier event, steps were done again: this event replaces those of its step and later ones.
+    """
+
+    step: int  # committed, of the newest value
+    values: dict[str, float]  # by name
+    means: tuple[str, ...]  # names of means over all ranks; the other values are rank 0's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileWritten(Event):
+    """A rank has profiled some steps."""
+
+    path: str  # of the trace, on this node
+    first: int  # steps committed when it began
+    steps: int  # in the trace
+    asked: int  # for; more than ``steps``: the world ended before
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunClosed(Event):
+    """A worker's run is closed: after training, or with an error of the script."""
+
+    clean: bool  # whether training was complete
+    error: str  # of the script; "": none

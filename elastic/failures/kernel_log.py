@@ -1,0 +1,134 @@
+"""What the kernel's log has said since this node's workers started: Xid, OOM kills, broken disks.
+
+A GPU's error, or that of a disk, is often in no text of the worker that it has ended. Reading needs
+CAP_SYSLOG, or ``kernel.dmesg_restrict=0``, and in a container ``/dev/kmsg``; without them a
+sentence says why there is no such evidence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.failures.rules import RULES
+from elastic.hangs.kernel import is_telling
+from elastic.tuning.agent_intervals import KERNEL_LOG_READ_S
+
+KMSG = Path("/dev/kmsg")
+_RECORD_BYTES = 8192  # of the longest one (CONSOLE_EXT_LOG_MAX, kernel/printk/internal.h)
+_MOST_READ = 20_000  # lines at a time: of more, the last
+_MOST_LINES, _MOST_CHARACTERS = 5, 300  # of each kind, and of a line
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
+
+
+@dataclass(frozen=True)
+class KernelSaid:
+    """The last lines that may explain the end of a worker; ``problem``: why none can be read."""
+
+    lines: tuple[str, ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines) or self.problem
+
+    def has_killed(self, pid: int) -> bool:
+        """Whether the OOM killer has ended this process, as far as numbers of processes are ours:
+        in a container the log has those of the machine."""
+        if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
+            return False
+        return any(f"killed process {pid} " in line.lower() for line in self.lines)
+
+
+class KernelLog:
+    """Asked after the end of a worker. From any thread; its owner calls ``close``.
+
+    A start of workers moves it to the end of the log, so that what comes later is theirs, and
+    nobody has to read what a machine has said in months.
+    """
+
+    def __init__(self, path: Path = KMSG, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._problem = ""
+        self._rest = b""  # of a record that was read in part
+        # What a rule knows is not to be lost among many lines that may mean something.
+        self._known: deque[str] = deque(maxlen=_MOST_LINES)
+        self._other: deque[str] = deque(maxlen=_MOST_LINES)
+
+    def mark(self) -> None:
+        """Workers are about to start: what was said before this is not about them."""
+        with self._lock:
+            self._known.clear()
+            self._other.clear()
+            self._rest = b""
+            try:
+                if self._fd < 0:
+                    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                    self._fd = os.open(self._path, flags)
+                os.lseek(self._fd, 0, os.SEEK_END)
+            except OSError as error:
+                self._fail(error)
+            else:
+                self._problem = ""
+
+    def said(self) -> KernelSaid:
+        """Since the last :meth:`mark`. Neither waits nor reads for long."""
+        with self._lock:
+            for line in self._read():
+                self._note(line.decode(errors="replace"))
+            return KernelSaid((*self._other, *self._known), self._problem)
+
+    def close(self) -> None:
+        """Let go of the log. Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> Iterable[bytes]:
+        """The newest lines since the last time. One read gives one record; of a file, many."""
+        lines: deque[bytes] = deque(maxlen=_MOST_READ)
+        until_s = self._clock.monotonic() + KERNEL_LOG_READ_S
+        while self._fd >= 0 and self._clock.monotonic() < until_s:
+            try:
+                read = os.read(self._fd, _RECORD_BYTES)
+            except BlockingIOError:
+                break  # that was the last one
+            except BrokenPipeError:
+                continue  # it was overwritten: the next read begins at the oldest that is left
+            except OSError as error:
+                self._fail(error)
+                break
+            if not read:
+                break
+            *whole, self._rest = (self._rest + read).split(b"\n")
+            lines.extend(whole)
+        return lines
+
+    def _note(self, line: str) -> None:
+        """``level,number,microseconds,flags;text``; lines with more about it begin with a space."""
+        about, separator, text = line.partition(";")
+        if not separator or about.startswith(" "):
+            return
+        if not is_telling(text):
+            return
+        is_known = any(rule.kernel_pattern.search(text) for rule in RULES)
+        (self._known if is_known else self._other).append(text[:_MOST_CHARACTERS])
+
+    def _fail(self, error: OSError) -> None:
+        self._problem = (
+            f"the kernel log cannot be read ({self._path}: {error.strerror}): Xid errors and OOM "
+            "kills of this node do not show"
+        )
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,170 @@
+"""What a leader writes: the next world, one that the store has lost, and the job's end.
+
+Each write names the revision that it replaces: of two leaders, who cannot know of each other, one
+writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from elastic.events import StoreProblem, WorldFormed
+from elastic.leadership.failure_accounting import FailureAccounting
+from elastic.leadership.roster import Roster
+from elastic.membership.decision import Proposal, world_of
+from elastic.membership.records import BreakageRecord, Cause, Done, Outcome, WorldRecord, encode
+from elastic.membership.step_rate import StepRate, switch_step
+from elastic.node.context import NodeContext
+from elastic.node.status import WorldEntry
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    RECHECK_S,
+    STEP_RATE_AGAIN_S,
+    STEP_RATE_JOINING_S,
+    STEP_RATE_LEAVING_S,
+)
+
+# How long a planned world waits for the first report of a step, before it interrupts one: a node
+# that leaves has little time, a joining node has all of it.
+STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
+
+
+class WorldWriter:
+    """Of one term. ``announce`` tells a world to the followers, ahead of the store's watch."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        roster: Roster,
+        accounting: FailureAccounting,
+        announce: Callable[[bytes], None],
+    ) -> None:
+        self._at = context
+        self._roster = roster
+        self._accounting = accounting
+        self._announce = announce
+        self.planned_since_s: float | None = None  # a plan waits for a step rate
+
+    def adopt(self, entry: WorldEntry, now: float, *, since_s: float) -> WorldEntry | float:
+        """After a wipe: the highest world that any node runs goes back into the store.
+
+        ``since_s``: when the nodes began to register. A number is the time to be called again.
+        """
+        highest = self._roster.highest_running()
+        generation = entry.world.generation if entry.world is not None else 0
+        if highest is not None and entry.world is not None and highest.generation < generation:
+            highest = entry.world  # a plan that nobody runs yet: others know it, too
+        if highest is None or (entry.mod_revision and highest.generation <= generation):
+            return entry
+        if now < since_s + ADOPTION_WAIT_S:
+            return since_s + ADOPTION_WAIT_S
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
+        )
+        if revision is None:
+            return now + RECHECK_S  # somebody else wrote one: the watch will tell
+        self._at.journal.emit(
+            StoreProblem(
+                error="the store had lost the world",
+                consequence=f"generation {highest.generation}, which is running, was put back",
+            ),
+            level=logging.WARNING,
+        )
+        return WorldEntry(highest, revision, now)
+
+    def propose(
+        self, proposal: Proposal, entry: WorldEntry, now: float
+    ) -> tuple[WorldEntry | None, float]:
+        """Write this world, unless it waits for a step rate or another leader was faster.
+
+        Returns what was written, and when to be called again.
+        """
+        step, wait = self._switch_step(proposal, entry.world, now)
+        if wait:
+            return None, now + STEP_RATE_AGAIN_S
+        step_rate = self._at.status.step_rate
+        world = world_of(
+            proposal,
+            entry.world,
+            nonce=secrets.token_hex(4),
+            time_s=self._at.clock.wall(),
+            switch_at_step=step,
+            committed_step=step_rate.step if step_rate is not None else None,
+            breakages=self._breakages(),
+        )
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.world, encode(world), expected_revision=entry.mod_revision
+        )
+        if revision is None:
+            return None, now + RECHECK_S  # somebody else was faster: the watch will tell
+        self._announce(encode(world))
+        self._accounting.formed(entry.world, world, now)
+        self.planned_since_s = None
+        self._at.journal.emit(
+            WorldFormed(
+                generation=world.generation,
+                nodes=tuple(m.name for m in world.members),
+                size=world.size,
+                state=world.state.value,
+                mode=world.mode,
+                cause=world.cause.value,
+                reason=world.reason,
+            )
+        )
+        return WorldEntry(world, revision, now), now
+
+    def _switch_step(
+        self, proposal: Proposal, before: WorldRecord | None, now: float
+    ) -> tuple[int | None, bool]:
+        """Where a planned world takes over (None: at once), and whether to wait for a step rate."""
+        if not proposal.planned or before is None:
+            return None, False
+        if before.switch_at_step is not None and not self._switched(before):
+            # One plan takes the place of another that nobody has carried out. A node that learns of
+            # it too late waits at the same step's boundary, in the building of the first.
+            return before.switch_at_step, False
+        step_rate = self._step_rate()
+        if step_rate is not None:
+            return switch_step(step_rate, now), False
+        if self.planned_since_s is None:
+            self.planned_since_s = now
+        patience_s = STEP_RATE_PATIENCE_S.get(proposal.cause, 0.0)
+        return None, now < self.planned_since_s + patience_s
+
+    def _switched(self, world: WorldRecord) -> bool:
+        """A member runs this world. (Then all were in it: they agree before they say so.)"""
+        return any(
+            known.node.running is not None and known.node.running.generation >= world.generation
+            for node_id in world.node_ids
+            if (known := self._roster.knows(node_id)) is not None
+        )
+
+    def _step_rate(self) -> StepRate | None:
+        """This node's own workers', if it is of the group that they step in now."""
+        running, step_rate = self._at.status.node.running, self._at.status.step_rate
+        if running is None or step_rate is None or step_rate.generation != running.generation:
+            return None
+        return step_rate
+
+    def end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
+        """Write how the job has ended; None if that is written already."""
+        step_rate = self._at.status.step_rate
+        done = Done(
+            outcome=outcome,
+            reason=reason,
+            exit_code=exit_code,
+            generation=entry.world.generation if entry.world is not None else 0,
+            final_step=step_rate.step if step_rate is not None else None,
+            time_s=self._at.clock.wall(),
+            breakages=self._breakages() if outcome is Outcome.FAILURE else (),
+        )
+        revision = self._at.store.compare_and_swap(
+            self._at.keys.done, encode(done), expected_revision=0
+        )
+        return done if revision is not None else None
+
+    def _breakages(self) -> tuple[BreakageRecord, ...]:
+        clock = self._at.clock
+        return self._accounting.records(clock.monotonic(), clock.wall())

@@ -1,0 +1,38 @@
+"""Which workers of this node hold the model together: they meet, live and die as one."""
+
+from __future__ import annotations
+
+from elastic.link.server import Worker
+
+
+class LocalReplicas:
+    """The replicas on one node, as its workers announce them: consecutive local ranks. Where a
+    replica takes several nodes, all workers of this one are a part of it."""
+
+    def __init__(self) -> None:
+        self._joined: dict[int, tuple[Worker, int]] = {}  # by pid, with the size of its replica
+
+    def join(self, worker: Worker, size: int, nproc: int | None = None) -> tuple[Worker, ...]:
+        """A worker has announced itself. All of its replica on this node, which has ``nproc``
+        workers, once they are there, else nobody."""
+        self._joined[worker.pid] = worker, size
+        members = (worker, *self.siblings(worker.pid))
+        places = {member.local_rank % size for member in members}
+        return members if len(places) == min(size, nproc or size) else ()
+
+    def siblings(self, pid: int) -> tuple[Worker, ...]:
+        """The other workers of this one's replica; none if a rank is a replica."""
+        if pid not in self._joined:
+            return ()
+        worker, size = self._joined[pid]
+        return tuple(
+            other
+            for other, other_size in self._joined.values()
+            if other.pid != pid
+            and other_size == size
+            and other.local_rank // size == worker.local_rank // size
+        )
+
+    def leave(self, pid: int) -> None:
+        """A worker's process is gone."""
+        self._joined.pop(pid, None)

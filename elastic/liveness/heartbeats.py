@@ -1,0 +1,93 @@
+"""Heartbeats of nodes, for people: `elastic status` shows how old each is, and its step.
+
+Every agent's thread sends one to the leader over its liveness connection, and the leader's node
+writes them with the job's progress (:mod:`elastic.leadership.progress_writer`): no node writes
+anything of its own to etcd. Nothing is decided by them: a death is proved by connections and
+probes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from elastic.clock import Clock
+from elastic.membership.step_rate import StepRate
+from elastic.messages import typed_json
+from elastic.secure_channel import strict_json
+from elastic.secure_channel.errors import ProtocolError
+from elastic.tuning.agent_intervals import HEARTBEAT_S, RECENT_LOSS_S
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHeartbeat:
+    """The thread of this agent runs, and this is what its workers reported last."""
+
+    generation: _Count  # in which they step; 0: not known
+    step: _Count | None  # committed; None: not known
+
+    @staticmethod
+    def of(step_rate: StepRate | None) -> NodeHeartbeat:
+        """From what the node's workers have reported."""
+        if step_rate is None:
+            return NodeHeartbeat(generation=0, step=None)
+        return NodeHeartbeat(generation=step_rate.generation, step=step_rate.step)
+
+    def encode(self) -> bytes:
+        """As a frame."""
+        return strict_json.encode({"generation": self.generation, "step": self.step})
+
+    @staticmethod
+    def decode(payload: bytes) -> NodeHeartbeat:
+        """Parse strictly. Raises ProtocolError."""
+        try:
+            return typed_json.convert(NodeHeartbeat, strict_json.decode(payload))
+        except typed_json.DecodeError as error:
+            raise ProtocolError(f"the heartbeat {error}") from None
+
+
+@dataclass(frozen=True)
+class HeardHeartbeat:
+    """The last one of a node, and when it came by this agent's monotonic clock."""
+
+    heartbeat: NodeHeartbeat
+    at_s: float
+
+
+class Heartbeats:
+    """This node's, and while it leads those of the others. One per agent; without locks, by copies:
+    the node's thread sends, that of the connections hears, a third one reads."""
+
+    def __init__(self, node_id: str, clock: Clock) -> None:
+        self._node_id = node_id
+        self._clock = clock
+        self._heard: dict[str, HeardHeartbeat] = {}
+        self._next_s = -math.inf
+
+    def send_if_due(self, step_rate: StepRate | None, send: Callable[[bytes], object]) -> None:
+        """Called whenever the node's thread turns. A leader sends to nobody, and hears itself."""
+        now = self._clock.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + HEARTBEAT_S
+        heartbeat = NodeHeartbeat.of(step_rate)
+        self.heard(self._node_id, heartbeat)
+        send(heartbeat.encode())
+
+    def heard(self, node_id: str, heartbeat: NodeHeartbeat) -> None:
+        """A node has sent one. Those of nodes that are long gone are forgotten."""
+        now = self._clock.monotonic()
+        self._heard[node_id] = HeardHeartbeat(heartbeat, now)
+        for known, last in self._heard.copy().items():
+            if now - last.at_s > RECENT_LOSS_S:
+                self._heard.pop(known, None)
+
+    def by_node(self) -> Mapping[str, HeardHeartbeat]:
+        """The last one of each node. A node that does not lead hears only itself."""
+        return self._heard.copy()

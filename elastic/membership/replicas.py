@@ -1,0 +1,253 @@
+"""Replicas over several nodes: which nodes hold a model together, and which wait until they can.
+
+A *replica* is ``replica_size`` ranks that hold the model once (docs/decisions/0034). A node with
+that many workers, or a multiple, has whole replicas and comes and goes by itself. With fewer, a
+replica takes several nodes: worlds are formed of whole replicas, each a run of neighbours in the
+order of ranks. Here one node counts as one replica wherever ``per_replica`` is 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from elastic.errors import ConfigError
+from elastic.membership.records import Node, NodeReplica, NodeState, ReplicaSeat, WorldRecord
+from elastic.membership.view import NodeView
+from elastic.messages.world import nodes_per_replica
+from elastic.tuning.timeouts import where_to_set
+
+Nodes = tuple[NodeView, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """The replicas of a next world."""
+
+    unharmed: tuple[Nodes, ...]  # as they were in the last world, and in that order
+    repaired: tuple[Nodes, ...]  # at least one of its nodes is from the last world
+    formed: tuple[Nodes, ...]  # of waiting nodes only
+
+    @property
+    def nodes(self) -> Nodes:
+        """In the order of ranks. Rank 0 is of an unharmed replica if there is one."""
+        replicas = (*self.unharmed, *self.repaired, *self.formed)
+        return tuple(itertools.chain.from_iterable(replicas))
+
+
+@dataclass
+class _Harmed:
+    """A replica that has lost nodes. The others keep their places in it."""
+
+    index: int
+    places: list[NodeView | None]
+
+    @property
+    def left(self) -> list[NodeView]:
+        return [n for n in self.places if n is not None]
+
+    @property
+    def lacks(self) -> int:
+        return self.places.count(None)
+
+
+def arrange(
+    world: WorldRecord | None,
+    survivors: Nodes,
+    waiting: Nodes,
+    *,
+    per_replica: int,
+    max_nodes: int,
+    repairs: bool = True,
+) -> Arrangement:
+    """Keep what is unharmed, repair what is harmed from ``waiting``, then form new replicas.
+
+    Of several harmed replicas, the one that lacks the fewest nodes is repaired first; where too few
+    nodes wait, the last ones are dissolved for it. ``repairs``: without, the nodes that are left of
+    a harmed replica stay out, since their workers have to start anew first, and waiting nodes form
+    the replicas as which their workers have met.
+    """
+    most = max_nodes // per_replica
+    unharmed, harmed = _sort(world, survivors, per_replica)
+    pool = list(waiting)
+    repaired = _repair(harmed, pool) if repairs else {}
+    room = max(0, most - len(unharmed) - len(repaired))
+    return Arrangement(
+        unharmed=tuple(unharmed),
+        repaired=tuple(repaired[i] for i in sorted(repaired)),
+        formed=whole_replicas(pool, per_replica, have_met=not repairs)[:room],
+    )
+
+
+def _sort(
+    world: WorldRecord | None, survivors: Nodes, per_replica: int
+) -> tuple[list[Nodes], list[_Harmed]]:
+    """The world's replicas: those that are complete, and those of which some nodes are left."""
+    alive = {n.node.node_id: n for n in survivors}
+    ids = world.node_ids if world is not None else ()
+    unharmed: list[Nodes] = []
+    harmed: list[_Harmed] = []
+    for first in range(0, len(ids), per_replica):
+        places = [alive.get(i) for i in ids[first : first + per_replica]]
+        # (A paused world may have an incomplete one.)
+        places += [None] * (per_replica - len(places))
+        left = tuple(n for n in places if n is not None)
+        if len(left) == per_replica:
+            unharmed.append(left)
+        elif left:
+            harmed.append(_Harmed(first, places))
+    return unharmed, harmed
+
+
+def _repair(harmed: list[_Harmed], pool: list[NodeView]) -> dict[int, Nodes]:
+    """Fill the replicas, by their index. Takes from ``pool`` first, whose rest stays in it."""
+    open_ = sorted(harmed, key=lambda r: (r.lacks, r.index))
+    repaired: dict[int, Nodes] = {}
+    while open_:
+        replica = open_.pop(0)
+        donors = [n for other in open_ for n in other.left]
+        if len(pool) + len(donors) < replica.lacks:
+            break
+        taken = pool[: replica.lacks]
+        del pool[: replica.lacks]
+        while len(taken) < replica.lacks:
+            taken.append(_take_from(open_))
+        filled = iter(taken)
+        repaired[replica.index] = tuple(
+            n if n is not None else next(filled) for n in replica.places
+        )
+    return repaired
+
+
+def _take_from(donors: list[_Harmed]) -> NodeView:
+    """A node of the replica that would have been repaired last."""
+    last = donors[-1]
+    node = last.left[-1]
+    last.places[last.places.index(node)] = None
+    if not last.left:
+        donors.pop()
+    return node
+
+
+def whole_replicas(
+    nodes: Sequence[NodeView], per_replica: int, *, have_met: bool
+) -> tuple[Nodes, ...]:
+    """What the waiting ``nodes`` form: any of them, by their order, or, if their workers keep their
+    processes, those that ``have_met``."""
+    if have_met and per_replica > 1:
+        return tuple(_that_have_met(nodes, per_replica))
+    whole = len(nodes) - len(nodes) % per_replica
+    return tuple(tuple(nodes[i : i + per_replica]) for i in range(0, whole, per_replica))
+
+
+def _that_have_met(nodes: Sequence[NodeView], per_replica: int) -> Iterator[Nodes]:
+    waiting = {n.node.node_id: n for n in nodes}
+    for ids in dict.fromkeys(n.node.replica for n in nodes):
+        members = tuple(waiting[i] for i in ids if i in waiting and waiting[i].node.replica == ids)
+        if len(members) == per_replica:
+            yield members
+
+
+# ── nodes whose workers start while others train: who holds a model with whom ────────────────
+
+
+def take_seat(
+    replicas: tuple[NodeReplica, ...],
+    mine: ReplicaSeat,
+    starts: Mapping[str, str],
+    *,
+    per_replica: int,
+    nonce: str,
+) -> tuple[NodeReplica, ...]:
+    """The replicas with a place for ``mine``: in the oldest that lacks a node, or in a new one.
+
+    ``starts``: of the workers of every live node. A seat of another start is void; void is a
+    replica that was complete and has lost one, since the others have met it, or may have.
+    """
+    kept = [r for r in (_without_void(r, starts, per_replica) for r in replicas) if r is not None]
+    if any(mine in replica.seats for replica in kept):
+        return tuple(kept)
+    for place, replica in enumerate(kept):
+        if len(replica.seats) < per_replica:
+            kept[place] = replace(replica, seats=(*replica.seats, mine))
+            return tuple(kept)
+    return (*kept, NodeReplica(nonce=nonce, seats=(mine,)))
+
+
+def _without_void(
+    replica: NodeReplica, starts: Mapping[str, str], per_replica: int
+) -> NodeReplica | None:
+    valid = tuple(seat for seat in replica.seats if starts.get(seat.node_id) == seat.start)
+    if not valid or (len(replica.seats) == per_replica != len(valid)):
+        return None
+    return replace(replica, seats=valid)
+
+
+# ── limits, and words for people ─────────────────────────────────────────────────────────────
+
+
+def incomplete(nodes: Sequence[T], per_replica: int) -> Sequence[T]:
+    """Those of the waiting ``nodes``, oldest first, that are too few for one more replica."""
+    return nodes[len(nodes) - len(nodes) % per_replica :]
+
+
+def require_whole_replicas(
+    replica_size: int, *, nproc: int, limits: tuple[int, int]
+) -> tuple[int, int]:
+    """``limits``, the least and most nodes of a job, for whole replicas: rounded up and down.
+
+    >>> require_whole_replicas(8, nproc=4, limits=(3, 9))
+    (4, 8)
+
+    Raises ConfigError where the nodes cannot be whole replicas.
+    """
+    if nproc % replica_size and replica_size % nproc:
+        near = nproc // replica_size * replica_size or replica_size
+        raise ConfigError(
+            f"replica_size={replica_size} and {nproc} workers on this node do not fit: a node has "
+            "whole replicas, or a replica takes whole nodes",
+            hint=f"--nproc-per-node={near}, or a replica_size that divides {nproc} or is a "
+            f"multiple of it ({where_to_set('replica_size')})",
+        )
+    per_replica = nodes_per_replica(replica_size, nproc)
+    low, high = limits
+    least, most = -(-low // per_replica) * per_replica, high // per_replica * per_replica
+    if least > most:
+        raise ConfigError(
+            f"--nnodes={low}:{high} has no number of whole replicas: with "
+            f"replica_size={replica_size} and {nproc} workers per node, one takes {per_replica} "
+            "nodes",
+            hint=f"--nnodes={least}:{max(least, most)}, or another replica_size",
+        )
+    return least, most
+
+
+def waiting_for_others(names: Sequence[str], per_replica: int) -> str:
+    """Why nodes wait: ``n7 waits: 1 of 2 nodes of a replica``."""
+    verb = "wait" if len(names) > 1 else "waits"
+    return f"{', '.join(names)} {verb}: {_part(len(names), per_replica)}"
+
+
+def why_waiting(node: Node, world: WorldRecord | None, nodes: Iterable[Node]) -> str:
+    """``1 of 2 nodes of a replica`` if ``node`` waits for that; empty for any other reason.
+
+    ``nodes``: all that are registered. For people: what is decided is decided by more.
+    """
+    inside = world.node_ids if world is not None else ()
+    going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
+    waiting = [
+        n
+        for n in nodes
+        if n.node_id not in inside and n.running is None and n.state in going and not n.replica
+    ]
+    waiting.sort(key=lambda n: (n.joined_at_s, n.node_id))
+    few = incomplete(waiting, node.nodes_per_replica)
+    is_one = any(n.node_id == node.node_id for n in few)
+    return _part(len(few), node.nodes_per_replica) if is_one else ""
+
+
+def _part(nodes: int, per_replica: int) -> str:
+    return f"{nodes} of {per_replica} nodes of a replica"

@@ -1,0 +1,218 @@
+"""This process's replica: the ranks that together hold the model once.
+
+Its group is torch's default group and lives as long as the process. A rank that left a step while
+another one of its replica continues would leave that one waiting, and its own next collective
+would be taken for one of the last step. So the ranks of a replica leave together: where one has
+found that the world is over, it says so at the next point that all of them pass, and all raise.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    Store,
+)
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError, GroupAborted, ReplicaLost, TrainingError
+from elastic.process_group import TorchExceptHook
+from elastic.tuning import timeouts
+from elastic.tuning.worker_intervals import REPLICA_MEETS_S, SLOWEST_LOOK_S
+from elastic.world.arrival import GroupSpec, OpenStore, meet, open_store
+from elastic.world.faults import is_world_fault
+from elastic.world.mesh import ReplicaMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ALONE: AbstractContextManager[None] = nullcontext()
+_LEFT = "another rank of this replica has found that the world is over"
+
+
+class ReplicaMeeting(NamedTuple):
+    """Where the ranks of a replica meet, and a name for this time: a file of their node, or the
+    store of the first of several nodes."""
+
+    folder: str
+    nonce: str
+    over_nodes: GroupSpec | None = None
+
+
+class ModelReplica:
+    """One per process. Without a mesh it is this rank alone, and nothing here communicates."""
+
+    def __init__(self, mesh: ReplicaMesh | None = None, *, local_rank: int = 0) -> None:
+        self.mesh = mesh or ReplicaMesh()
+        self.size = self.mesh.size
+        self.position = local_rank % self.size
+        self._device_mesh: DeviceMesh | None = None
+        self._store: OpenStore | None = None  # of a replica over several nodes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of ``run.mesh``. Raises ConfigError without a mesh."""
+        if self._device_mesh is None:
+            raise ConfigError(
+                "run.mesh: elastic.join() was called without a mesh",
+                hint='elastic.join(mesh={"shard": 2}): the dimensions of a replica',
+            )
+        return self._device_mesh
+
+    def form(self, meeting: ReplicaMeeting | None) -> None:
+        """Make torch's default group, and the mesh over it. Once; None: a replica of one rank."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = self.size
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if meeting is not None and meeting.over_nodes is not None:
+            store = self._open_store(meeting.over_nodes)
+        elif meeting is not None:
+            store = FileStore(os.path.join(meeting.folder, f"replica-{meeting.nonce}"), size)
+        self._compare_meshes(store)
+        hook = TorchExceptHook()
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self.position,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ)),
+        )
+        hook.installed()
+        hook.remove()
+        self._device_mesh = init_device_mesh(
+            "cpu",
+            tuple(size for _, size in self.mesh.dims),
+            mesh_dim_names=tuple(name for name, _ in self.mesh.dims),
+        )
+
+    def _compare_meshes(self, store: Store) -> None:
+        """Raise ConfigError on a rank whose mesh is another one than the first rank's: their
+        collectives would not match."""
+        if self.position == 0:
+            store.set("mesh", str(self.mesh))
+        elif (first := store.get("mesh").decode()) != str(self.mesh):
+            raise ConfigError(
+                f"elastic.join(mesh=…) of rank {self.position} of a replica has the dimensions "
+                f"{self.mesh}, that of its first rank {first}",
+                hint="every worker of a job gives the same mesh, in the same order",
+            )
+
+    def _open_store(self, spec: GroupSpec) -> Store:
+        """The store at the first node, which lives as long as the group: torch opens subgroups
+        through it. Raises GroupBuildFailed if the others do not come."""
+        self.position = spec.rank
+        deadline_s = SYSTEM_CLOCK.monotonic() + REPLICA_MEETS_S
+        while self._store is None:
+            try:
+                self._store = open_store(
+                    spec, _never_given_up, deadline_s=deadline_s, use_torchs=False
+                )
+            except OSError:  # a data worker of the last start may still hold the port
+                if SYSTEM_CLOCK.monotonic() > deadline_s:
+                    raise
+                SYSTEM_CLOCK.sleep(SLOWEST_LOOK_S)
+        client = self._store.client
+        meet(client, spec, _never_given_up, deadline_s=deadline_s)
+        limit_s = timeouts.collective_of_environment(os.environ)
+        client.set_timeout(datetime.timedelta(seconds=limit_s))
+        return PrefixStore(spec.nonce, client)
+
+    def close(self) -> None:
+        """The process ends."""
+        if self._device_mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        if self._store is not None:
+            self._store.close()
+
+    # -- what its ranks agree on ----------------------------------------------------------------
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Over the ranks of the replica, which all call it.
+
+        Raises WorldLost if one of them is gone: its shards are lost, and this process ends.
+        """
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(list(values), dtype=torch.float64)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError as error:
+            raise ReplicaLost(
+                f"a rank of this replica (mesh {self.mesh}) is gone: {error}"
+            ) from error
+        return [float(value) for value in total.tolist()]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank of the replica, which all call it."""
+        return flag if self.size == 1 else self.sum([float(flag)])[0] > 0
+
+    def all_numbers(self, number: int) -> list[int]:
+        """The numbers that the ranks of the replica give, by position."""
+        numbers = [0.0] * self.size
+        numbers[self.position] = float(number)
+        return [int(each) for each in self.sum(numbers)]
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The ranks of the replica leave this context together: if the world is over for one,
+        all raise. For collectives of the world, which an abort ends on some ranks only."""
+        return _ALONE if self.size == 1 else self._whole()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        fault: Exception | None = None
+        try:
+            yield
+        except ReplicaLost:
+            raise
+        except Exception as error:
+            if not is_world_fault(error):
+                raise
+            fault = error
+        if self.any(fault is not None):
+            raise fault if fault is not None else GroupAborted(_LEFT)
+
+    def check_in(self) -> None:
+        """Before this rank leaves a world: its replica is complete, and leaves it, too.
+
+        Raises ReplicaLost otherwise.
+        """
+        self.sum([1.0])
+
+
+def _never_given_up() -> None:
+    """The agent ends this process if a node of the replica is gone."""
+
+
+def mesh_of(given: Mapping[str, int] | None, device: torch.device) -> ModelReplica:
+    """The replica of ``elastic.join(mesh=…)``, not formed yet.
+
+    Raises ConfigError for a mesh that this node, or this library, cannot have.
+    """
+    mesh = ReplicaMesh.parse(given)
+    if not mesh:
+        return ModelReplica()
+    mesh.check_node(
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        replica_size=int(os.environ.get("ELASTIC_REPLICA_SIZE", "1")),
+    )
+    if device.type != "cpu":
+        raise ConfigError(
+            f"mesh={given} on {device.type}: replicas are built for gloo on CPUs only so far",
+            hint="leave mesh out: sharded models recover by a restart (docs/how-to/sharded.md)",
+        )
+    if dist.is_initialized():
+        raise TrainingError(
+            "elastic.join(mesh=…) after torch.distributed.init_process_group(): torch's default "
+            "group is the replica's, and elastic.join makes it",
+            hint="remove init_process_group(); run.mesh is the DeviceMesh",
+        )
+    return ModelReplica(mesh, local_rank=int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,0 +1,54 @@
+"""All metrics of a node as they are now, for those who export them: /metrics and OTLP.
+
+From copies, without a lock: a reader is answered while another thread hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+from elastic.metrics.readings import NodeReadings
+from elastic.metrics.table import METRICS, Metric, MetricKind, MetricSource
+from elastic.metrics.tally import Distribution, Labels, label_value
+
+_V = TypeVar("_V")
+
+
+class MetricSeries(NamedTuple):
+    """One metric and the values of its series, by label values: the first for gauges and counters,
+    the second for summaries and histograms."""
+
+    metric: Metric
+    values: Mapping[Labels, float]
+    distributions: Mapping[Labels, Distribution]
+
+
+def series_of(readings: NodeReadings) -> Iterator[MetricSeries]:
+    """Every metric of the table that has a value, in its order."""
+    gauges: dict[Metric, dict[Labels, float]] = {}
+    for metric, labels, value in readings.gauges():
+        cleaned = tuple(label_value(text) for text in labels)
+        gauges.setdefault(metric, {})[cleaned] = float(value)
+    counts = _by_metric(readings.metrics.tally.counts().items())
+    distributions = _by_metric(readings.metrics.tally.distributions().items())
+    hears_workers = readings.metrics.asks_workers
+    for metric in METRICS:
+        values = gauges.get(metric, {})
+        if metric.kind is MetricKind.COUNTER:
+            # Zeros of workers that nobody hears would say that the job makes no progress.
+            is_heard = hears_workers or metric.source is not MetricSource.WORKERS
+            zeros = dict.fromkeys(metric.initial_series, 0.0) if is_heard else {}
+            values = {**zeros, **counts.get(metric, {})}
+        found = MetricSeries(metric, values, distributions.get(metric, {}))
+        if found.values or found.distributions:
+            yield found
+
+
+def _by_metric(
+    items: Iterable[tuple[tuple[Metric, Labels], _V]],
+) -> dict[Metric, dict[Labels, _V]]:
+    found: dict[Metric, dict[Labels, _V]] = {}
+    for (metric, labels), value in items:
+        found.setdefault(metric, {})[labels] = value
+    return found

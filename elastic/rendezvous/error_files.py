@@ -1,0 +1,51 @@
+"""The files in which workers tell torchrun's agent the exception that ended them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from torch.distributed.elastic.multiprocessing import api, errors
+
+from elastic.telemetry.log import get_logger
+
+
+def tolerate_unreadable_error_files() -> None:
+    """Have torch's agents survive an error file that is no JSON, here and from now on.
+
+    A worker writes it in place: killed meanwhile, or on a full disk, it leaves an empty file or
+    half of one.
+    """
+    # (torch 2.13, elastic/multiprocessing/errors: ProcessFailure.__post_init__ parses and raises.)
+    vars(api)["ProcessFailure"] = _process_failure
+
+
+def _process_failure(
+    local_rank: int, pid: int, exitcode: int, error_file: str
+) -> errors.ProcessFailure:
+    if os.path.isfile(error_file) and (trouble := _why_unreadable(error_file)) is not None:
+        get_logger().warning(
+            "the error file of worker %d (pid %d) cannot be read (%r): only its exit code %d is "
+            "known; %s",
+            local_rank,
+            pid,
+            trouble,
+            exitcode,
+            error_file,
+        )
+        error_file = ""  # as of a worker that has written none
+    return errors.ProcessFailure(local_rank, pid, exitcode, error_file)
+
+
+def _why_unreadable(error_file: str) -> Exception | None:
+    """What torch's ``ProcessFailure`` would raise."""
+    try:
+        with open(error_file, encoding="utf-8") as file:
+            written = json.load(file)
+        said = written["message"]
+        int(
+            written.get("timestamp", 0) if isinstance(said, str) else said["extraInfo"]["timestamp"]
+        )
+    except Exception as trouble:  # noqa: BLE001  a worker may have written anything
+        return trouble
+    return None

@@ -1,0 +1,81 @@
+"""Logs once, at the start of a job, its guarantees if they are less than in-process recovery.
+
+Which of the two a script gets depends on what it calls, and nothing else shows: a script that knows
+nothing of this project trains under this launcher as under any other, until the world changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
+
+RESTART_MODE = (
+    "mode=restart: when the world changes, all workers are started again. A script with "
+    "elastic.join() resumes from its last checkpoint, with the same global batch and order of "
+    "data; any other one has to load its own checkpoint. Without elastic.ElasticSampler its global "
+    "batch is the batch per rank times the number of ranks: it changes with the world"
+)
+UNMODIFIED = (
+    "no worker has called elastic.join() within {after_s:g} s of its start. If none does: when the "
+    "world changes, all workers are started again. The script has to load its own newest "
+    "checkpoint, or it begins from scratch; what was done since that is done again. Its global "
+    "batch is the batch per rank times the number of ranks, which changes with the world, unless "
+    "elastic.ElasticSampler or elastic.join() with run.loader keeps it the same"
+)
+
+
+# torch 2.11 to 2.15, PContext._close: one warning for each worker in each recovery by a restart.
+_TORCHS_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+_TORCHS_WARNING = "Sending process %s closing signal %s"
+
+
+def leave_out_closing_signals() -> None:
+    """Why workers are ended is in the leader's log: torch need not warn of each. Idempotent."""
+    logger = logging.getLogger(_TORCHS_LOGGER)
+    if _is_not_a_closing_signal not in logger.filters:
+        logger.addFilter(_is_not_a_closing_signal)
+
+
+def _is_not_a_closing_signal(record: logging.LogRecord) -> bool:
+    return record.msg != _TORCHS_WARNING
+
+
+class RestartNotice:
+    """One per agent. ``say`` logs the message."""
+
+    def __init__(
+        self,
+        mode: str,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self._mode = mode
+        self._clock = clock
+        self._say = say or get_logger().warning
+        self._due_s: float | None = None
+        self._is_told = False
+
+    def workers_start(self, *, is_first_node: bool) -> None:
+        """Workers are started, in a world whose rank 0 is one of them or not."""
+        if self._is_told or not is_first_node:
+            self._due_s = None
+        elif self._mode == "restart":
+            self._tell(RESTART_MODE)
+        elif self._due_s is None:
+            self._due_s = self._clock.monotonic() + JOIN_EXPECTED_S
+
+    def look(self, *, have_joined: bool) -> None:
+        """Called now and then while they run. ``have_joined``: one has called elastic.join()."""
+        if have_joined:
+            self._due_s = None
+        elif self._due_s is not None and self._clock.monotonic() >= self._due_s:
+            self._tell(UNMODIFIED.format(after_s=JOIN_EXPECTED_S))
+
+    def _tell(self, sentence: str) -> None:
+        self._is_told, self._due_s = True, None
+        self._say(sentence)

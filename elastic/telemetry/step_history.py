@@ -1,0 +1,126 @@
+"""Which steps a run made, world by world, and which of them a later world did again."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.telemetry.activities import Activity
+from elastic.telemetry.journal_reader import JournalRecord
+
+_LAST_WINDOWS = 1000
+# What is no part of a step, by its field in a window.
+BESIDE_STEPS = (
+    ("data_s", Activity.DATA),
+    ("checkpoint_s", Activity.CHECKPOINT),
+    ("evaluation_s", Activity.EVALUATION),
+)
+
+
+@dataclass(frozen=True)
+class StepHistory:
+    """What the windows of all ranks tell together."""
+
+    usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
+    windows: Mapping[int, Sequence[JournalRecord]]  # by generation: the last ones of all ranks
+    cuts: Mapping[int, int]  # by generation: the step from which on a later one redid its work
+    first_step: int
+    last_step: int
+    recomputed_steps: int
+
+    def shares_of(self, generation: int) -> dict[Activity, float]:
+        """What its windows hold, as fractions of 1; nothing if there are none."""
+        sums: dict[Activity, float] = defaultdict(float)
+        for record in self.windows.get(generation, ()):
+            discarded = discarded_part(record, self.cuts.get(generation))
+            for activity, took_s in parts_of(record, discarded).items():
+                sums[activity] += took_s
+        whole_s = sum(sums.values())
+        return {a: took_s / whole_s for a, took_s in sums.items()} if whole_s > 0 else {}
+
+    def usual_of(self, generation: int) -> float | None:
+        """Of the generation, else of the nearest one that tells."""
+        known = self.usual_s.get(generation)
+        if known is not None or not self.usual_s:
+            return known
+        return self.usual_s[min(self.usual_s, key=lambda g: abs(g - generation))]
+
+
+class _WorldSteps:
+    """What is summed up of one world."""
+
+    __slots__ = ("begin", "end", "productive_s", "steps", "windows")
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.end: int | None = None
+        self.steps, self.productive_s = 0, 0.0
+        self.windows: deque[JournalRecord] = deque(maxlen=_LAST_WINDOWS)
+
+
+def step_history(records: Iterable[JournalRecord]) -> StepHistory:
+    """From the windows of all ranks of a run. Short for a million of them."""
+    worlds: dict[int, _WorldSteps] = {}
+    for record in records:
+        is_window = record.name == "rank-times"
+        if not (is_window or record.name == "world-joined"):
+            continue
+        generation, step = record.whole("generation"), record.whole("step")
+        if generation is None or step is None:
+            continue
+        made = max(0, record.whole("steps") or 0) if is_window else 0
+        world = worlds.get(generation)
+        if world is None:
+            world = worlds[generation] = _WorldSteps(step - made)
+        elif step - made < world.begin:
+            world.begin = step - made
+        if is_window:
+            if world.end is None or step > world.end:
+                world.end = step
+            if made and record.data.get("ended") != "first-step":
+                world.windows.append(record)
+                world.productive_s += record.number("productive_s")
+                world.steps += made
+    return _history(worlds)
+
+
+def _history(worlds: Mapping[int, _WorldSteps]) -> StepHistory:
+    cuts = _cuts({g: world.begin for g, world in worlds.items()})
+    ends = {g: world.end for g, world in worlds.items() if world.end is not None}
+    return StepHistory(
+        usual_s={g: w.productive_s / w.steps for g, w in worlds.items() if w.steps},
+        windows={g: tuple(w.windows) for g, w in worlds.items() if w.steps},
+        cuts=cuts,
+        first_step=min((world.begin for world in worlds.values()), default=0),
+        last_step=max(ends.values(), default=0),
+        recomputed_steps=sum(max(0, ends[g] - cuts[g]) for g in ends if g in cuts),
+    )
+
+
+def parts_of(record: JournalRecord, discarded: float) -> dict[Activity, float]:
+    """Of a window, in seconds, but for the step that had not ended."""
+    parts = {activity: max(0.0, record.number(name)) for name, activity in BESIDE_STEPS}
+    productive_s = max(0.0, record.number("productive_s"))
+    parts[Activity.RECOMPUTED] = productive_s * discarded
+    parts[Activity.PRODUCTIVE] = productive_s * (1 - discarded)
+    return parts
+
+
+def discarded_part(record: JournalRecord, cut: int | None) -> float:
+    """Which part of the window's steps a later generation, from step ``cut`` on, did again."""
+    steps = record.whole("steps") or 0
+    if cut is None or steps <= 0:
+        return 0.0
+    last = record.whole("step") or 0
+    return min(1.0, max(0, last - max(cut, last - steps)) / steps)
+
+
+def _cuts(begins: Mapping[int, int]) -> dict[int, int]:
+    cuts: dict[int, int] = {}
+    lowest: int | None = None
+    for generation in sorted(begins, reverse=True):
+        if lowest is not None:
+            cuts[generation] = lowest
+        lowest = begins[generation] if lowest is None else min(lowest, begins[generation])
+    return cuts

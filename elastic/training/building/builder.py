@@ -1,0 +1,115 @@
+"""``run.build``: objects that are made in each world, on a DeviceMesh of that world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from elastic.errors import ConfigError, TrainingError
+from elastic.training.components import Components
+from elastic.training.data.randomness import derive_seed, seed_all
+from elastic.training.rebuilding import garbage
+from elastic.training.rebuilding.built import AGAIN, Built
+
+T = TypeVar("T")
+
+MESH_DIM = "shard"
+_SEED = 0x6275696C64  # of what the function draws: the same on all ranks, in every world
+
+
+class BuildsInWorlds:
+    """The part of a run that builds objects anew in each world."""
+
+    _parts: Components
+
+    def build(self, fn: Callable[[DeviceMesh], T]) -> T:
+        """Call ``fn`` with a DeviceMesh of the present world, and return what it returns.
+
+        For models sharded over the whole world, which no rank holds whole (FSDP2)::
+
+            def build(mesh):
+                model = Net()
+                fully_shard(model, mesh=mesh)
+                return model, torch.optim.AdamW(model.parameters())
+
+            def train():
+                model, optimizer = run.build(build)
+                for epoch in run.epochs(3):
+                    for x, y in loader: …
+
+            run.retry(train)
+
+        ``mesh`` has one dimension, ``shard``, of the world's size. ``fn`` returns a module, or a
+        tuple, list or dict of modules, optimizers and other objects with state; all of it is part
+        of the job's state, and is loaded before the first loop: ranks that are left bring nothing
+        but the shards in their nodes' memory. Random numbers in ``fn`` are the same on all ranks
+        and in all worlds. Gradients are those of the mean over the global batch, also where ranks
+        have different numbers of samples.
+
+        When the world changes, ``run.retry`` calls its function again, which has to call this
+        again. Objects of an earlier world raise TrainingError when they are used.
+
+        Raises:
+            ConfigError: what ``fn`` returned is not sharded over ``mesh``, or cannot be saved;
+                or the job has no checkpoints, or a wrapped module.
+            TrainingError: called outside of ``run.retry``, twice in a world, or too late.
+        """
+        parts = self._parts
+        job, lifecycle = parts.job, parts.lifecycle
+        self._check_call()
+        parts.attempts.note_registration("build")
+        job.is_rebuilt = True
+        parts.checkpoints.keep_shards_in_memory()
+        world = parts.recovery.bootstrap.enter_world()
+        if (remains := job.remains) is not None:
+            remains.warn_of_leftovers()
+        device = parts.connectivity.group.device
+        mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=(MESH_DIM,))
+        seed_all(derive_seed(job.seed, _SEED))
+        garbage.set_aside_what_is_older()
+        with torch.enable_grad():
+            returned = fn(mesh)
+        parts.state.registry.hold(Built(returned, mesh, generation=lifecycle.world.generation))
+        return returned
+
+    def _check_call(self) -> None:
+        parts = self._parts
+        job = parts.job
+        if not parts.script.scope.in_retry:
+            raise TrainingError(
+                "run.build() outside of the function that run.retry calls: what it returns is of "
+                "one world, and the next one needs another",
+                hint=AGAIN,
+            )
+        if job.built is not None:
+            raise TrainingError(
+                "run.build() a second time in one world",
+                hint="return all models and optimizers from one function: "
+                "return model, critic, optimizer, critic_optimizer",
+            )
+        if parts.lifecycle.is_restored:
+            raise TrainingError(
+                "run.build() comes too late: the job's state is restored already",
+                hint="call run.build() first in the function that run.retry calls: before "
+                "run.state, run.world, run.is_main, run.epochs and the loader are read",
+            )
+        if job.is_sharded:
+            raise ConfigError(
+                "run.build() in a job of elastic.join(mesh=…): a replica keeps what it has built",
+                hint="run.wrap(fully_shard(model, mesh=run.mesh)); or leave out mesh=",
+            )
+        if job.modules:
+            raise ConfigError(
+                "run.build() in a job with a module of run.wrap()",
+                hint="return all modules from the function of run.build(), sharded; or wrap all",
+            )
+        if not parts.checkpoints.is_on:
+            raise ConfigError(
+                "run.build() without checkpoints: no rank holds all of the state, so a death would "
+                "lose it",
+                hint='elastic.join(checkpoints="/shared/folder"); the newest ones are kept in the '
+                "nodes' memory",
+            )

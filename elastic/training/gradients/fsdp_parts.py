@@ -1,0 +1,90 @@
+"""The parts of a module that ``fully_shard`` was called for: what they hold, and their settings.
+
+The harness reduces with FSDP's mean over ranks, and adds to it. So settings that make it something
+else than that mean are refused: before ``run.wrap`` and ``run.build``, and after them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from elastic import torch_private
+from elastic.errors import ConfigError
+
+_SETTINGS = {
+    "set_gradient_divide_factor": "gradients are the mean over the global batch in every world; "
+    "multiply the loss instead",
+    "set_reduce_scatter_divide_factor": "gradients are the mean over the global batch in every "
+    "world; multiply the loss instead",
+    "set_all_reduce_hook": "gradients would bypass the reduction over the replicas; change them "
+    "after backward()",
+    "set_custom_reduce_scatter": "gradients would bypass the weights of uneven shares; change them "
+    "after backward()",
+}
+
+
+class FSDPParts:
+    """Of one module, in the order of ``modules()``; none if it was not sharded by FSDP2."""
+
+    def __init__(self, module: nn.Module) -> None:
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second
+        parts = () if fsdp is None else module.modules()
+        self.parts: list[Any] = [part for part in parts if isinstance(part, fsdp.FSDPModule)]
+        self._names = {id(p): name for name, p in module.named_parameters()}
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of passes that reduced none wait for one that does
+        (``set_requires_gradient_sync``)."""
+        return any(torch_private.fsdp_holds_gradients(part) for part in self.parts)
+
+    def check(self, call: str, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
+        """Raise ConfigError for settings that change the mean, and for a tied weight in two parts.
+
+        torch raises for the latter in the first forward pass, without a reason that says where.
+        """
+        refused = frozenset(settings)
+        for part in self.parts:
+            for name in torch_private.fsdp_settings(part):
+                if name in refused:
+                    raise _refusal(f"{call} of a module with {name}()", name)
+        self._check_ties(call)
+
+    def _check_ties(self, call: str) -> None:
+        owners: dict[object, str] = {}
+        for part in self.parts:
+            for parameter, original in torch_private.fsdp_originals(part):
+                name = self._names.get(id(parameter), "?")
+                if original is not None and original in owners:
+                    raise ConfigError(
+                        f"{call} of a sharded module: {name!r} and {owners[original]!r} were one "
+                        "tied weight, and fully_shard has made two parameters of it, in two groups",
+                        hint="shard the modules that share it together: "
+                        "fully_shard([model.embed, model.head], mesh=…), or leave both to the "
+                        "module around them",
+                    )
+                owners[original] = name
+
+    def refuse_settings(self, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
+        """From now on, these methods of the parts raise ConfigError."""
+        for part in self.parts:
+            for name in settings:
+                if hasattr(part, name):
+                    setattr(part, name, _refusing(name))
+
+
+def _refusing(name: str) -> Any:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise _refusal(f"model.{name}()", name)
+
+    return refuse
+
+
+def _refusal(call: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{call} is not possible: the harness reduces with FSDP's mean", hint=_SETTINGS[name]
+    )

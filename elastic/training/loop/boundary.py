@@ -1,0 +1,51 @@
+"""Between two steps: everything before is committed, so the job can be saved, or left."""
+
+from __future__ import annotations
+
+from elastic.training.checkpointing.manager import CheckpointManager
+from elastic.training.halt import Halt
+from elastic.training.lifecycle import Lifecycle
+from elastic.training.recovery.selection import Strategies
+from elastic.training.recovery.training_state import TrainingState
+from elastic.worker.worlds import Worlds
+
+
+class StepBoundary:
+    """One per process. ``worlds`` is the link to the agent, or None."""
+
+    def __init__(
+        self,
+        *,
+        state: TrainingState,
+        lifecycle: Lifecycle,
+        strategies: Strategies,
+        checkpoints: CheckpointManager,
+        halt: Halt,
+        worlds: Worlds | None,
+    ) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._checkpoints = checkpoints
+        self._halt = halt
+        self._worlds = worlds
+
+    def cross(self) -> None:
+        """The next step is about to begin: save if a save is due. Does not return if the process
+        is to end here."""
+        if self._worlds is not None:
+            self._worlds.wait_until_permitted()
+        if not self._checkpoints.is_open:
+            return
+        self._halt.at_boundary()
+        self._state.current.last_left = None
+        with self._lifecycle.replica.whole():
+            received = self._checkpoints.at_boundary(self._state.job)
+        self._strategies.active.at_boundary(received)
+        is_told = self._worlds is not None and self._worlds.is_told_to_leave
+        is_leaving = self._halt.is_preempted or is_told
+        self._checkpoints.announce(self._state.job, is_leaving=is_leaving)
+
+    def begin_step(self, number: int) -> None:
+        """Step ``number`` begins. The flags that its gradients carry say which one it is."""
+        self._checkpoints.flags.begin_step(number)

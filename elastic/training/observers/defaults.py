@@ -1,0 +1,22 @@
+"""Where metrics go if the script does not say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from elastic.training.observers.tensorboard import TensorBoard, is_installed
+from elastic.training.observers.writer import MetricsWriter
+
+OFF = "off"
+
+
+def default_writers(env: Mapping[str, str] = os.environ) -> Sequence[MetricsWriter]:
+    """TensorBoard, if it is installed, in ``ELASTIC_TENSORBOARD`` or ``runs/RUN_ID``.
+
+    ``ELASTIC_TENSORBOARD=off``: none. Raises ConfigError for a folder without TensorBoard.
+    """
+    folder = env.get("ELASTIC_TENSORBOARD")
+    if folder == OFF or (not folder and not is_installed()):
+        return []
+    return [TensorBoard(folder or os.path.join("runs", env.get("TORCHELASTIC_RUN_ID", "local")))]

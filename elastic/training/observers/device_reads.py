@@ -1,0 +1,76 @@
+"""Reads scalars that are copied from a device, without waiting for it.
+
+A copy that has been queued is read once an event that was recorded after it has passed. So a value
+is known a flush later, and no step waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from elastic.training.observers.history import Row
+
+
+class DeviceEvent(Protocol):
+    """What is needed of ``torch.Event``."""
+
+    def query(self) -> bool:
+        """Whether everything queued before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait for that."""
+
+
+def record_event() -> DeviceEvent:
+    """An event on the current stream of the accelerator."""
+    event = torch.Event(device=torch.accelerator.current_accelerator())
+    event.record()
+    return event
+
+
+class DeviceReads:
+    """One per process, used by the main thread."""
+
+    def __init__(self, record: Callable[[], DeviceEvent] = record_event) -> None:
+        self._record = record
+        self._event: DeviceEvent | None = None
+        self._covered: list[Row] = []  # whose copies were queued before the event
+
+    def finish(self, rows: Sequence[Row], *, wait: bool = False) -> list[Row]:
+        """Those of ``rows``, from the first one on, whose values are known."""
+        open_ = [row for row in rows if _is_open(row)]
+        if not open_:
+            return list(rows)
+        if wait:
+            self._event = None
+            self._record().synchronize()
+            _read(open_)
+            return list(rows)
+        if self._event is not None and self._event.query():
+            _read(self._covered)
+            self._event, self._covered = None, []
+            open_ = [row for row in open_ if _is_open(row)]
+        if self._event is None and open_:
+            self._event, self._covered = self._record(), open_
+        return _until_open(rows)
+
+
+def _is_open(row: Row) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in row.values.values())
+
+
+def _read(rows: Sequence[Row]) -> None:
+    for row in rows:
+        row.values = {name: float(value) for name, value in row.values.items()}
+
+
+def _until_open(rows: Sequence[Row]) -> list[Row]:
+    known: list[Row] = []
+    for row in rows:
+        if _is_open(row):
+            break
+        known.append(row)
+    return known

@@ -1,0 +1,75 @@
+"""The values that were logged lately, by step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic.training.observers.values import Scalar
+
+_ALWAYS_KEPT = 8  # rows, however old: steps may take minutes
+
+
+@dataclass(slots=True)
+class Row:
+    """What was logged for one step, or a part of it."""
+
+    step: int  # steps committed when it is
+    logged_s: float
+    values: dict[str, Scalar]
+    is_sent: bool = False
+
+
+class History:
+    """Rows with steps that never decrease. Every rank keeps them for a while: the next rank 0
+    writes what the last one did not get to."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._rows: deque[Row] = deque()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def put(self, step: int, values: dict[str, Scalar], now_s: float) -> None:
+        """Add to the row of ``step``; a name that has a value there gets this one.
+
+        The caller makes a new dictionary for each call, and leaves it alone.
+        """
+        rows = self._rows
+        if rows and rows[-1].step >= step:
+            self.rewind(step)
+            if rows and rows[-1].step == step and not rows[-1].is_sent:
+                rows[-1].values.update(values)
+                return
+        rows.append(Row(step, now_s, values))
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged for later steps than ``step``: they are done again."""
+        rows = self._rows
+        while rows and rows[-1].step > step:
+            rows.pop()
+
+    def send_again(self) -> None:
+        """Nothing is known to be written."""
+        for row in self._rows:
+            row.is_sent = False
+
+    def unsent(self, step: int) -> list[Row]:
+        """Rows up to ``step`` that are to be sent, oldest first."""
+        found: list[Row] = []
+        for row in reversed(self._rows):
+            if row.is_sent:
+                break
+            if row.step <= step:
+                found.append(row)
+        return found[::-1]
+
+    def prune(self, now_s: float, *, is_writer: bool) -> None:
+        """Forget old rows. ``is_writer``: those that were not sent are kept."""
+        rows = self._rows
+        while len(rows) > _ALWAYS_KEPT and now_s - rows[0].logged_s > self._keep_s:
+            if is_writer and not rows[0].is_sent:
+                return
+            rows.popleft()

@@ -1,0 +1,210 @@
+"""What is written when, and by which rank.
+
+Every rank keeps what it logs for a while; rank 0 sends it to the writers. A step's values are sent
+once the next step is committed, so they can be completed until then, and a step that a fault has
+interrupted leaves nothing. The rank that becomes 0 sends what it has kept: writers skip what is
+there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import TrainingError
+from elastic.events import Metrics
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.log import get_logger
+from elastic.training.observers.device_reads import DeviceReads
+from elastic.training.observers.history import History, Row
+from elastic.training.observers.values import Loggable, Scalar, WorldMean, scalar_of
+from elastic.training.observers.writer import MetricsWriter
+from elastic.training.observers.writer_thread import WriterThread
+from elastic.tuning.worker_intervals import (
+    METRICS_CLOSE_S,
+    METRICS_DRAIN_S,
+    METRICS_EVENT_S,
+    METRICS_FLUSH_S,
+    METRICS_KEEP_S,
+)
+from elastic.world.world import World
+
+_MOST_LOGGED = 256  # calls between two steps, where a script logs in a loop of its own
+
+
+class MetricsLog:
+    """One per process. The main thread calls it.
+
+    Args:
+        position: the number of steps committed when the present one is, or the last one.
+        default_writers: makes the writers, if the script gives none.
+    """
+
+    SEES_EACH_STEP: ClassVar = False
+
+    def __init__(
+        self,
+        journal: EventSink,
+        position: Callable[[], int],
+        *,
+        default_writers: Callable[[], Sequence[MetricsWriter]] = list,
+        reads: DeviceReads | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._journal = journal
+        self._position = position
+        self._default_writers = default_writers
+        self._writers: list[MetricsWriter] | None = None  # None: the default ones
+        self._is_open = False  # something was logged
+        self._logged: list[tuple[int, dict[str, Scalar]]] = []  # since it last became history
+        self._history = History(METRICS_KEEP_S)
+        self._reads = reads if reads is not None else DeviceReads()
+        self._clock = clock
+        self._thread: WriterThread | None = None
+        self._is_main = False
+        self._is_drained = True  # what this process sent, when its last world ended
+        self._began_at = 0  # step
+        self._step = 0
+        self._flushed_s = self._noted_s = float("-inf")
+        self._newest: dict[str, float] = {}  # value of each name, as sent
+        self._unnoted: dict[str, float] = {}  # of it: since the last event in the journal
+        self._noted_step = 0
+
+    @property
+    def newest(self) -> Mapping[str, float]:
+        """The last known value of each name, on rank 0."""
+        return self._newest
+
+    def log(self, values: dict[str, Loggable]) -> None:
+        """Keep the values of the present step; the dictionary is the log's from now on.
+
+        Only what cannot wait is done here: a step's telemetry runs from cold caches. Raises
+        ConfigError for what is not a number.
+        """
+        if not self._is_open:
+            self._open()
+        for name, value in values.items():
+            if not (type(value) is float and type(name) is str and name):
+                values[name] = scalar_of(name, value)
+        if values:
+            self._logged.append((self._position(), values))  # type: ignore[arg-type]
+            if len(self._logged) >= _MOST_LOGGED:
+                self._keep()
+
+    def _open(self) -> None:
+        self._is_open = True
+        if self._writers is None:
+            self._writers = list(self._default_writers())
+
+    def _keep(self) -> None:
+        """What was logged becomes history."""
+        logged, self._logged = self._logged, []
+        now_s = self._clock.monotonic()
+        for step, values in logged:
+            self._history.put(step, values, now_s)
+
+    def add_writer(self, writer: MetricsWriter) -> None:
+        """Write there, too, and not to the default.
+
+        Raises TrainingError once values were logged: they would not be there.
+        """
+        if self._is_open:
+            raise TrainingError(
+                "run.log_to() after run.log(): what was logged before would not be there",
+                hint="call run.log_to(…) right after run = elastic.join(…)",
+            )
+        self._writers = [*(self._writers or []), writer]
+
+    # -- what happens in training --------------------------------------------------------------
+
+    def begin_world(self, world: World, step: int) -> None:
+        """Training continues in a world, after ``step`` steps."""
+        self._keep()
+        self._history.rewind(step)
+        self._newest.clear()
+        self._unnoted.clear()
+        self._step = step
+        self._is_main = world.rank == 0
+        if self._is_main:
+            self._history.send_again()
+            self._began_at = step
+            if self._thread is not None:
+                self._thread.rewind(step)
+        elif self._thread is not None and not self._is_drained:
+            self._thread.abandon()  # the new rank 0 writes what it has kept of them
+
+    def committed(self, step: int) -> None:
+        """That many steps have taken effect."""
+        self._step = step
+        self._keep()
+        now_s = self._clock.monotonic()
+        if now_s - self._flushed_s >= METRICS_FLUSH_S:
+            self._flushed_s = now_s
+            self._flush(step - 1)
+            self._history.prune(now_s, is_writer=self._is_main)
+
+    def end_world(self, ended: str) -> None:
+        """The world is over, or the process ends: another process may write from now on."""
+        self._keep()
+        if not self._is_main:
+            return
+        # After a fault a device may not have made what was logged, and this may never return.
+        self._flush(self._step, wait=ended != "fault", is_last=True)
+        self._is_main = False
+        self._is_drained = self._thread is None or self._thread.drain(METRICS_DRAIN_S)
+
+    def pause(self) -> None:
+        """Nothing is trained in this world."""
+        self.end_world("change")
+
+    def close(self) -> None:
+        """The process ends."""
+        self._close_thread()
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def _flush(self, step: int, *, wait: bool = False, is_last: bool = False) -> None:
+        unsent = self._history.unsent(step)
+        if not self._is_main or not unsent:
+            return
+        rows = self._reads.finish(unsent, wait=wait)
+        if rows:
+            self._send(rows)
+        now_s = self._clock.monotonic()
+        if self._unnoted and (is_last or now_s - self._noted_s >= METRICS_EVENT_S):
+            self._noted_s = now_s
+            self._note()
+
+    def _send(self, rows: Sequence[Row]) -> None:
+        if self._thread is None and self._writers:
+            level = logging.DEBUG if self._began_at else logging.INFO  # once in a job
+            get_logger().log(level, "run.log writes to %s", ", ".join(map(str, self._writers)))
+            self._thread = WriterThread(self._writers)
+            self._thread.rewind(self._began_at)
+        batch: list[tuple[int, Mapping[str, float]]] = []
+        for row in rows:
+            row.is_sent = True
+            values = {name: float(value) for name, value in row.values.items()}
+            batch.append((row.step, values))
+            self._newest.update(row.values)  # type: ignore[arg-type]
+            self._unnoted.update(row.values)  # type: ignore[arg-type]
+            self._noted_step = row.step
+        if self._thread is not None:
+            self._thread.log(batch)
+
+    def _note(self) -> None:
+        values, self._unnoted = self._unnoted, {}
+        means = tuple(name for name, value in values.items() if isinstance(value, WorldMean))
+        event = Metrics(step=self._noted_step, values=dict(values), means=means)
+        self._journal.emit(event, level=logging.DEBUG)
+
+    def _close_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None and not thread.close(METRICS_CLOSE_S):
+            get_logger().warning(
+                "run.log: a destination of metrics did not take everything within %g s; its last "
+                "values are lost",
+                METRICS_CLOSE_S,
+            )

@@ -1,0 +1,173 @@
+"""How far training is, for people: a line every few seconds, from rank 0.
+
+In a terminal it is one line that changes, in a file lines of the log. The rate is that of the last
+few seconds in the present world, so that neither a recovery nor a larger world falsifies what is
+left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, TextIO
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError
+from elastic.telemetry.log import get_logger
+from elastic.training.observers.values import WorldMean
+from elastic.tuning.worker_intervals import PROGRESS_LINE_S, PROGRESS_STATUS_S
+from elastic.world.world import World
+
+_MOST_VALUES = 6  # that fit into a line
+_CLEAR_TO_END = "\x1b[K"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgress:
+    """What a line says."""
+
+    step: int  # committed
+    steps_left: int | None  # None: not known
+    step_time_s: float
+    size: int  # of the world
+    generation: int
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+def progress_text(progress: TrainingProgress) -> str:
+    """One line.
+
+    >>> progress_text(TrainingProgress(step=120, steps_left=880, step_time_s=0.05, size=4,
+    ...     generation=3, values={"loss": 0.43218}))
+    'step 120/1000, loss 0.4322 (rank 0), 20 steps/s, 44 s left, 4 workers in generation 3'
+    """
+    left = progress.steps_left
+    parts = [f"step {progress.step}" + (f"/{progress.step + left}" if left is not None else "")]
+    parts += _values(progress.values)
+    if progress.step_time_s > 0:
+        parts.append(_rate(progress.step_time_s))
+        if left is not None:
+            parts.append(f"{_duration(left * progress.step_time_s)} left")
+    workers = "1 worker" if progress.size == 1 else f"{progress.size} workers"
+    return ", ".join([*parts, f"{workers} in generation {progress.generation}"])
+
+
+def _values(values: Mapping[str, float]) -> list[str]:
+    """Means over the world first; then those of this rank, marked as such."""
+    means = [f"{n} {v:.4g}" for n, v in values.items() if isinstance(v, WorldMean)]
+    own = [f"{n} {v:.4g}" for n, v in values.items() if not isinstance(v, WorldMean)]
+    shown = (means + own)[:_MOST_VALUES]
+    if len(shown) > len(means):
+        shown[-1] += " (rank 0)"
+    return shown
+
+
+def _rate(step_time_s: float) -> str:
+    return f"{1 / step_time_s:.3g} steps/s" if step_time_s < 1 else f"{step_time_s:.3g} s/step"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def is_wanted(env: Mapping[str, str] = os.environ) -> bool:
+    """What ``ELASTIC_PROGRESS`` says. Raises ConfigError if that is neither "on" nor "off"."""
+    said = env.get("ELASTIC_PROGRESS", "on")
+    if said not in ("on", "off"):
+        raise ConfigError(f"ELASTIC_PROGRESS={said}", hint="it is on (the default) or off")
+    return said == "on"
+
+
+class ProgressLine:
+    """One per process; only rank 0's says anything.
+
+    Args:
+        newest: the last known values.
+        steps_left: until the end of training; None: not known.
+        out: where a terminal may be.
+    """
+
+    SEES_EACH_STEP: ClassVar = False
+
+    def __init__(
+        self,
+        newest: Callable[[], Mapping[str, float]],
+        steps_left: Callable[[], int | None],
+        *,
+        is_on: bool,
+        out: TextIO | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._newest = newest
+        self._steps_left = steps_left
+        self._out = sys.stderr if out is None else out
+        self._clock = clock
+        self._is_on = is_on
+        self._is_live = is_on and self._out.isatty()
+        self._every_s = PROGRESS_STATUS_S if self._is_live else PROGRESS_LINE_S
+        self._world: World | None = None  # in which this is rank 0
+        self._step = 0
+        self._said_s = 0.0
+        self._said_step = 0
+        self._is_status_shown = False
+
+    def begin_world(self, world: World, step: int) -> None:
+        """Training continues in a world, after ``step`` steps."""
+        self._world = world if world.rank == 0 and self._is_on else None
+        self._begin_window(self._clock.monotonic(), step)
+
+    def committed(self, step: int) -> None:
+        """That many steps have taken effect."""
+        if self._world is None:
+            return
+        now_s = self._clock.monotonic()
+        if now_s - self._said_s >= self._every_s:
+            self._say(self._world, now_s, step)
+            self._begin_window(now_s, step)
+
+    def end_world(self, ended: str) -> None:
+        """The world is over, or the process ends."""
+        self._world = None
+        if self._is_status_shown:
+            self._is_status_shown = False
+            self._out.write(f"\r{_CLEAR_TO_END}")
+            self._out.flush()
+
+    def pause(self) -> None:
+        """Nothing is trained in this world."""
+        self.end_world("change")
+
+    def close(self) -> None:
+        """The process ends."""
+
+    def _begin_window(self, now_s: float, step: int) -> None:
+        self._said_s, self._said_step = now_s, step
+
+    def _say(self, world: World, now_s: float, step: int) -> None:
+        steps = step - self._said_step
+        text = progress_text(
+            TrainingProgress(
+                step=step,
+                steps_left=self._steps_left(),
+                step_time_s=(now_s - self._said_s) / steps if steps > 0 else 0.0,
+                size=world.size,
+                generation=world.generation,
+                values=self._newest(),
+            )
+        )
+        if not self._is_live:
+            get_logger().info("%s", text)
+            return
+        # The cursor goes back to the line's start: what other processes print replaces it.
+        self._out.write(f"\r{text}{_CLEAR_TO_END}\r")
+        self._out.flush()
+        self._is_status_shown = True

@@ -1,0 +1,103 @@
+"""Passive observers of steps and worlds: accounting, metrics, progress, traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.ledger import Ledger
+from elastic.training.step_account import StepAccount
+from elastic.tuning.worker_intervals import STEP_SUMS_S
+from elastic.world.world import World
+
+
+class StepObserver(Protocol):
+    """Called by the main thread. Must not fail, and must not take long."""
+
+    SEES_EACH_STEP: ClassVar[bool]
+    """Whether :meth:`committed` is called after each step, or only after the first and the last
+    one of a world and every STEP_SUMS_S in between."""
+
+    def begin_world(self, world: World, step: int) -> None:
+        """Training continues in a world, after ``step`` steps."""
+
+    def committed(self, step: int) -> None:
+        """That many steps have taken effect."""
+
+    def end_world(self, ended: str) -> None:
+        """The world is over, or the process ends. ``ended``: "fault", "change" or "close"."""
+
+    def pause(self) -> None:
+        """Nothing is trained in this world."""
+
+    def close(self) -> None:
+        """The process ends; :meth:`end_world` was called."""
+
+
+class StepObservers:
+    """All of a process; time is accounted for first."""
+
+    def __init__(
+        self, account: StepAccount, *others: StepObserver, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._account = account
+        self._others = others
+        self._rare = tuple(other for other in others if not other.SEES_EACH_STEP)
+        self._each = tuple(other for other in others if other.SEES_EACH_STEP)
+        self._now_s = clock.monotonic
+        self._step = self._told = 0
+        self._due_s = float("-inf")  # when the observers that do not see each step are called next
+
+    def begin_world(self, world: World, step: int) -> None:
+        """See :class:`StepObserver`; so for the others."""
+        self._step = self._told = step
+        self._due_s = float("-inf")
+        self._account.begin_world(world.generation, step)
+        for other in self._others:
+            other.begin_world(world, step)
+
+    def committed(self, step: int) -> None:
+        self._step = step
+        now_s = self._now_s()
+        if now_s >= self._due_s:
+            self._due_s = now_s + STEP_SUMS_S
+            self._tell()
+        for other in self._each:
+            other.committed(step)
+
+    def _tell(self) -> None:
+        self._told = self._step
+        self._account.committed(self._step)
+        for other in self._rare:
+            other.committed(self._step)
+
+    def _catch_up(self) -> None:
+        if self._told != self._step:
+            self._tell()
+
+    def end_world(self, ended: str) -> None:
+        self._catch_up()
+        self._account.end_world(ended)
+        for other in self._others:
+            other.end_world(ended)
+
+    def pause(self) -> None:
+        self._catch_up()
+        self._account.pause()
+        for other in self._others:
+            other.pause()
+
+    def close(self) -> None:
+        for other in self._others:
+            other.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorders:
+    """Where a process records what it does."""
+
+    ledger: Ledger  # the samples of each step
+    journal: EventSink  # events
+    observers: StepObservers  # of steps and worlds

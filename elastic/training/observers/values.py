@@ -1,0 +1,82 @@
+"""What may be logged: numbers, and tensors of one number."""
+
+from __future__ import annotations
+
+from typing import SupportsFloat
+
+import torch
+
+from elastic.errors import ConfigError
+
+Loggable = SupportsFloat | torch.Tensor
+Scalar = float | torch.Tensor
+"""A number, or a copy of one on its way from a device: see
+:mod:`~elastic.training.observers.device_reads`."""
+
+_TENSOR = torch.Tensor
+
+
+class WorldMean(float):
+    """A mean over all ranks, as ``run.mean`` returns it: not the value of one rank."""
+
+    __slots__ = ()
+
+
+def scalar_of(name: object, value: object) -> Scalar:
+    """The number, or for a tensor on a device a copy that is being made.
+
+    Raises ConfigError, which names the value, for anything else.
+    """
+    kind = type(value)
+    if kind is float or kind is WorldMean:
+        scalar: Scalar = value  # type: ignore[assignment]
+    elif kind is _TENSOR and value.is_cpu:  # type: ignore[attr-defined]
+        try:  # the fast path: each call of torch costs as much as all the rest
+            scalar = value.item()  # type: ignore[attr-defined]
+        except RuntimeError:  # not one element
+            scalar = _scalar_of_tensor(name, value)  # type: ignore[arg-type]
+        if type(scalar) is not float:
+            scalar = _float_of(name, scalar)
+    elif isinstance(value, torch.Tensor):
+        scalar = _scalar_of_tensor(name, value)
+    else:
+        scalar = _float_of(name, value)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"run.log({{{name!r}: …}}): the name of a value is a text that is not empty",
+            hint="run.log(loss=loss), or run.log({'train/loss': loss})",
+        )
+    return scalar
+
+
+def _scalar_of_tensor(name: object, tensor: torch.Tensor) -> Scalar:
+    if hasattr(tensor, "full_tensor"):  # a DTensor
+        raise _refusal(name, "a sharded tensor", f"run.log({name}=value.full_tensor())")
+    if tensor.numel() != 1 or tensor.is_complex() or tensor.is_meta:
+        what = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+        raise _refusal(name, what, f"run.log({name}=value.mean())")
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        return float(tensor)
+    # A copy now, since the script may change the tensor in place; into pinned memory, so that
+    # neither this call nor the device waits (aten/src/ATen/native/TensorConversions.cpp).
+    return tensor.to("cpu", non_blocking=True)
+
+
+def _float_of(name: object, value: object) -> float:
+    if isinstance(value, str | bytes | complex) or not hasattr(value, "__float__"):
+        raise _refusal(name, f"{_shown(value)}, a {type(value).__name__},", "log numbers only")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        what = f"a {type(value).__name__} of several values,"
+        raise _refusal(name, what, f"run.log({name}=value.mean())") from None
+
+
+def _refusal(name: object, what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"run.log({name}=…): {what} is not a number", hint=remedy)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

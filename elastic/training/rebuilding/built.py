@@ -1,0 +1,210 @@
+"""The objects that the function of ``run.build`` has made for one world."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from checkpoints.tensors.dtensors import is_dtensor, local_of
+from elastic import torch_private
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError, TrainingError
+from elastic.telemetry.log import get_logger
+from elastic.training.gradients.fsdp_parts import FSDPParts
+from elastic.training.rebuilding import garbage
+from elastic.training.rebuilding.checks import check_sharding, forget_mesh
+from elastic.training.rebuilding.shares import ShareWeight
+from elastic.tuning.worker_intervals import GARBAGE_SLICE_S
+
+_COLLECTIONS = 3
+_FACTORS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
+
+AGAIN = """\
+call run.build in the function that run.retry calls, and use what it returns:
+      def train():
+          model, optimizer = run.build(build)
+          for epoch in run.epochs(…): …
+      run.retry(train)"""
+
+
+class Built:
+    """Modules, optimizers and other objects with state, by the names that they are saved under.
+
+    ``returned`` is what the function has returned: a module, or a tuple, list or dict with modules,
+    optimizers and other objects that have ``state_dict`` and ``load_state_dict``.
+
+    Raises ConfigError for anything else, and for a model that is not sharded over ``mesh``.
+    """
+
+    def __init__(self, returned: object, mesh: Any, *, generation: int) -> None:
+        self.generation = generation
+        self.modules: dict[str, nn.Module] = {}
+        self.tracked: dict[str, Any] = {}
+        for item in _items(returned):
+            self._sort_in(item)
+        check_sharding(self.modules, self.optimizers, mesh)
+        self._mesh = mesh
+        self._weights = [ShareWeight(module) for module in self.modules.values()]
+        self._parts = [FSDPParts(module) for module in self.modules.values()]
+        for parts in self._parts:
+            parts.check("run.build()", _FACTORS)
+            parts.refuse_settings(_FACTORS)
+
+    def _sort_in(self, item: Any) -> None:
+        if isinstance(item, nn.Module):
+            self.modules[_free_name("model", self.modules)] = item
+            return
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise ConfigError(
+                f"the function of run.build() returned a {type(item).__name__}, which has no "
+                "state_dict and load_state_dict: it would begin anew in each world",
+                hint="return model, optimizer (and scheduler, …); make what has no state in the "
+                "function that run.retry calls",
+            )
+        is_optimizer = isinstance(item, torch.optim.Optimizer)
+        name = "optimizer" if is_optimizer else type(item).__name__.lower()
+        self.tracked[_free_name(name, self.tracked)] = item
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers among them."""
+        return {n: t for n, t in self.tracked.items() if isinstance(t, torch.optim.Optimizer)}
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def begin_step(self, share: float, size: int) -> None:
+        """A step begins, in which this rank holds the part ``share`` of the global batch."""
+        for weight in self._weights:
+            weight.begin(share * size)
+
+    def accumulating(self, stepped: Collection[str]) -> list[str]:
+        """Optimizers that have not stepped, and hold gradients for a later step."""
+        waiting = {n: o for n, o in self.optimizers.items() if n not in stepped}
+        if waiting and any(parts.holds_gradients for parts in self._parts):
+            return list(waiting)
+        return [
+            name
+            for name, optimizer in waiting.items()
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def frozen_indices(self) -> dict[str, list[int]]:
+        """By module, which of its parameters are not trained, in their order."""
+        return {
+            name: [i for i, p in enumerate(module.parameters()) if not p.requires_grad]
+            for name, module in self.modules.items()
+        }
+
+    def set_frozen(self, name: str, indices: list[int]) -> None:
+        """Train all parameters of a module but these."""
+        frozen = set(indices)
+        for index, parameter in enumerate(self.modules[name].parameters()):
+            if parameter.requires_grad is (index in frozen):
+                parameter.requires_grad_(index not in frozen)
+
+    # -- the end of its world -------------------------------------------------------------------
+
+    def retire(self) -> Remains:
+        """The world is over: any use of one of the objects raises TrainingError from now on.
+
+        They are not referred to afterwards; the result knows whether they are still in memory.
+        """
+        remains = Remains(self)
+        for module in self.modules.values():
+            for part in module.modules():
+                part.register_forward_pre_hook(_refusal_of("model", self.generation), prepend=True)
+            module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                _refusal_of("model", self.generation)
+            )
+        for optimizer in self.optimizers.values():
+            optimizer.register_step_pre_hook(_refusal_of("optimizer", self.generation))
+        for weight in self._weights:
+            weight.remove()
+        self.modules.clear()
+        self.tracked.clear()
+        self._weights.clear()
+        self._parts.clear()
+        forget_mesh(self._mesh)
+        torch_private.forget_meshes()
+        self._mesh = None
+        return remains
+
+
+class Remains:
+    """What may be left in memory of the objects of a world that is over."""
+
+    def __init__(self, built: Built) -> None:
+        self._generation = built.generation
+        self._parameters = [
+            weakref.ref(parameter)
+            for module in built.modules.values()
+            for parameter in module.parameters()
+        ]
+
+    def collect(self) -> int:
+        """Free what nobody refers to; bytes of parameters that are still in memory."""
+        gc.collect()
+        if self._is_left():
+            garbage.look_at_all()
+        for _ in range(_COLLECTIONS):
+            if not self._is_left():
+                return 0
+            # While another thread collects, gc.collect() returns at once: let it finish.
+            SYSTEM_CLOCK.sleep(GARBAGE_SLICE_S)
+            gc.collect()
+        left = (p for reference in self._parameters if (p := reference()) is not None)
+        return sum(_local_bytes(parameter) for parameter in left)
+
+    def _is_left(self) -> bool:
+        return any(reference() is not None for reference in self._parameters)
+
+    def warn_of_leftovers(self) -> None:
+        """Say so if the script keeps a model of an earlier world: both need memory."""
+        if size_bytes := self.collect():
+            get_logger().warning(
+                "%.1f MiB of the model built in generation %d are still in memory, because the "
+                "script refers to it from outside of the function that run.retry calls (a global, "
+                "an attribute, a closure): the next one needs the same again",
+                size_bytes / (1 << 20),
+                self._generation,
+            )
+
+
+def _items(returned: object) -> Iterator[Any]:
+    if isinstance(returned, Mapping):
+        yield from returned.values()
+    elif isinstance(returned, (tuple, list)):
+        yield from returned
+    elif returned is None:
+        raise ConfigError(
+            "the function of run.build() returned None", hint="return model, optimizer"
+        )
+    else:
+        yield returned
+
+
+def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
+    """As ``run.wrap`` names modules: model, model1, …"""
+    count = sum(1 for name in taken if name.rstrip("0123456789") == wanted)
+    return wanted if count == 0 else f"{wanted}{count}"
+
+
+def _refusal_of(what: str, generation: int) -> Any:
+    def refuse(*_: object) -> NoReturn:
+        raise TrainingError(
+            f"this {what} was built in generation {generation}, which is over: its shards and its "
+            "process group are those of that world",
+            hint=AGAIN,
+        )
+
+    return refuse
+
+
+def _local_bytes(parameter: Any) -> int:
+    local = local_of(parameter) if is_dtensor(parameter) else parameter
+    return int(local.untyped_storage().nbytes())

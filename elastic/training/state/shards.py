@@ -1,0 +1,150 @@
+"""A job's state as one rank of a replica holds it: DTensors sent as local tensors and made again.
+
+Ranks at the same position of two replicas hold the same shards, so between them a DTensor is its
+local tensor, its placements, and the dimensions of the mesh: each process has a mesh of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from checkpoints.format.manifest import Manifest
+from checkpoints.format.state_tree import Node, flatten, tensor_leaves, unflatten
+from checkpoints.tensors.dtensors import is_dtensor, local_of
+from checkpoints.tensors.dtypes import BY_NAME
+from elastic.errors import TrainingError
+from elastic.torch_private import strided_shard
+from elastic.training.state.job_state import JobState
+
+Tensors = dict[str, torch.Tensor]
+
+
+def pack(state: object) -> tuple[dict[str, Any], Tensors]:
+    """JSON and plain tensors that :func:`unpack` makes the state from, elsewhere."""
+    node, tensors = flatten(state)
+    shards = {name: _described(t) for name, t in tensors.items() if is_dtensor(t)}
+    local = {name: local_of(t) if name in shards else t for name, t in tensors.items()}
+    return {"tree": node, "shards": shards}, local
+
+
+def unpack(packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], job: JobState) -> Any:
+    """The state, with DTensors over the meshes of this job's parameters."""
+    shards = packed["shards"]
+    meshes = _meshes(job) if shards else {}
+    made = {
+        name: _made(tensor, shards[name], meshes) if name in shards else tensor
+        for name, tensor in tensors.items()
+    }
+    tree: Node = packed["tree"]
+    return unflatten(tree, lambda path, name: made[name])
+
+
+def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
+    """Fresh DTensors, by path, for what a checkpoint has of this job's sharded tensors: each rank
+    reads its shards alone."""
+    like: dict[str, torch.Tensor] = {}
+    for name, module in job.modules.items():
+        for key, value in module.module.state_dict().items():
+            if isinstance(value, torch.Tensor) and is_dtensor(value):
+                like[f"model/{name}/{_escaped(key)}"] = value
+    room: dict[str, Any] = {}
+    for path, name in tensor_leaves(manifest.tree).items():
+        spec = manifest.tensors[name].spec
+        live = like.get(path)
+        if live is None:
+            live = _parameter_of(path, job)
+        if live is None or not is_dtensor(live) or tuple(live.shape) != spec.shape:
+            continue
+        folder = room
+        *parents, last = path.split("/")
+        for part in parents:
+            folder = folder.setdefault(_plain(part), {})
+        with torch.no_grad():
+            folder[_plain(last)] = torch.empty_like(live.detach(), dtype=BY_NAME[spec.dtype].torch)
+    return room
+
+
+def _parameter_of(path: str, job: JobState) -> torch.Tensor | None:
+    """The parameter that a value in an optimizer's state belongs to: tracked/NAME/state/INDEX/…"""
+    parts = path.split("/")
+    if len(parts) != 5 or parts[0] != "tracked" or parts[2] != "state" or not parts[3].isdigit():
+        return None
+    tracked: Any = job.tracked.get(_plain(parts[1]))
+    tracked = getattr(tracked, "optimizer", tracked)
+    groups: Iterable[dict[str, Any]] = getattr(tracked, "param_groups", ())
+    parameters: list[torch.Tensor] = [p for group in groups for p in group["params"]]
+    index = int(parts[3])
+    return parameters[index] if index < len(parameters) else None
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _plain(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _meshes(job: JobState) -> dict[str, Any]:
+    """The meshes of this job's parameters, by their dimensions."""
+    found: dict[str, Any] = {}
+    for module in job.modules.values():
+        for parameter in module.all_parameters:
+            if is_dtensor(parameter):
+                mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+                found.setdefault(_name_of(mesh), mesh)
+    return found
+
+
+def _name_of(mesh: Any) -> str:
+    return f"{mesh.mesh_dim_names} {tuple(mesh.shape)}"
+
+
+def _described(tensor: Any) -> dict[str, Any]:
+    return {
+        "mesh": _name_of(tensor.device_mesh),
+        "placements": [_placement(placement) for placement in tensor.placements],
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+    }
+
+
+def _placement(placement: Any) -> list[Any]:
+    if placement.is_replicate():
+        return ["replicate"]
+    if placement.is_partial() or not hasattr(placement, "dim"):
+        raise TrainingError(f"a tensor with placement {placement}: no rank holds its values")
+    split = getattr(placement, "split_factor", None)
+    return ["shard", placement.dim] if split is None else ["strided", placement.dim, split]
+
+
+def _made(local: torch.Tensor, described: Mapping[str, Any], meshes: Mapping[str, Any]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    mesh = meshes.get(described["mesh"])
+    if mesh is None:
+        raise TrainingError(
+            f"a tensor on the mesh {described['mesh']}: no parameter of this rank is on that one",
+            hint="every rank shards the model alike",
+        )
+    return DTensor.from_local(
+        local,
+        mesh,
+        [_restored(kind) for kind in described["placements"]],
+        run_check=False,
+        shape=torch.Size(described["shape"]),
+        stride=tuple(described["stride"]),
+    )
+
+
+def _restored(described: list[Any]) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if described[0] == "replicate":
+        return Replicate()
+    if described[0] == "shard":
+        return Shard(described[1])
+    return strided_shard(described[1], described[2])

@@ -1,0 +1,123 @@
+"""The dimensions of a replica: the ranks that together hold the model once.
+
+A world is D replicas; the mesh names the dimensions inside one. This module decides which of them
+split the batch, for the sampler, the loaders and the random numbers of steps alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+
+# Tensor, pipeline, context and expert parallelism: their ranks see the same samples.
+_SAME_SAMPLES = ("tp", "pp", "cp", "ep")
+_KNOWN = "shard, dp*, tp, pp, cp, ep"
+
+
+@dataclass(frozen=True)
+class ReplicaMesh:
+    """The dimensions of a replica in order, the last one varying fastest; none: it is one rank."""
+
+    dims: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def parse(cls, given: Mapping[str, int] | None) -> ReplicaMesh:
+        """Of ``elastic.join(mesh=…)``. Raises ConfigError for a name or a size that cannot be.
+
+        >>> ReplicaMesh.parse({"shard": 4, "tp": 2}).size
+        8
+        """
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(
+                f"mesh={given!r}: not a dict of dimensions and their sizes",
+                hint='elastic.join(mesh={"shard": 4}): the dimensions of one replica',
+            )
+        if not given:
+            raise ConfigError(
+                "mesh={} names no dimension",
+                hint='elastic.join(mesh={"shard": 4}), or leave mesh out: a rank is a replica then',
+            )
+        for name, size in given.items():
+            if not (_splits_batch(name) or name in _SAME_SAMPLES):
+                raise ConfigError(
+                    f"mesh={dict(given)} has a dimension {name!r}: nobody knows whether its ranks "
+                    "see the same samples",
+                    hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch",
+                )
+            if type(size) is not int or size < 1:
+                raise ConfigError(
+                    f"mesh={dict(given)}: dimension {name!r} has size {size!r}",
+                    hint="a number of ranks, at least 1",
+                )
+        return cls(tuple(given.items()))
+
+    def __bool__(self) -> bool:
+        """Whether a mesh was given."""
+        return bool(self.dims)
+
+    @property
+    def size(self) -> int:
+        """The ranks of one replica."""
+        return math.prod(size for _, size in self.dims)
+
+    @property
+    def data_dims(self) -> tuple[str, ...]:
+        """The dimensions that split the batch, and have more than one rank."""
+        return tuple(name for name, size in self.dims if size > 1 and _splits_batch(name))
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts a replica splits its samples."""
+        return math.prod(size for name, size in self.dims if _splits_batch(name))
+
+    def data_position(self, position: int) -> int:
+        """Which of these parts the rank at ``position`` of the replica sees.
+
+        >>> [ReplicaMesh((("shard", 2), ("tp", 2))).data_position(p) for p in range(4)]
+        [0, 0, 1, 1]
+        """
+        part, stride = 0, self.size
+        for name, size in self.dims:
+            stride //= size
+            if _splits_batch(name):
+                part = part * size + position // stride % size
+        return part
+
+    def check_node(self, workers: int, *, replica_size: int = 1) -> None:
+        """Raise ConfigError unless so many workers of a node are whole replicas, or a part of one
+        that the agents know of (``replica_size``)."""
+        if replica_size > workers and replica_size != self.size:
+            raise ConfigError(
+                f"elastic.join(mesh=…) has replicas of {self.size} ranks ({self}), and the agents "
+                f"form replicas of {replica_size}",
+                hint=f"--rdzv-conf=replica_size={self.size} on every node (docs/how-to/sharded.md)",
+            )
+        if replica_size > workers or not (left := workers % self.size):
+            return
+        if self.size % workers == 0:
+            raise ConfigError(
+                f"{workers} workers on this node are a part of a replica of {self.size} ranks "
+                f"(mesh {self}), and its agent does not know that it takes {self.size // workers} "
+                "nodes",
+                hint=f"--nproc-per-node={self.size}, or on every node "
+                f"--rdzv-conf=replica_size={self.size} (docs/how-to/sharded.md)",
+            )
+        raise ConfigError(
+            f"{workers} workers on this node cannot form replicas of {self.size} ranks "
+            f"(mesh {self}): {left} of them would wait forever",
+            hint=f"--nproc-per-node: a multiple of {self.size}; or a divisor of it, for replicas "
+            f"over several nodes, and --rdzv-conf=replica_size={self.size} "
+            "(docs/how-to/sharded.md)",
+        )
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in self.dims) or "none"
+
+
+def _splits_batch(name: str) -> bool:
+    return name == "shard" or name.startswith("dp")

@@ -1,0 +1,43 @@
+"""Leaving out a batch on one rank
+
+The other ranks would add this rank's next gradients to those of the present step.
+
+```python
+is_bad = run.mean(1.0, bad=float(not torch.isfinite(inputs).all()))["bad"] > 0
+if is_bad:                             # the same answer on all ranks
+    continue
+```
+
+Refused: a rank has left a step without a backward pass
+Workers: 3
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+x[7] = float("nan")
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8), global_batch=12)
+
+
+def train():
+    for inputs, targets in loader:
+        if not torch.isfinite(inputs).all():
+            continue
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+run.retry(train)

@@ -1,0 +1,43 @@
+"""Metrics with `dist.all_gather_object`
+
+Group: Evaluation and logging
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses = [None] * dist.get_world_size()
+            dist.all_gather_object(losses, {"loss": loss.item(), "n": len(inputs)})
+            if run.is_main:
+                print(
+                    sum(one["loss"] * one["n"] for one in losses) / sum(one["n"] for one in losses)
+                )
+        dist.barrier()
+
+
+run.retry(train)
+result = model.state_dict()

@@ -1,0 +1,40 @@
+"""Leaving the training function early
+
+All ranks must decide alike: from a mean over all of them, or from an evaluation that each does
+completely.
+Group: The loop
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    for epoch in run.epochs(50):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        error = sum(F.mse_loss(model(a), b).item() for a, b in DataLoader(dataset, 32))
+        if error < 1.0:
+            return
+
+
+run.retry(train)
+result = model.state_dict()

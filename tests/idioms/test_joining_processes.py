@@ -1,0 +1,150 @@
+"""What a script keeps in variables of its own is noticed, where it changes the result.
+
+A joining process does not have it, and in the others it begins anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from idiom_runs import IdiomRuns
+from test_worst_places import BY_ITSELF, HEAD, STEP, TAIL, TRAINED
+
+# No step between the death and the end of the job is compared for its number.
+LATE = 9
+
+LOOPS = {
+    "a learning rate from a global counter": (
+        """
+count = 0
+def train():
+    global count
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0001 * 0.8 ** count
+            die(epoch * 8 + i, at)
+            STEP
+            count += 1
+""",
+        "optimizer has other settings on rank 2 (lr=0.0001) than on rank 0",
+    ),
+    "noise from a generator of the script's own": (
+        """
+generator = torch.Generator().manual_seed(0)
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            for p in model.parameters():
+                p.grad += torch.randn(p.shape, generator=generator)
+            die(epoch * 8 + i, at)
+            optimizer.step()
+""",
+        "has other weights than rank 0 in model",
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_joining_process_that_trains_otherwise_is_noticed(
+    runs: IdiomRuns, tmp_path: Path, loop: str
+) -> None:
+    body, message = LOOPS[loop]
+    script = tmp_path / "script.py"
+    script.write_text(f"{HEAD}\nat = {LATE}\n{TRAINED}{body.replace('STEP', STEP)}{TAIL}")
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
+    assert not outcome.survivors, outcome.describe()
+    assert message in outcome.describe()
+    assert f"after step {LATE} " in outcome.describe()
+
+
+COUNTS = {
+    "a learning rate from a local counter": (
+        """
+def train():
+    count = 0
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.001 * 0.8 ** count
+            die(epoch * 8 + i, at)
+            STEP
+            count += 1
+""",
+        f"step {LATE} is done again with lr=0.001 for optimizer, and had lr=0.000134",
+    ),
+    "a number of steps in a local variable": (
+        """
+def train():
+    count, batches = 0, iter(loader)
+    while count < 3:
+        inputs, targets = next(batches)
+        die(count, 2)
+        STEP
+        count += 1
+""",
+        "this pass goes on after 2 steps of the job, without run.epochs",
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", COUNTS)
+def test_a_count_that_begins_anew_is_warned_of(runs: IdiomRuns, tmp_path: Path, loop: str) -> None:
+    body, message = COUNTS[loop]
+    script = tmp_path / "script.py"
+    script.write_text(f"{HEAD}\nat = {LATE}\n{TRAINED}{body.replace('STEP', STEP)}{TAIL}")
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
+    outcome.assert_success(workers=2)
+    assert message in outcome.describe()
+
+
+def test_rates_that_depend_on_the_step_alone_are_not_warned_of(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    body = """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.001 * 0.8 ** (epoch * 8 + i)
+            die(epoch * 8 + i, at)
+            STEP
+"""
+    script = tmp_path / "script.py"
+    script.write_text(f"{HEAD}\nat = {LATE}\n{TRAINED}{body.replace('STEP', STEP)}{TAIL}")
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
+    outcome.assert_success(workers=3)
+    assert "WARNING" not in outcome.describe()
+
+
+@pytest.mark.parametrize("at", [8, 9, 11])
+def test_an_accumulation_that_ends_elsewhere_is_refused(
+    runs: IdiomRuns, tmp_path: Path, at: int
+) -> None:
+    """By a count that outlives the function: a group is done again from its first batch."""
+    body = """
+count = 0
+def train():
+    global count
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            count += 1
+            (F.mse_loss(model(inputs), targets) / 4).backward()
+            die(epoch * 8 + i, AT)
+            if count % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(f"{HEAD}\n{TRAINED}{body.replace('AT', str(at))}{TAIL}")
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
+    counted = at - 7  # in the interrupted group
+    if counted == 4:
+        outcome.assert_success(workers=2)
+        return
+    assert not outcome.survivors, outcome.describe()
+    expected = f"the gradients of {4 - counted} batches were used in step {11 - counted}"
+    assert expected in outcome.describe()

@@ -1,0 +1,251 @@
+"""One of four ranks: gradients of sharded models over replicas, compared with an unsharded model.
+
+What ``test_replica_gradients.py`` starts, once per rank. Prints one JSON object: for each case the
+largest difference, or what was raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from elastic.errors import ConfigError, GroupAborted, TrainingError
+from elastic.mesh import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
+from elastic.process_group import GroupSpec
+from elastic.secure_channel.keys import SecretKey
+from elastic.training.gradients.sharded import ShardedModule
+from elastic.world.mesh import ReplicaMesh
+
+SIZE = 4
+SHARES = (5, 2, 1, 4)  # samples of each part of the data in a step
+Gradients = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functools.partial(checkpoint, self.first, use_reentrant=False)
+        made: torch.Tensor = self.last(torch.tanh(hidden(x) if self.recompute else self.first(x)))
+        return made
+
+
+class Rank:
+    def __init__(self, rank: int, ports: list[int], folder: Path, mesh: ReplicaMesh) -> None:
+        self.rank, self.ports, self.mesh = rank, ports, mesh
+        self.replica = ModelReplica(mesh, local_rank=rank)
+        self.replica.form(ReplicaMeeting(str(folder), f"{mesh}-{rank // mesh.size}"))
+        self.group = ReplicaProcessGroup(torch.device("cpu"), self.replica)
+        self.generation = 0
+
+    def build(self) -> None:
+        self.generation += 1
+        spec = GroupSpec(
+            generation=self.generation,
+            nonce=f"nonce{self.generation}",
+            rank=self.rank,
+            size=SIZE,
+            store_host="127.0.0.1",
+            store_port=self.ports[self.generation % len(self.ports)],
+            store_key=SecretKey(b"k" * 32),
+        )
+        self.group.build(spec, superseded=lambda: False, timeout_s=300.0)
+
+    @property
+    def parts(self) -> int:
+        return SIZE // self.mesh.size * self.mesh.data_size
+
+    @property
+    def part(self) -> int:
+        own = self.mesh.data_position(self.rank % self.mesh.size)
+        return self.rank // self.mesh.size * self.mesh.data_size + own
+
+    def shard(self, model: nn.Module, **options: Any) -> nn.Module:
+        shard = self.replica.device_mesh["shard"]
+        for block in model.children():
+            fully_shard(block, mesh=shard, **options)
+        fully_shard(model, mesh=shard, **options)
+        return model
+
+
+def model_of(**options: Any) -> Net:
+    torch.manual_seed(3)
+    return Net(**options).double()
+
+
+def samples(step: int, part: int) -> torch.Tensor:
+    torch.manual_seed(100 * step + part)
+    return torch.randn(SHARES[part], 6, dtype=torch.float64)
+
+
+def unsharded(steps: list[int], parts: int) -> Gradients:
+    """Of the sum of the steps' means over all samples."""
+    model = model_of()
+    for step in steps:
+        x = torch.cat([samples(step, part) for part in range(parts)])
+        model(x).square().sum(1).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def backward(at: Rank, module: nn.Module, step: int) -> None:
+    module(samples(step, at.part)).square().sum(1).mean().backward()
+
+
+def weight(at: Rank) -> float:
+    return SHARES[at.part] / sum(SHARES[: at.parts])
+
+
+def difference(module: nn.Module, expected: Gradients) -> float:
+    found = {name: full(p.grad) for name, p in module.named_parameters()}
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def full(gradient: Any) -> torch.Tensor:
+    whole: torch.Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole
+
+
+def one_step(at: Rank, module: nn.Module, wrapped: ShardedModule) -> float:
+    wrapped.enter_world()
+    wrapped.begin_step(weight(at))
+    backward(at, module, 0)
+    assert wrapped.reduction.is_done
+    return difference(module, unsharded([0], at.parts))
+
+
+def accumulated(at: Rank, module: nn.Module, *, is_synced: bool) -> float:
+    wrapped = ShardedModule(module, at.group)
+    wrapped.enter_world()
+    wrapped.begin_step(weight(at))
+    if not is_synced:
+        module.set_requires_gradient_sync(False)  # type: ignore[operator]
+    backward(at, module, 0)
+    module.set_requires_gradient_sync(True)  # type: ignore[operator]
+    backward(at, module, 1)
+    return difference(module, unsharded([0, 1], at.parts))
+
+
+def abort(at: Rank) -> dict[str, Any]:
+    """The world is over for the first rank alone; what each one has of it, and the step after."""
+    module = at.shard(model_of())
+    wrapped = ShardedModule(module, at.group)
+    wrapped.enter_world()
+    wrapped.begin_step(weight(at))
+    module.set_requires_gradient_sync(False)  # type: ignore[operator]
+    backward(at, module, 1)  # kept by FSDP: must not be in the gradients of the next attempt
+    module.set_requires_gradient_sync(True)  # type: ignore[operator]
+    if at.rank == 0:
+        at.group.abort()
+    raised = ""
+    try:
+        backward(at, module, 0)
+    except GroupAborted:
+        raised = "GroupAborted"
+    except RuntimeError as error:
+        raised = "a peer is gone" if "gloo" in str(error) else repr(error)
+    wrapped.leave_world()
+    module.zero_grad()
+    at.group.abort()
+    at.group.destroy(is_for_next=True)
+    at.build()
+    return {"raised": raised, "then": one_step(at, module, wrapped)}
+
+
+def refusals(at: Rank) -> list[str]:
+    """The first words of each refusal of a module."""
+    replicated = model_of()
+    fully_shard(replicated, mesh=at.replica.device_mesh["shard"])
+    partly = model_of()
+    fully_shard(partly.first, mesh=at.replica.device_mesh["shard"])
+    cases: list[Callable[[], nn.Module]] = [model_of, lambda: partly]
+    said = []
+    for make in cases:
+        try:
+            ShardedModule(make(), at.group)
+        except ConfigError as error:
+            said.append(str(error).partition(":")[0].partition(",")[0])
+    return said
+
+
+def tensor_parallel(at: Rank) -> float:
+    plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    module = parallelize_module(model_of(), at.replica.device_mesh["tp"], plan)
+    module = at.shard(module)
+    return one_step(at, module, ShardedModule(module, at.group))
+
+
+def tensor_parallel_alone(at: Rank) -> dict[str, Any]:
+    """Two replicas of two ranks, which see the same samples; then a second pass into the same
+    gradients."""
+    plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    module = parallelize_module(model_of(), at.replica.device_mesh["tp"], plan)
+    wrapped = ShardedModule(module, at.group)
+    off = one_step(at, module, wrapped)
+    try:
+        backward(at, module, 0)
+    except TrainingError as error:
+        again = str(error).partition(":")[0]
+    module.zero_grad()
+    wrapped.begin_step(weight(at))
+    backward(at, module, 0)
+    return {"off": off, "again": again, "then": difference(module, unsharded([0], at.parts))}
+
+
+def sharded_cases(at: Rank) -> dict[str, Any]:
+    def step(module: nn.Module) -> float:
+        return one_step(at, module, ShardedModule(module, at.group))
+
+    mixed = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    return {
+        "plain": step(at.shard(model_of())),
+        "activation checkpointing": step(at.shard(model_of(recompute=True))),
+        "mixed precision": step(at.shard(model_of(), mp_policy=mixed)),
+        "not resharded": step(at.shard(model_of(), reshard_after_forward=False)),
+        "two passes": accumulated(at, at.shard(model_of()), is_synced=True),
+        "two passes, one reduction": accumulated(at, at.shard(model_of()), is_synced=False),
+        "refused": refusals(at),
+        "abort": abort(at),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ports", type=int, nargs="+", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--mesh", nargs="+", required=True)
+    options = parser.parse_args()
+    mesh = ReplicaMesh.parse(dict.fromkeys(options.mesh, 2))
+    at = Rank(options.rank, options.ports, options.folder, mesh)
+    at.build()
+    if options.mesh == ["shard"]:
+        result = sharded_cases(at)
+    elif options.mesh == ["tp"]:
+        result = tensor_parallel_alone(at)
+    else:
+        result = {"both": tensor_parallel(at)}
+    at.group.destroy()
+    print(json.dumps(result))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A job's checkpoint in one layout continues in another one: replicas, shards, TP, DDP, build."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoints
+from elastic.testing.small_world.world import SmallWorld, WorkerResult
+
+SCRIPT = Path(__file__).with_name("layout_script.py")
+LIMIT_S = 400.0  # it takes seconds; a machine that is shared may take a hundred times that
+NOTES_BYTES = 20_000  # of a checkpoint beside its tensors
+pytestmark = pytest.mark.cluster
+
+
+class Job:
+    """Runs of the script in one folder of checkpoints."""
+
+    def __init__(self, world: SmallWorld, folder: Path) -> None:
+        self.world, self.folder = world, folder
+
+    def copy(self, name: str) -> Job:
+        other = Job(self.world, self.folder.with_name(name))
+        shutil.copytree(self.folder / "checkpoints", other.folder / "checkpoints")
+        return other
+
+    def run(self, kind: str, epochs: int, *, size: int, per_node: int = 1) -> WorkerResult:
+        """The result of rank 0, after all of its ranks have ended well."""
+        outcome = self.world.run(
+            SCRIPT,
+            self.folder / f"{kind}-{epochs}",
+            size=size,
+            per_node=per_node,
+            arguments=[
+                kind,
+                "--checkpoints",
+                str(self.folder / "checkpoints"),
+                f"--epochs={epochs}",
+            ],
+            limit_s=LIMIT_S,
+        )
+        outcome.assert_success(workers=size)
+        return outcome.workers[0]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the tensors' files of the newest checkpoint."""
+        found = checkpoints.latest(self.folder / "checkpoints").checkpoint
+        assert found is not None
+        folder = self.folder / "checkpoints" / found.name
+        return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[SmallWorld]:
+    with SmallWorld() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(world: SmallWorld, tmp_path_factory: pytest.TempPathFactory) -> dict[int, WorkerResult]:
+    """One undisturbed process of an unsharded model, after so many epochs."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        epochs: Job(world, folder / str(epochs)).run("ddp", epochs, size=1) for epochs in (2, 3)
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(world: SmallWorld, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The first epoch, in two replicas of two shards."""
+    job = Job(world, tmp_path_factory.mktemp("layouts") / "saved")
+    job.run("fsdp", 1, size=4, per_node=2)
+    return job
+
+
+def assert_same(found: WorkerResult, expected: WorkerResult, *, resumed: int) -> None:
+    assert found.result["resumed"].item() == resumed, found.log
+    names = expected.result.keys() - {"resumed"}
+    assert names == found.result.keys() - {"resumed"}
+    for name in names:
+        torch.testing.assert_close(
+            found.result[name], expected.result[name], rtol=0, atol=1e-12, msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "per_node"),
+    [
+        pytest.param("fsdp", 2, 2, id="one replica of two"),
+        pytest.param("fsdp", 6, 2, id="three replicas of two"),
+        pytest.param("one", 1, 1, id="one rank"),
+        pytest.param("tp", 2, 2, id="tensor parallel"),
+        pytest.param("both", 4, 4, id="FSDP over tensor parallelism"),
+        pytest.param("ddp", 2, 1, id="DDP"),
+        pytest.param("build", 3, 1, id="built over three"),
+    ],
+)
+def test_a_checkpoint_of_two_replicas_continues_in_another_layout_and_back(
+    alone: dict[int, WorkerResult], saved: Job, kind: str, size: int, per_node: int
+) -> None:
+    job = saved.copy(f"{kind}-{size}")
+    assert_same(job.run(kind, 2, size=size, per_node=per_node), alone[2], resumed=1)
+    assert_same(job.run("fsdp", 3, size=4, per_node=2), alone[3], resumed=2)
+
+
+def test_a_checkpoint_of_replicas_holds_the_state_once(
+    saved: Job, alone: dict[int, WorkerResult]
+) -> None:
+    state = [t for name, t in alone[2].result.items() if name != "resumed"]
+    exact = sum(tensor.numel() * tensor.element_size() for tensor in state)
+    assert exact <= saved.size_bytes <= exact + NOTES_BYTES < 1.5 * exact

@@ -1,0 +1,111 @@
+"""The operations on MPI: torch's wheels have none, so `mpirun` is a stub that numbers its
+processes, and the group that it would describe is made with gloo."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.doctor.collectives import mpi
+from elastic.doctor.collectives.session import OPERATIONS, Session, _on_mpi
+from elastic.doctor.findings import Finding, Status
+from elastic.doctor.meeting import Participant, alone
+from elastic.hangs.kernel import process_times
+from elastic.testing.waiting import PATIENCE_S, eventually
+
+RANKS = 3
+STUB = """#!{python}
+import os, subprocess, sys
+assert sys.argv[1] == "-n", sys.argv
+size, program = int(sys.argv[2]), sys.argv[3:]
+assert program[1:3] == ["-m", "elastic.doctor.collectives.operations"], program
+if os.path.exists({folder!r} + "/refuses"):
+    sys.exit("There are not enough slots available in the system")
+ranks = [
+    subprocess.Popen(
+        [program[0], {folder!r} + "/rank.py", program[3]],
+        env={{**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}},
+    )
+    for rank in range(size)
+]
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+RANK = """
+import os, signal, sys
+import torch.distributed as dist
+from elastic.doctor.collectives import operations
+made = dist.init_process_group
+rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+def init(backend):
+    assert backend == "mpi"
+    made("gloo", init_method="file://{folder}/store", rank=rank, world_size=size)
+dist.init_process_group = init
+dist.is_mpi_available = lambda: True
+def broken(me):
+    raise RuntimeError("ProcessGroupMPI does not support reduce_scatter")
+operations.OPERATIONS["reduce_scatter"] = broken
+if os.path.exists("{folder}/stops") and rank == 1:
+    def stops(me):
+        open("{folder}/stopped", "w").write(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    operations.OPERATIONS["gather"] = stops
+operations.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    stub = tmp_path / "mpirun"
+    stub.write_text(STUB.format(python=sys.executable, folder=str(tmp_path)))
+    stub.chmod(0o755)
+    (tmp_path / "rank.py").write_text(RANK.format(folder=tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def by_operation(found: list[Finding]) -> dict[str, Finding]:
+    return {one.name.removeprefix("mpi "): one for one in found}
+
+
+def has_ended(pid: int) -> bool:
+    """Also if nobody has asked for its exit code yet."""
+    times = process_times(pid)
+    return times is None or times.state == "Z"
+
+
+def test_why_there_is_none_is_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    assert mpi.why_not(has_mpi=True, nodes=1) == ""
+    assert "built without MPI" in mpi.why_not(has_mpi=False, nodes=1)
+    assert "--nnodes" in mpi.why_not(has_mpi=True, nodes=2)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "not available, because there is no mpirun" in mpi.why_not(has_mpi=True, nodes=1)
+
+
+def test_every_operation_is_run_and_its_result_checked(folder: Path) -> None:
+    one = Participant(node_id="a", name="a", host_name="a", address="127.0.0.1", nproc=RANKS)
+    session = Session((one,), 0, alone, PATIENCE_S, None, lambda text: None)
+    found = by_operation(_on_mpi(session, has_mpi=True))
+    assert list(found) == list(OPERATIONS)
+    unsupported = found.pop("reduce_scatter")
+    assert unsupported.status is Status.SKIPPED and "not support" in unsupported.measured
+    assert {one.status for one in found.values()} == {Status.OK}
+    assert found["all_reduce"].measured.startswith(f"right on {RANKS} ranks")
+
+
+def test_a_rank_that_stops_is_named_and_all_are_ended(folder: Path) -> None:
+    (folder / "stops").touch()
+    found = by_operation(mpi.examine(RANKS, OPERATIONS, 10.0))
+    assert found["all_reduce"].status is Status.OK
+    assert found["gather"].status is Status.FAILED
+    assert "rank 1" in found["gather"].measured
+    pid = int((folder / "stopped").read_text())
+    eventually(lambda: has_ended(pid), "the end of the stopped rank")
+
+
+def test_an_mpirun_that_starts_nothing_says_why(folder: Path) -> None:
+    (folder / "refuses").touch()
+    (found,) = mpi.examine(RANKS, OPERATIONS, PATIENCE_S)
+    assert found.status is Status.SKIPPED and "not enough slots" in found.measured

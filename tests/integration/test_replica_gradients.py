@@ -1,0 +1,80 @@
+"""Gradients of sharded models over replicas are those of an unsharded model on all samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replica_gradients_program as program
+
+from elastic.node.ports import PortReserve
+from elastic.testing.forks.server import shared_fork_server
+from elastic.testing.node import LocalNode
+
+SCRIPT = Path(program.__file__)
+DEADLINE_S = 400  # it takes seconds; a machine that is shared may take a hundred times that
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[int, ...]]:
+    reserve = PortReserve()
+    yield reserve.ports
+    reserve.close()
+
+
+def results(folder: Path, ports: tuple[int, ...], *mesh: str) -> list[dict[str, Any]]:
+    """What each of the four ranks printed; each dimension of the mesh has two ranks."""
+    shared = ["--ports", *map(str, ports), "--folder", str(folder), "--mesh", *mesh]
+    ranks = [
+        LocalNode(
+            f"rank {rank}",
+            [sys.executable, str(SCRIPT), "--rank", str(rank), *shared],
+            {**os.environ, "OMP_NUM_THREADS": "1"},
+            f"{uuid.uuid4().hex}/{rank}",
+            folder / f"{rank}.log",
+            fork_server=shared_fork_server(),
+        )
+        for rank in range(program.SIZE)
+    ]
+    for rank in ranks:
+        assert rank.wait(DEADLINE_S) == 0, rank.log_text()
+    return [json.loads(rank.log_text().splitlines()[-1]) for rank in ranks]
+
+
+def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    told = results(tmp_path, ports, "shard")
+    exact = (
+        "plain",
+        "activation checkpointing",
+        "not resharded",
+        "two passes",
+        "two passes, one reduction",
+    )
+    for one in told:
+        assert {name: one[name] for name in exact if one[name] > 1e-12} == {}
+        assert one["mixed precision"] < 1e-5
+        assert one["refused"] == [
+            "run.wrap() of a module without fully_shard",
+            "run.wrap() of a sharded module",
+        ]
+        # Nobody of the replica of the rank that has left goes on, and nobody waits for it.
+        assert one["abort"]["raised"] in ("GroupAborted", "a peer is gone")
+        assert one["abort"]["then"] < 1e-12
+
+
+def test_fsdp_over_tensor_parallelism(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for one in results(tmp_path, ports, "shard", "tp"):
+        assert one["both"] < 1e-12
+
+
+def test_tensor_parallelism_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for one in results(tmp_path, ports, "tp"):
+        assert max(one["off"], one["then"]) < 1e-12
+        assert one["again"].startswith("a second backward pass adds to gradients")

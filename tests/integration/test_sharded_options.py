@@ -1,0 +1,67 @@
+"""What users do to sharded models works as on an unsharded one, or is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_options_program as program
+from replica_gradients_program import SIZE
+
+from elastic.node.ports import PortReserve
+from elastic.testing.forks.server import shared_fork_server
+from elastic.testing.node import LocalNode
+
+SCRIPT = Path(program.__file__)
+DEADLINE_S = 400  # it takes seconds; a machine that is shared may take a hundred times that
+pytestmark = pytest.mark.cluster
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Results]]:
+    """What each of the four ranks printed, of all options."""
+    folder, reserve = tmp_path_factory.mktemp("options"), PortReserve()
+    shared = ["--ports", *map(str, reserve.ports), "--folder", str(folder)]
+    ranks = [
+        LocalNode(
+            f"rank {rank}",
+            [sys.executable, str(SCRIPT), "--rank", str(rank), *shared],
+            {**os.environ, "OMP_NUM_THREADS": "1"},
+            f"{uuid.uuid4().hex}/{rank}",
+            folder / f"{rank}.log",
+            fork_server=shared_fork_server(),
+        )
+        for rank in range(SIZE)
+    ]
+    for rank in ranks:
+        assert rank.wait(DEADLINE_S) == 0, rank.log_text()
+    yield [json.loads(rank.log_text().splitlines()[-1]) for rank in ranks]
+    reserve.close()
+
+
+@pytest.mark.parametrize("way", ["wrap", "build"])
+@pytest.mark.parametrize("option", program.OPTIONS)
+def test_an_option_trains_as_unsharded_or_is_refused(
+    told: list[Results], way: str, option: str
+) -> None:
+    expected = program.OPTIONS[option]
+    for one in told:
+        found = one[way][option]
+        if expected.refused:
+            assert str(found).startswith(f"run.{way}() {expected.refused}"), found
+        else:
+            assert isinstance(found, float), found
+            assert found <= expected.tolerance
+
+
+def test_settings_that_would_change_the_mean_are_refused_afterwards(told: list[Results]) -> None:
+    for one in told:
+        assert one["wrap"]["later"] == [f"model.{n}" for n in program.REFUSED_LATER for _ in "ab"]
+        assert one["build"]["later"] == ["model.set_gradient_divide_factor"] * 2

@@ -1,0 +1,18 @@
+"""The command line of every script that a Workload starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def job_parser() -> argparse.ArgumentParser:
+    """With what a Workload gives every script; a script adds its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    return parser

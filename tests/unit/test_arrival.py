@@ -1,0 +1,124 @@
+"""How the ranks of a world meet at its store: all come, one does not, or one has another mesh."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError
+from elastic.secure_channel.keys import SecretKey
+from elastic.world.arrival import GroupSpec, OpenStore, meet, open_store
+from elastic.world.faults import GroupBuildFailed, Superseded
+
+KEY = SecretKey.generate()
+PATIENCE_S = 120.0
+
+
+def never() -> None:
+    """No world is over."""
+
+
+def spec(rank: int, size: int, port: int = 1) -> GroupSpec:
+    return GroupSpec(
+        generation=3,
+        nonce="n",
+        rank=rank,
+        size=size,
+        store_host="127.0.0.1",
+        store_port=port,
+        store_key=KEY,
+    )
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Reserved as the agent does it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+def met(stores: list[Store], meshes: list[str]) -> list[BaseException | None]:
+    """What each rank's call of ``meet`` raises."""
+    raised: list[BaseException | None] = [None] * len(stores)
+
+    def come(rank: int) -> None:
+        by_s = SYSTEM_CLOCK.monotonic() + PATIENCE_S
+        try:
+            meet(
+                stores[rank],
+                spec(rank, len(stores)),
+                never,
+                deadline_s=by_s,
+                mesh=meshes[rank],
+            )
+        except Exception as error:  # noqa: BLE001  returned to the test
+            raised[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+@pytest.fixture
+def three_stores(port: int) -> Iterator[list[Store]]:
+    """The clients of one world's store, rank 0's first."""
+    by_s = SYSTEM_CLOCK.monotonic() + PATIENCE_S
+    with ExitStack() as opened:
+        stores: list[OpenStore] = []
+        for rank in range(3):
+            given = spec(rank, 3, port)
+            stores.append(open_store(given, never, deadline_s=by_s, use_torchs=False))
+            opened.callback(stores[-1].close)
+        yield [store.client for store in stores]
+
+
+def test_all_come_with_the_same_mesh(three_stores: list[Store]) -> None:
+    assert met(three_stores, ["shard=2"] * 3) == [None] * 3
+
+
+def test_a_rank_with_another_mesh_is_refused_and_named_to_the_others(
+    three_stores: list[Store],
+) -> None:
+    first, refused, other = met(three_stores, ["shard=2", "", "shard=2"])
+    assert isinstance(refused, ConfigError)
+    assert "rank 1 has the dimensions none, that of rank 0 shard=2" in str(refused)
+    for rank in (first, other):
+        assert isinstance(rank, GroupBuildFailed)
+        assert rank.missing == (1,)
+
+
+def test_torchs_store_compares_meshes_too() -> None:
+    store = HashStore()
+    first, refused = met([store, store], ["shard=2", "shard=4"])
+    assert isinstance(first, GroupBuildFailed) and isinstance(refused, ConfigError)
+
+
+def test_who_does_not_come_in_time_is_named(three_stores: list[Store]) -> None:
+    three_stores[2].set("n/arrived/2", '""')
+    with pytest.raises(GroupBuildFailed, match="did not join generation 3") as caught:
+        meet(three_stores[0], spec(0, 3), never, deadline_s=SYSTEM_CLOCK.monotonic() + 0.1)
+    assert caught.value.missing == (1,)
+
+
+def test_a_world_that_is_over_is_not_waited_for(three_stores: list[Store]) -> None:
+    def over() -> None:
+        raise Superseded("generation 3 is over")
+
+    with pytest.raises(Superseded):
+        meet(
+            three_stores[1],
+            spec(1, 3),
+            over,
+            deadline_s=SYSTEM_CLOCK.monotonic() + PATIENCE_S,
+        )

@@ -1,0 +1,403 @@
+"""``run.build`` in one process: what it makes, how that is saved and loaded, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from run_kit import dataset, network, parts_of, process, run_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from elastic.errors import ConfigError, ElasticError, TrainingError
+from elastic.testing.forks.server import run_forked
+from elastic.testing.waiting import PATIENCE_S
+from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.rebuilding.built import Built
+from elastic.training.rebuilding.shares import ShareWeight
+from elastic.training.run import Run
+
+
+def build(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(run: Run, epochs: int, build: Callable[[DeviceMesh], Any] = build) -> dict[str, Any]:
+    """The whole weights at the end, as plain tensors."""
+    loader = run.loader(DataLoader(dataset(), batch_size=10, shuffle=True), global_batch=10)
+    weights = {}
+
+    def loop() -> None:
+        model, optimizer, *_ = run.build(build)
+        for _ in run.epochs(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        weights.update({k: v.full_tensor() for k, v in model.state_dict().items()})
+
+    run.retry(loop)
+    return weights
+
+
+def refused(kind: type[ElasticError], message: str) -> Any:
+    return pytest.raises(kind, match=re.escape(message))
+
+
+def in_retry(run: Run, act: Callable[[], Any]) -> None:
+    run.retry(act)
+
+
+# Training and resuming ---------------------------------------------------------------------------
+
+
+def test_a_second_process_continues_with_the_shards_of_the_first(tmp_path: Path) -> None:
+    with process(tmp_path / "at-once") as run:
+        at_once = train(run, 2)
+    with process(tmp_path / "in-two") as run:
+        half = train(run, 1)
+    with process(tmp_path / "in-two") as run:
+        resumed = train(run, 2)
+        assert parts_of(run).job.progress.step == 2 * 6
+    for name, value in at_once.items():
+        torch.testing.assert_close(resumed[name], value, rtol=0, atol=0)
+    assert not torch.equal(half["0.weight"], resumed["0.weight"])
+
+
+def test_a_checkpoint_of_a_wrapped_model_loads_into_a_built_one_and_back(tmp_path: Path) -> None:
+    """The names are the same: model, and the optimizer tracked as such."""
+
+    def wrapped(run: Run, epochs: int) -> torch.Tensor:
+        model = run.wrap(network())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run.track(optimizer=optimizer)
+        loader = run.loader(DataLoader(dataset(), batch_size=10, shuffle=True), global_batch=10)
+        for _ in run.epochs(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        return model.module.state_dict()["0.weight"].clone()  # type: ignore[no-any-return]
+
+    def seeded(mesh: DeviceMesh) -> Any:
+        torch.manual_seed(0)
+        return build(mesh)
+
+    with process(tmp_path / "reference") as run:
+        reference = wrapped(run, 3)
+    with process(tmp_path / "mixed") as run:
+        wrapped(run, 1)
+    with process(tmp_path / "mixed") as run:
+        train(run, 2, seeded)
+    with process(tmp_path / "mixed") as run:
+        torch.testing.assert_close(wrapped(run, 3), reference, rtol=0, atol=1e-12)
+
+
+def test_schedulers_and_frozen_parameters_are_state(tmp_path: Path) -> None:
+    def with_scheduler(mesh: DeviceMesh) -> Any:
+        model, optimizer = build(mesh)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def loop(run: Run, seen: list[Any]) -> None:
+        model, optimizer, scheduler = run.build(with_scheduler)
+        for _ in run.epochs(1):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            next(iter(model.parameters())).requires_grad_(False)
+        seen += [optimizer.param_groups[0]["lr"], next(iter(model.parameters())).requires_grad]
+
+    for _ in range(2):
+        seen: list[Any] = []
+        with process(tmp_path) as run:
+            loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
+            run.retry(loop, run, seen)
+        assert seen == [0.005, False]
+
+
+def test_initial_weights_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None:
+    seen = []
+    for number in range(2):
+        with process(tmp_path / str(number), seed=5) as run:
+            torch.rand(number + 1)
+
+            def unseeded(mesh: DeviceMesh) -> Any:
+                model = nn.Linear(4, 1).double()
+                fully_shard(model, mesh=mesh)
+                return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+            seen.append(train(run, 0, unseeded)["weight"])
+    assert torch.equal(*seen)
+
+
+def test_gradients_that_are_accumulated_are_never_lost_in_a_save(tmp_path: Path) -> None:
+    """A save between two steps that share gradients would lose those of the first."""
+    saved = []
+    with process(tmp_path, every_steps=1) as run:
+        parts = parts_of(run)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
+
+        def loop() -> None:
+            model, optimizer = run.build(build)
+            for _ in run.epochs(1):
+                for number, (x, y) in enumerate(loader, start=1):
+                    (F.mse_loss(model(x), y) / 2).backward()  # type: ignore[no-untyped-call]
+                    if number % 2 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    saved.append(parts.state.current.accumulation.since)
+
+        run.retry(loop)
+    assert saved == [None, 0, None, 2, None, 4]
+
+
+# Uneven shares -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.0])
+def test_the_gradient_of_a_share_is_weighted_once(factor: float) -> None:
+    module = nn.Linear(2, 1, bias=False)
+    weight = ShareWeight(module)
+    weight.begin(factor)
+    module(torch.ones(1, 2)).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[factor, factor]]
+
+
+def test_a_share_that_cannot_be_weighted_is_refused() -> None:
+    class Opaque(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {super().forward(x).sum()}  # a set
+
+    for module, message in (
+        (nn.Linear(2, 2), "the input of the model that run.build() returned requires a gradient"),
+        (Opaque(2, 2), "is a set without a tensor that requires a gradient"),
+    ):
+        weight = ShareWeight(module)
+        requires = "input" in message
+        module(torch.ones(1, 2, requires_grad=requires))  # equal shares: nothing to weight
+        weight.begin(0.5)
+        with refused(TrainingError, message):
+            module(torch.ones(1, 2, requires_grad=requires))
+
+
+# Misuse ------------------------------------------------------------------------------------------
+
+
+def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
+    with process(tmp_path, clean=False) as run:
+        with refused(TrainingError, "run.build() outside of the function that run.retry calls"):
+            run.build(build)
+
+        def twice() -> None:
+            run.build(build)
+            run.build(build)
+
+        with refused(TrainingError, "run.build() a second time in one world"):
+            in_retry(run, twice)
+
+
+def test_build_after_the_state_was_restored_is_refused(tmp_path: Path) -> None:
+    with process(tmp_path, clean=False) as run:
+        run.loader(DataLoader(dataset(), batch_size=10))
+
+        def late() -> None:
+            assert run.is_main
+            run.build(build)
+
+        with refused(TrainingError, "run.build() comes too late"):
+            in_retry(run, late)
+
+
+def test_build_without_checkpoints_or_beside_wrap_is_refused(tmp_path: Path) -> None:
+    with run_of(None, clean=False) as run, refused(ConfigError, "without checkpoints"):
+        in_retry(run, lambda: run.build(build))
+    with process(tmp_path, clean=False) as run:
+
+        def both() -> None:
+            run.build(build)
+            run.wrap(network())
+
+        with refused(ConfigError, "run.wrap() beside run.build()"):
+            in_retry(run, both)
+
+
+def unsharded(mesh: DeviceMesh) -> Any:
+    return network()
+
+
+def partly(mesh: DeviceMesh) -> Any:
+    model = network()
+    fully_shard(model.get_submodule("0"), mesh=mesh)
+    return model
+
+
+def tensor_parallel(mesh: DeviceMesh) -> Any:
+    return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": ColwiseParallel()})
+
+
+def optimizer_first(mesh: DeviceMesh) -> Any:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=mesh)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (unsharded, "model: '0.weight' is trained, and not sharded"),
+        (partly, "model: '2.weight' is trained, and not sharded"),
+        (tensor_parallel, "model is sharded, but not by fully_shard"),
+        (optimizer_first, "parameter 0 of optimizer is in no module that was returned"),
+        (lambda mesh: None, "the function of run.build() returned None"),
+        (lambda mesh: (build(mesh)[0], 7), "returned a int, which has no state_dict"),
+        (lambda mesh: build(mesh)[1], "the function of run.build() returned no module"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_when_it_is_built(
+    tmp_path: Path, fn: Callable[[DeviceMesh], Any], message: str
+) -> None:
+    with process(tmp_path, clean=False) as run, refused(ConfigError, message):
+        in_retry(run, lambda: run.build(fn))
+
+
+def test_wrap_of_a_sharded_module_names_build(tmp_path: Path) -> None:
+    with process(tmp_path, clean=False) as run:
+
+        def wraps() -> None:
+            run.wrap(run.build(lambda mesh: build(mesh)[0]))
+
+        with refused(ConfigError, "run.build"):
+            in_retry(run, wraps)
+
+
+# The end of a world ------------------------------------------------------------------------------
+
+
+def leave_a_world(folder: Path) -> None:
+    with process(folder, clean=False) as run:
+        held: dict[str, Any] = {}
+        in_retry(
+            run, lambda: held.update(zip(("model", "optimizer"), run.build(build), strict=True))
+        )
+        job = parts_of(run).job
+        first = weakref.ref(next(iter(held["model"].parameters())))
+        job.retire_built()
+        assert job.built is None and job.remains is not None
+        assert job.remains.collect() > 0  # the script still has them
+        for use in (
+            lambda: held["model"](torch.ones(1, 4).double()),
+            lambda: held["model"].get_submodule("0")(torch.ones(1, 4).double()),
+            lambda: held["optimizer"].step(),
+            lambda: held["model"].state_dict(),
+        ):
+            with refused(TrainingError, "was built in generation 1, which is over") as error:
+                use()  # type: ignore[no-untyped-call]
+            assert "model, optimizer = run.build(build)" in str(error.value)
+        held.clear()
+        del error, use
+        parts_of(
+            run
+        ).state.registry.guard.reset()  # as in every recovery: the refused update is over
+        assert job.remains.collect() == 0
+        gc.collect()
+        assert first() is None
+
+
+def leave_a_world_at_once(folder: Path) -> None:
+    """A full collection takes 0.13 s of CPU, and nothing is trained meanwhile."""
+    with process(folder, clean=False) as run:
+        first: list[weakref.ref[torch.Tensor]] = []
+
+        def act() -> None:
+            model, _ = run.build(build)
+            first.extend(weakref.ref(parameter) for parameter in model.parameters())
+
+        in_retry(run, act)
+        looked_at: list[int] = []
+
+        def note(phase: str, info: dict[str, int]) -> None:
+            if phase == "start" and info["generation"] == 2:
+                looked_at.append(len(gc.get_objects()))
+
+        gc.disable()  # only what is asked for
+        gc.callbacks.append(note)
+        job = parts_of(run).job
+        everything = len(gc.get_objects()) + gc.get_freeze_count()
+        job.retire_built()
+        assert job.remains is not None
+        assert any(reference() is not None for reference in first)  # it is in cycles
+        job.remains.warn_of_leftovers()
+        assert all(reference() is None for reference in first)
+        assert len(looked_at) == 1 and looked_at[0] < everything / 4, (looked_at, everything)
+
+
+@pytest.mark.parametrize("leave", [leave_a_world, leave_a_world_at_once])
+def test_objects_of_a_world_that_is_over_say_so_and_leave_no_memory(
+    tmp_path: Path, leave: Callable[[Path], None]
+) -> None:
+    """In a process of its own: what other tests leave in torch may refer to parameters, too."""
+    here = Path(__file__).parent
+    code = (
+        f"import sys, pathlib; sys.path[:0] = {[str(here), str(here.parent)]}\n"
+        f"import test_built_models as t; t.{leave.__name__}(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = run_forked(command, timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_on_the_mesh_of_another_world_is_refused(tmp_path: Path) -> None:
+    with process(tmp_path, clean=False) as run:
+        meshes: list[DeviceMesh] = []
+
+        def keeps(mesh: DeviceMesh) -> Any:
+            meshes.append(mesh)
+            return build(meshes[0])
+
+        in_retry(run, lambda: run.build(keeps))
+        parts_of(run).job.retire_built()
+        with refused(ConfigError, "is sharded over the mesh of a world that is over"):
+            in_retry(run, lambda: run.build(keeps))
+
+
+def test_a_mesh_of_a_part_of_the_world_is_refused() -> None:
+    class Halved:
+        """A mesh of twice as many ranks."""
+
+        def size(self) -> int:
+            return 2
+
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model, _ = build(init_device_mesh("cpu", (1,)))
+        with refused(ConfigError, "and the world has 2 ranks in one dimension"):
+            Built(model, Halved(), generation=1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_memory_is_the_default_of_built_models_only() -> None:
+    assert Checkpoints("folder").memory_steps is None
+    assert Checkpoints("folder", memory=True).memory_steps == 10
+    assert Checkpoints("folder", memory=False).memory_steps is None

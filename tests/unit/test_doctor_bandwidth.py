@@ -1,0 +1,134 @@
+"""Ways between neighbours: each address of the next node is measured, and the slow one is named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.doctor.between import bandwidth
+from elastic.doctor.between.bandwidth import MeasuredWay
+from elastic.doctor.findings import Status
+from elastic.doctor.machine import NetworkFacts
+from elastic.doctor.machine_verdicts import of_link_speeds
+from elastic.doctor.meeting import Participant
+from elastic.doctor.probes import Unanswered
+from elastic.tuning.network import Interface, Network
+
+MEMBERS = tuple(
+    Participant(node_id=name, name=name, host_name=name, address=f"10.1.0.{n + 1}", nproc=1)
+    for n, name in enumerate("abc")
+)
+SLOW = MeasuredWay(
+    to=1, address="10.1.0.2", interface="eth0", their_interface="eth0", bytes_per_s=0.1e9
+)
+FAST = replace(SLOW, address="10.2.0.2", interface="eth1", their_interface="eth1", bytes_per_s=10e9)
+HERE = Network(interfaces=(Interface(name="dummy0", addresses=("127.0.0.1",)),))
+
+
+def test_a_faster_way_than_the_one_that_a_job_uses_is_named_with_what_to_set() -> None:
+    (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, FAST], 1: [], 2: []})
+    assert (found.name, found.status) == ("bandwidth a → b", Status.WARNING)
+    assert found.measured == (
+        "10.1.0.2 (eth0, which a job uses) 0.100 GB/s; 10.2.0.2 (eth1) 10.000 GB/s"
+    )
+    assert "--local-addr=ADDRESS" in found.remedy and "ELASTIC_INTERFACE=eth1" in found.remedy
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05e9, 0.19e9])
+def test_what_is_hardly_faster_is_no_warning(rate: float) -> None:
+    (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, replace(FAST, bytes_per_s=rate)]})
+    assert found.status is Status.OK
+    assert ("10.2.0.2" in found.measured) is (rate > 0), "only what answers is a way"
+
+
+def test_nodes_of_one_machine_have_no_way_between_them() -> None:
+    (found,) = bandwidth.findings(MEMBERS, {0: [], 1: []})
+    assert found.status is Status.SKIPPED
+    assert (
+        bandwidth._measure(HERE, 1, [bandwidth.Sink(interface="x", address="127.0.0.1", port=9)])
+        == []
+    )
+
+
+def test_what_is_sent_is_counted_at_the_other_end() -> None:
+    with bandwidth.listening(HERE) as (sink,):
+        assert (sink.interface, sink.address) == ("dummy0", "127.0.0.1")
+        assert bandwidth.send_for_a_moment(sink.address, sink.port) > 0
+    assert bandwidth.send_for_a_moment(sink.address, sink.port) == 0.0, "nobody listens any more"
+    assert not any("elastic-doctor-sink" in thread.name for thread in threading.enumerate())
+
+
+def test_a_node_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "DOCTOR_PAIR_CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert bandwidth.send_for_a_moment("127.0.0.1", int(mute.getsockname()[1])) == 0.0
+
+
+def test_every_node_sends_to_the_next_one_and_never_two_at_once_to_one() -> None:
+    """Three nodes, here on one machine, whose networks do not know each other's address."""
+    told: dict[str, dict[int, Any]] = {}
+    barrier = threading.Barrier(3)
+    results: dict[int, Any] = {}
+
+    def exchange_of(number: int) -> Any:
+        def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:
+            told.setdefault(phase, {})[number] = value
+            barrier.wait(60)
+            return told[phase]
+
+        return exchange
+
+    def run(number: int) -> None:
+        own = Network(interfaces=(Interface(name="eth0", addresses=(f"127.0.{number}.1",)),))
+        results[number] = bandwidth.between_nodes(exchange_of(number), members, number, own, 60.0)
+
+    members = [replace(m, address=f"127.0.{n}.1") for n, m in enumerate(MEMBERS)]
+    threads = [threading.Thread(target=run, args=(n,), name=f"node-{n}") for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1] == results[2]
+    assert [(f.name, f.status) for f in results[0]] == [
+        ("bandwidth a → b", Status.OK),
+        ("bandwidth b → c", Status.OK),
+    ]
+
+
+# ── one machine ────────────────────────────────────────────────────────────────────────────
+
+FACTS = NetworkFacts(
+    address="10.1.0.1",
+    address_error="",
+    host_name="a",
+    host_addresses=("10.1.0.1",),
+    interface="eth0",
+    mtu=1500,
+    bind_error="",
+)
+ETH0 = Interface(name="eth0", addresses=("10.1.0.1",), speed_mbps=1000, driver="igb")
+ETH1 = Interface(name="eth1", addresses=("10.2.0.1",), speed_mbps=100_000, driver="mlx5_core")
+
+
+def test_the_speeds_of_this_machine_are_shown_beside_the_interface_that_is_used() -> None:
+    (found,) = of_link_speeds(FACTS, Network(interfaces=(ETH0, ETH1)))
+    assert found.status is Status.WARNING and "eth1 100000 Mbit/s" in found.measured
+    assert "--local-addr=10.2.0.1" in found.remedy
+    on_fast = replace(FACTS, address="10.2.0.1", interface="eth1")
+    assert [f.status for f in of_link_speeds(on_fast, Network(interfaces=(ETH0, ETH1)))] == [
+        Status.OK
+    ]
+
+
+def test_a_virtual_interface_says_a_speed_that_no_cable_has() -> None:
+    bridge = replace(ETH1, name="docker0", driver="")
+    (found,) = of_link_speeds(FACTS, Network(interfaces=(ETH0, bridge)))
+    assert found.status is Status.OK
+    unknown = replace(ETH0, speed_mbps=None)
+    (found,) = of_link_speeds(FACTS, Network(interfaces=(unknown,)))
+    assert found.status is Status.SKIPPED
+    assert of_link_speeds(Unanswered("hangs"), Network(interfaces=())) == []

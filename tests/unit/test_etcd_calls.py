@@ -1,0 +1,52 @@
+"""What a call to etcd raises when its time is up."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CoordinationError
+from elastic.store.etcd.calls import Calls
+from elastic.store.etcd.failures import CallFailure, Remedy
+
+
+class Connections:
+    """Fails with these, one after the other; the last one again and again."""
+
+    hopeless = False
+    config = SimpleNamespace(request_timeout_s=0.3)
+
+    def __init__(self, *failures: CallFailure) -> None:
+        self._failures = list(failures)
+
+    def current(self, ends_s: float) -> None: ...
+
+    def invoke(self, *_: object) -> None:
+        raise self._failures.pop(0) if len(self._failures) > 1 else self._failures[0]
+
+    def error(self, what: str, last: CallFailure) -> CoordinationError:
+        return CoordinationError(f"{what}: {last.reason}")
+
+
+def raised(*failures: CallFailure) -> str:
+    connections: Any = Connections(*failures)
+    with pytest.raises(CoordinationError) as error:
+        calls = Calls(connections, SYSTEM_CLOCK, threading.Event())
+        calls("grant a lease", lambda connection: lambda: None, None)
+    return str(error.value)
+
+
+NO_SPACE = CallFailure(Remedy.RETRY, "database space exceeded")
+NO_TIME = CallFailure(Remedy.DOUBT, "Deadline Exceeded")
+
+
+def test_an_attempt_cut_short_does_not_hide_what_etcd_has_answered() -> None:
+    assert raised(NO_SPACE, NO_TIME) == "grant a lease: database space exceeded"
+
+
+def test_an_etcd_that_never_answered_is_said_to_be_silent() -> None:
+    assert raised(NO_TIME) == "grant a lease: Deadline Exceeded"

@@ -1,0 +1,64 @@
+"""Windows of a worker's time are summed up where nothing sets them apart, and only there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from made_up_run import MadeUpProcess
+
+from elastic.telemetry.activities import Activity
+from elastic.telemetry.goodput import Goodput, goodput_of
+from elastic.telemetry.journal_reader import read_folder
+from elastic.telemetry.merging import merge
+
+
+def goodput_in(folder: Path, *processes: MadeUpProcess) -> Goodput:
+    for process in processes:
+        (folder / process.path).write_text("\n".join(process.lines) + "\n")
+    return goodput_of(merge(*read_folder(folder)))
+
+
+def trained(restored_at: int) -> MadeUpProcess:
+    """One world of 100 windows of 5 s and 50 steps; a second goes on from step ``restored_at``."""
+    worker = MadeUpProcess("node-0", "worker")
+    place = {"rank": 0, "generation": 1}
+    worker.write(10.0, "world-joined", step=0, duration_s=0.0, **place)
+    worker.window(10.1, 0.1, 1, 1, ended="first-step", **place)
+    for number in range(1, 101):
+        worker.window(10.1 + 5 * number, 5.0, 1 + 50 * number, 50, ended="due", **place)
+    worker.window(511.1, 1.0, 5001, 0, open_s=1.0, ended="fault", **place)
+    place["generation"] = 2
+    worker.write(520.0, "world-joined", step=restored_at, duration_s=0.0, **place)
+    worker.write(520.0, "recovered", duration_s=8.9, wait_s=8.9, step=restored_at, **place)
+    worker.window(520.1, 0.1, restored_at + 1, 1, ended="first-step", **place)
+    worker.window(620.1, 100.0, restored_at + 1001, 1000, ended="close", **place)
+    worker.write(620.1, "run-closed", clean=True, **place)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("restored_at", "recomputed_s"), [(5001, 0.0), (2501, 250.0), (2526, 247.5), (1, 500.0)]
+)
+def test_steps_done_again_are_a_loss_from_the_step_on(
+    tmp_path: Path, restored_at: int, recomputed_s: float
+) -> None:
+    found = goodput_in(tmp_path, trained(restored_at))
+    seconds = found.breakdown.seconds
+    # 5 % of a window went into waiting for data: that is a loss of its own.
+    at_fault_s = 0.1  # the step that did not end, too, took what a step takes
+    assert seconds[Activity.RECOMPUTED] == pytest.approx(
+        0.95 * recomputed_s + 0.95 * at_fault_s, abs=0.02
+    )
+    assert seconds[Activity.PRODUCTIVE] == pytest.approx(0.95 * (600.2 - recomputed_s), abs=0.03)
+    assert seconds[Activity.DATA] == pytest.approx(0.05 * 600.2, abs=0.02)
+    assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-9)
+    assert found.recomputed_steps == 5001 - restored_at
+
+
+def test_many_windows_become_few_stretches(tmp_path: Path) -> None:
+    found = goodput_in(tmp_path, trained(5001))
+    (lane,) = found.nodes[0].workers
+    assert len(lane.stretches) < 15
+    assert all(b.start_s == a.end_s for a, b in pairwise(lane.stretches))

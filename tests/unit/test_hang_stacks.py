@@ -1,0 +1,242 @@
+"""Stacks of all ranks in a hang report, whose size is bounded however large the world is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from membership_nodes import node, world
+from rank_facts import rank_facts
+from test_hang_judge import KEYS, Journal
+
+from elastic.agent.supervision.hangs import Hangs, StacksTaken
+from elastic.clock import SYSTEM_CLOCK
+from elastic.hangs import stacks
+from elastic.hangs.budgets import BudgetPolicy
+from elastic.hangs.facts import StackGroup
+from elastic.hangs.flight import FlightEntry
+from elastic.hangs.report import MOST_CHARACTERS, HangReport, ReportFolder, Share, render
+from elastic.hangs.response import HangResponse, Judged
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.watch import HangWatch, Supervised
+from elastic.membership.records import (
+    HangStacks,
+    HangVerdict,
+    NodeState,
+    RankFlight,
+    decode,
+    encode,
+)
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus
+from elastic.secure_channel.keys import SecretKey
+from elastic.store.keyvalue import Entry
+from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.testing.waiting import eventually
+from elastic.tuning.agent_options import AgentOptions
+
+NODES, PER_NODE = 64, 8
+RANKS = range(NODES * PER_NODE)
+CULPRIT = 301
+FRAMES = 40
+ETCD_REQUEST_BYTES = 1_500_000  # its --max-request-bytes, by default
+
+
+def dump(place: str, frames: int = FRAMES) -> str:
+    """As faulthandler writes it: data threads, and the main thread at ``place``."""
+    folder = "/usr/lib/python3/site-packages/torch/nn/parallel"
+    outer = "\n".join(f'  File "{folder}/module{n}.py", line {n} in call{n}' for n in range(frames))
+    main = f"Current thread 0x1 (most recent call first):\n{place}\n{outer}"
+    other = (
+        f'Thread 0x2 (most recent call first):\n  File "{folder}/pin.py", line 1 in loop\n{outer}'
+    )
+    return f"{other}\n\n{main}"
+
+
+WAITS = dump('  File "ddp.py", line 1 in wait')
+LOOPS = dump('  File "train.py", line 9 in loss')
+
+
+def sent_by(number: int, share: Share) -> tuple[StackGroup, ...]:
+    """What a node of the world sends about its ranks."""
+    ranks = range(number * PER_NODE, (number + 1) * PER_NODE)
+    taken = stacks.group((rank, LOOPS if rank == CULPRIT else WAITS) for rank in ranks)
+    return stacks.within(taken, share.characters)
+
+
+def test_the_stacks_of_64_nodes_are_two_groups_with_the_culprit_first() -> None:
+    share = Share.of(NODES, len(RANKS))
+    sent = [sent_by(number, share) for number in range(NODES)]
+    assert [len(groups) for groups in sent] == [
+        2 if number == CULPRIT // PER_NODE else 1 for number in range(NODES)
+    ], "a node sends each distinct stack once"
+    culprit, others = stacks.merge(group for groups in sent for group in groups)
+    assert (culprit.ranks, len(others.ranks)) == ((CULPRIT,), len(RANKS) - 1)
+    assert 'File "train.py", line 9 in loss' in culprit.text
+    assert sorted(culprit.ranks + others.ranks) == list(RANKS)
+
+
+def test_a_world_of_any_size_sends_no_more_than_the_report_may_hold() -> None:
+    """The worst case: every rank of every node is somewhere else."""
+    flight = FlightEntry(
+        group="nccl 0 (default_pg)", sequence=1, operation="all_reduce", inputs="x", is_over=False
+    )
+    everything: list[StackGroup] = []
+    for nodes in (2, 8, NODES):
+        share, total = Share.of(nodes, nodes * PER_NODE), 0
+        for number in range(nodes):
+            ranks = range(number * PER_NODE, (number + 1) * PER_NODE)
+            own = stacks.group((r, dump(f'  File "a.py", line {r} in f{r}', 100)) for r in ranks)
+            own = stacks.within(own, share.characters)
+            assert sorted(r for one in own for r in one.ranks) == list(ranks)
+            assert all(f"line {one.ranks[0]} in f{one.ranks[0]}" in one.text for one in own)
+            flights = (flight,) * share.flight_entries
+            record = HangStacks(
+                node_id="n",
+                generation=1,
+                stacks=own,
+                flights=tuple(RankFlight(rank=r, entries=flights) for r in ranks),
+            )
+            assert len(encode(record)) < ETCD_REQUEST_BYTES / 10
+            assert decode(HangStacks, "key", encode(record)) == record
+            total += sum(len(one.text) for one in own)
+            everything += own if nodes == NODES else ()
+        assert total <= MOST_CHARACTERS
+    merged = stacks.within(stacks.merge(everything), MOST_CHARACTERS)
+    assert len(merged) == len(RANKS)
+
+
+def test_a_stack_that_one_node_has_cut_is_in_the_group_of_the_whole_one() -> None:
+    cut = stacks.shortened(WAITS, 600)
+    assert len(cut) <= 600 and cut.endswith("  ...") and "line 1 in wait" in cut
+    groups = stacks.merge([StackGroup((4,), cut), StackGroup((1, 2), WAITS)])
+    assert groups == (StackGroup((1, 2, 4), WAITS),)
+    assert stacks.shortened(WAITS, 10**6) == WAITS
+    assert "in loop" not in stacks.shortened(WAITS, len(WAITS) - 1), "other threads go first"
+
+
+def test_native_stacks_of_ranks_at_different_places_are_not_one_group() -> None:
+    """py-spy has another form than faulthandler, and the main thread first."""
+
+    def dumped(function: str) -> str:
+        main = (
+            f'Thread 7 (active): "MainThread"\n    {function} (train.py:3)\n    <module> (t.py:9)'
+        )
+        return f'Process 7: python\n\n{main}\n\nThread 8 (idle): "pin"\n    wait (pin.py:1)'
+
+    taken = {rank: stacks._main_last(dumped("wait" if rank else "loop")) for rank in range(3)}
+    assert [one.ranks for one in stacks.group(taken.items())] == [(0,), (1, 2)]
+    assert stacks.main_first(taken[0]).startswith('Thread 7 (active): "MainThread"')
+
+
+# ── from node to node ──────────────────────────────────────────────────────────────────────
+
+
+def verdict_of_a_large_world() -> HangVerdict:
+    ranks = tuple(rank_facts(n, node=f"n{n + 1}", quiet_s=9.0) for n in range(NODES))
+    return HangVerdict(
+        generation=7,
+        action=HangAction.KILL,
+        kind=HangKind.ABSENT,
+        confidence=HangConfidence.HIGH,
+        reason="rank 0 on n1 hangs",
+        culprits=(0,),
+        culprit=ranks[0],
+        node_id="id-n1",
+        ranks=ranks,
+        size=NODES,
+    )
+
+
+def taken_of(context: NodeContext) -> StacksTaken | None:
+    """Among what the node's thread is told."""
+    return next((m for m in context.inbox.take(1.0) if isinstance(m, StacksTaken)), None)
+
+
+@pytest.mark.parametrize("name", ["n2", "n64", "n9"])
+def test_every_node_of_a_large_world_sends_the_stacks_of_its_ranks(name: str) -> None:
+    members = replace(world(*(f"n{n + 1}" for n in range(NODES))), generation=7)
+    record = node(name, NodeState.READY, in_process=True, running=members)
+    store = MemoryStore()
+    context = NodeContext(
+        store=store,
+        keys=KEYS,
+        secret=RunSecret(SecretKey.generate(), KEYS.root),
+        options=AgentOptions(),
+        status=NodeStatus(record, KEYS, 0.0),
+        clock=SYSTEM_CLOCK,
+        journal=Journal(),
+    )
+    hangs = Hangs(context)
+    lease = store.lease(60)
+    with contextlib.closing(lease), contextlib.closing(hangs):
+        hangs.start()
+        hangs.supervise([Supervised(os.getpid(), 0, "")])
+        hangs.learn(members)
+        hangs.on_verdict(Entry(KEYS.hang_verdict, encode(verdict_of_a_large_world()), 1, 1))
+        taken = eventually(lambda: taken_of(context), "the stacks of this node")
+        hangs.on_stacks_taken(taken)
+        hangs.publish(lease)
+        entry = store.get(KEYS.hang_stack(f"id-{name}"))
+    assert entry is not None
+    sent = decode(HangStacks, entry.key, entry.value)
+    assert [one.ranks for one in sent.stacks] == [(int(name[1:]) - 1,)]
+
+
+def test_what_64_nodes_send_is_in_the_report_and_its_json(tmp_path: Path) -> None:
+    """Written once for all that have come, not once for each node."""
+    record = verdict_of_a_large_world()
+    writes: list[HangReport] = []
+
+    class Folder(ReportFolder):
+        def write(self, path: Path, report: HangReport) -> str:
+            writes.append(report)
+            return super().write(path, report)
+
+    response = HangResponse(
+        node="n1",
+        acts=False,
+        stop_grace_s=1.0,
+        folder=Folder(str(tmp_path)),
+        journal=Journal(),
+        before_kill=lambda pid, reason: None,
+        abort=lambda generation, reason: None,
+    )
+    watch = HangWatch(
+        policy=BudgetPolicy(),
+        node="n1",
+        tick_s=0.01,
+        on_facts=lambda generation, ranks: None,
+        on_stopped=lambda worker, facts, stopped_s: None,
+        on_error=lambda error: None,
+    )
+    watch.enter_world(7, 0)
+    verdict = Judgment(
+        action=HangAction.ABORT_AND_REFORM,
+        kind=record.kind,
+        culprits=record.culprits,
+        culprit=record.culprit,
+        confidence=record.confidence,
+        reason=record.reason,
+    )
+    judged = Judged(verdict=verdict, generation=7, size=len(RANKS), ranks=record.ranks)
+    response.carry_out(watch, judged)
+    share = Share.of(NODES, len(RANKS))
+    for number in range(NODES):
+        response.add_stacks(watch, 7, sent_by(number, share), {})
+    response.add_stacks(watch, 6, (StackGroup((0,), LOOPS),), {})  # of another hang
+    watch.run_tasks()
+    assert len(writes) == 2, "the report itself, and once more with all stacks"
+    text = render(writes[-1])
+    outlier = text.index(f"\nrank {CULPRIT}:\n")
+    assert outlier < text.index(
+        f"\nranks 0-{CULPRIT - 1}, {CULPRIT + 1}-{len(RANKS) - 1} (511 ranks):"
+    )
+    (said,) = tmp_path.glob("*.json")
+    groups = json.loads(said.read_text())["stacks"]
+    assert [len(group["ranks"]) for group in groups] == [1, len(RANKS) - 1]

@@ -1,0 +1,174 @@
+"""Traces of some steps: which ones, by whom, and what a change of the world leaves of one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from run_kit import job, process
+from test_metrics_log import world
+
+from elastic.cli.profile import ask, ranks_of
+from elastic.clock import ManualClock
+from elastic.errors import ConfigError, JobFailed, TrainingError
+from elastic.events import Event, ProfileWritten
+from elastic.membership.keys import Keys
+from elastic.membership.records import Done, Outcome, Profile, encode
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.training.observers.profiling import ProfileRequest, StepProfiler
+
+
+class Recorded:
+    """A trace that only knows what was done to it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def export_chrome_trace(self, path: str) -> None:
+        self.calls.append(Path(path).name)
+
+
+class Rank:
+    """One that trains, as its profiler sees it."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.calls: list[str] = []
+        self.written: list[ProfileWritten] = []
+        self.rank, self.step = rank, 0
+        self.profiler = StepProfiler(
+            self, folder=lambda: folder, begin=lambda: Recorded(self.calls)
+        )
+
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        assert isinstance(event, ProfileWritten)
+        assert level == (logging.INFO if self.rank == 0 else logging.DEBUG)
+        self.written.append(event)
+
+    def enter(self, step: int) -> None:
+        self.step = step
+        self.profiler.begin_world(world(self.rank), step)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.profiler.committed(self.step)
+
+
+def test_so_many_steps_from_the_next_one_on(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, rank=3)
+    rank.enter(0)
+    rank.train(7)
+    assert rank.profiler.ask(ProfileRequest(5))
+    assert not rank.profiler.ask(ProfileRequest(5)), "one at a time"
+    rank.train(5)
+    assert rank.calls == ["start"], "the step that was under way is not whole: not counted"
+    assert not rank.profiler.ask(ProfileRequest(5))
+    rank.train(2)
+    assert rank.calls == ["start", "stop", "g0001-step000000008-rank3.pt.trace.json"]
+    assert [(e.first, e.steps, e.asked) for e in rank.written] == [(8, 5, 5)]
+    assert rank.profiler.ask(ProfileRequest(1))
+
+
+def test_a_range_of_steps_and_some_ranks(tmp_path: Path) -> None:
+    for number, ranks, expected in ((0, (), 1), (1, (0, 2), 0), (2, (0, 2), 1)):
+        rank = Rank(tmp_path, rank=number)
+        rank.profiler.ask(ProfileRequest(4, first=10, ranks=ranks))
+        rank.enter(0)
+        rank.train(30)
+        assert [(e.first, e.steps) for e in rank.written] == [(10, 4)] * expected
+    late = Rank(tmp_path)
+    late.profiler.ask(ProfileRequest(4, first=10))
+    late.enter(20)  # it resumes there
+    late.train(10)
+    assert late.calls == []
+
+
+@pytest.mark.parametrize("ended", ["fault", "change", "close"])
+def test_a_world_that_ends_ends_the_trace(tmp_path: Path, ended: str) -> None:
+    rank = Rank(tmp_path)
+    rank.enter(0)
+    rank.profiler.ask(ProfileRequest(10))
+    rank.train(4)
+    rank.profiler.end_world(ended)
+    # After a fault a device may hang in collectives of lost peers until the next world.
+    assert rank.calls == (["start"] if ended == "fault" else [*rank.calls])
+    rank.enter(4)
+    assert [(e.first, e.steps, e.asked) for e in rank.written] == [(1, 3, 10)]
+    assert rank.calls.count("stop") == 1
+    rank.train(20)
+    rank.profiler.close()
+    assert len(rank.written) == 1
+
+
+def test_a_profiler_that_fails_disturbs_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+
+    def broken() -> Recorded:
+        raise RuntimeError("Can't start profiler: another one is active")
+
+    rank.profiler = StepProfiler(rank, folder=lambda: tmp_path, begin=broken)
+    rank.enter(0)
+    rank.profiler.ask(ProfileRequest(2))
+    rank.train(5)
+    assert rank.profiler.ask(ProfileRequest(2))
+
+
+def test_a_script_profiles_by_torchs_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_PROFILES", str(tmp_path))
+    with process() as run:
+        run.profile(steps=2)
+        with pytest.raises(TrainingError, match="another profile is under way"):
+            run.profile(steps=2)
+        script = job(run)
+        script.train(1)
+    (file,) = tmp_path.iterdir()
+    assert file.name == "g0001-step000000000-rank0.pt.trace.json"
+    names = [event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#Adam") for name in names) == 2
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, range(0), range(0, 10, 2), 10_001])
+def test_steps_that_cannot_be_are_refused(steps: int) -> None:
+    with process() as run, pytest.raises(ConfigError, match="not 1 to 10000 steps in a row"):
+        run.profile(steps)
+
+
+# From outside -----------------------------------------------------------------------------------
+
+
+KEYS = Keys.of("/elastic", "llama")
+
+
+def test_a_request_without_a_job_is_refused() -> None:
+    store = MemoryStore(MemoryServer())
+    with pytest.raises(ConfigError, match="nobody trains in the job llama"):
+        ask(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
+    done = Done(
+        outcome=Outcome.SUCCESS,
+        reason="a finished",
+        exit_code=0,
+        generation=1,
+        final_step=9,
+        time_s=1.0,
+    )
+    store.put(KEYS.done, encode(done))
+    with pytest.raises(JobFailed, match="has ended: a finished"):
+        ask(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
+
+
+def test_ranks_are_given_as_lists_and_spans() -> None:
+    assert ranks_of("") == ()
+    assert ranks_of("3,0,4-6") == (0, 3, 4, 5, 6)
+    for text in ("a", "1-", "-1", "1;2", "0-999999"):
+        with pytest.raises(ConfigError, match="--ranks="):
+            ranks_of(text)

@@ -1,0 +1,192 @@
+"""How the agents of several nodes bring the ranks of a replica together, through a store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from membership_nodes import node, world
+
+from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.agent.supervision.replica_meetings import ReplicaMeetings
+from elastic.errors import NodeRefused, StoreUnreachable
+from elastic.link.protocol import Message, ReplicaJoin, ReplicaMeet, ReplicaPending
+from elastic.link.server import LinkServer, Worker
+from elastic.membership.records import Keys, Node, NodeState, WorldRecord, encode
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.store.keyvalue import Snapshot
+from elastic.telemetry.journal import Journal
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_options import AgentOptions
+
+KEYS = Keys.of("/elastic", "job")
+MESH = "shard=4"
+
+
+class Workers:
+    """A link server's two workers, which note what they are sent."""
+
+    def __init__(self, pid: int) -> None:
+        self.here = [Worker(pid=pid + rank, local_rank=rank, token=rank) for rank in range(2)]
+        self.sent: list[tuple[int, Message]] = []
+
+    def workers(self) -> list[Worker]:
+        return self.here
+
+    def send(self, message: Message, to: Worker) -> None:
+        self.sent.append((to.local_rank, message))
+
+    @property
+    def meetings(self) -> dict[int, ReplicaMeet]:
+        return {rank: said for rank, said in self.sent if isinstance(said, ReplicaMeet)}
+
+
+class Agent:
+    """What a node does of its own in this: of replicas of four ranks, two on a node."""
+
+    def __init__(self, server: MemoryServer, name: str, *, running: WorldRecord | None = None):
+        record = node(name, NodeState.STARTING, limits=(2, 6), replica_size=4, running=running)
+        self.store = MemoryStore(server)
+        self.at = NodeContext.of(
+            replace(record, nproc=2, replica_port=7000 + int(name[1:])),
+            store=self.store,
+            keys=KEYS,
+            secret=RunSecret.obtain(self.store, KEYS),
+            options=AgentOptions(),
+            journal=Journal(folder=None, identity={}, role="agent", run_id="job"),
+        )
+        self.now = 0.0
+        self.start_workers(pid=10)
+        self.publish()
+
+    def start_workers(self, pid: int) -> None:
+        self.workers = Workers(pid)
+        server = cast(LinkServer, self.workers)
+        self.meetings = ReplicaMeetings(self.at, KnownWorkers(server), server)
+
+    @property
+    def node(self) -> Node:
+        return self.at.status.node
+
+    def publish(self) -> None:
+        self.store.put(KEYS.node(self.node.node_id), encode(self.node))
+
+    def join(self, mesh: str = MESH) -> None:
+        for worker in self.workers.here:
+            self.meetings.join(worker, ReplicaJoin(size=4, mesh=mesh))
+        self.publish()
+
+    def look(self) -> None:
+        self.now += 10.0
+        self.meetings.look(self.now)
+        self.publish()
+
+    def has_lost_its_replica(self) -> bool:
+        """Whether torchrun is to start its workers anew."""
+        return self.at.status.replica_is_lost
+
+    def die(self) -> None:
+        self.store.delete(KEYS.node(self.node.node_id))
+
+    def start_anew(self) -> None:
+        """As the service does when torchrun comes for the next rendezvous."""
+        none: dict[str, Any] = {"replica": (), "replica_start": "", "mesh": ""}
+        self.at.status.change_node(lambda n: replace(n, **none))
+        self.publish()
+        self.start_workers(pid=20)
+        self.meetings.forget()
+
+
+def test_two_nodes_that_wait_meet_at_the_first_one() -> None:
+    server = MemoryServer()
+    a, b, c = (Agent(server, name) for name in ("n1", "n2", "n3"))
+    for agent in (a, b, c):
+        agent.join()
+        assert [said for _, said in agent.workers.sent] == [ReplicaPending()] * 2
+    for agent in (b, a, c, b):  # the first to look is the first of the replica
+        agent.look()
+    assert a.node.replica == b.node.replica == ("id-n2", "id-n1")
+    met = {**b.workers.meetings, **{2 + r: m for r, m in a.workers.meetings.items()}}
+    assert {place: m.rank for place, m in met.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert {(m.host, m.port) for m in met.values()} == {("10.0.0.2", 7002)}
+    assert len({m.nonce for m in met.values()}) == 1
+    assert not c.workers.meetings and not c.node.replica
+
+
+def test_a_node_that_dies_after_the_meeting_is_noticed_and_both_places_are_given_anew() -> None:
+    server = MemoryServer()
+    a, b, c = (Agent(server, name) for name in ("n1", "n2", "n3"))
+    for agent in (a, b):
+        agent.join()
+        agent.look()
+    a.look()
+    assert a.node.replica == b.node.replica == ("id-n1", "id-n2")
+    a.look()
+    assert not a.has_lost_its_replica()
+    b.die()
+    a.look()
+    assert a.has_lost_its_replica()
+    a.start_anew()
+    assert not a.has_lost_its_replica()
+    for agent in (c, a):
+        agent.join()
+        agent.look()
+    c.look()
+    assert a.node.replica == c.node.replica == ("id-n3", "id-n1")
+    assert a.workers.meetings[0].nonce == c.workers.meetings[0].nonce
+
+
+def test_a_node_that_starts_its_workers_anew_ends_the_replica_for_the_other() -> None:
+    server = MemoryServer()
+    a, b = (Agent(server, name) for name in ("n1", "n2"))
+    for agent in (a, b):
+        agent.join()
+        agent.look()
+    a.look()
+    b.start_anew()
+    b.join()
+    b.look()
+    assert not b.workers.meetings, "a's workers have met those that are gone"
+    a.look()
+    assert a.has_lost_its_replica()
+
+
+def test_workers_of_a_world_meet_as_its_order_says() -> None:
+    server = MemoryServer()
+    members = world("n1", "n2", "n3", "n4", limits=(2, 6), replica_size=4)
+    ports = [replace(m, nproc=2, replica_port=7000 + i) for i, m in enumerate(members.members, 1)]
+    group = replace(members, members=tuple(ports))
+    agent = Agent(server, "n4", running=group)
+    agent.join()
+    agent.look()
+    met = agent.workers.meetings
+    assert {rank: (m.rank, m.host, m.port) for rank, m in met.items()} == {
+        0: (2, "10.0.0.3", 7003),
+        1: (3, "10.0.0.3", 7003),
+    }
+    assert agent.node.replica == ("id-n3", "id-n4")
+
+
+def test_a_joining_node_with_another_mesh_is_refused_and_nobody_meets_it() -> None:
+    server = MemoryServer()
+    trains = Agent(server, "n1", running=world("n1", "n2", limits=(2, 6), replica_size=4))
+    trains.join()
+    odd = Agent(server, "n3")
+    odd.join("tp=4")
+    assert isinstance(odd.at.status.fatal, NodeRefused)
+    assert "the dimensions tp=4, those of n1 with shard=4" in odd.at.status.fatal.message
+    assert not odd.workers.sent and not odd.node.replica_start
+
+
+def test_ranks_of_one_node_meet_while_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(MemoryServer(), "n1")
+
+    def unreachable(prefix: str) -> Snapshot:
+        raise StoreUnreachable(prefix)
+
+    monkeypatch.setattr(agent.store, "list", unreachable)
+    for worker in agent.workers.here:
+        agent.meetings.join(worker, ReplicaJoin(size=2, mesh="shard=2"))
+    assert {rank: m.rank for rank, m in agent.workers.meetings.items()} == {0: 0, 1: 1}

@@ -1,0 +1,141 @@
+"""The dimensions of a replica: what they mean for ranks and samples, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.errors import ConfigError
+from elastic.link.replicas import LocalReplicas
+from elastic.link.server import Worker
+from elastic.training.recovery.agreement import RankState, Tag, choose
+from elastic.world.mesh import ReplicaMesh
+from elastic.world.world import World
+
+
+def world(rank: int, size: int, mesh: ReplicaMesh) -> World:
+    return World(
+        generation=1,
+        nonce="",
+        lineage=(),
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        node="node",
+        is_launched=True,
+        mesh=mesh,
+    )
+
+
+def test_without_a_mesh_each_rank_is_a_replica_and_a_part_of_the_data() -> None:
+    mine = world(3, 5, ReplicaMesh.parse(None))
+    assert (mine.replica, mine.replicas, mine.rank_in_replica) == (3, 5, 0)
+    assert (mine.data_rank, mine.data_size) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("dims", "parts"),
+    [
+        ({"shard": 2, "tp": 2}, [0, 0, 1, 1, 2, 2, 3, 3]),
+        ({"tp": 2, "shard": 2}, [0, 1, 0, 1, 2, 3, 2, 3]),
+        ({"dp_shard": 4}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"pp": 2, "cp": 2}, [0, 0, 0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_the_dimensions_decide_who_sees_the_same_samples(
+    dims: dict[str, int], parts: list[int]
+) -> None:
+    mesh = ReplicaMesh.parse(dims)
+    ranks = [world(rank, 8, mesh) for rank in range(8)]
+    assert [one.data_rank for one in ranks] == parts
+    assert {one.data_size for one in ranks} == {max(parts) + 1}
+    assert [one.replica for one in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({}, "names no dimension"),
+        ({"rows": 2}, "has a dimension 'rows'"),
+        ({"shard": 0}, "dimension 'shard' has size 0"),
+        ({"shard": "2"}, "dimension 'shard' has size '2'"),
+        ({"shard": True}, "dimension 'shard' has size True"),
+    ],
+)
+def test_a_mesh_that_means_nothing_is_refused(dims: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReplicaMesh.parse(dims)
+
+
+@pytest.mark.parametrize("given", [4, "shard", [("shard", 2)], {2: 2}])
+def test_a_mesh_that_is_no_dict_of_names_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="not a dict of dimensions and their sizes"):
+        ReplicaMesh.parse(given)
+
+
+def test_a_node_that_is_no_number_of_replicas_is_told_how_many_ranks_would_wait() -> None:
+    mesh = ReplicaMesh.parse({"shard": 3})
+    mesh.check_node(6)
+    with pytest.raises(
+        ConfigError, match=r"5 workers .* replicas of 3 ranks.* 2 of them would wait"
+    ):
+        mesh.check_node(5)
+
+
+def test_a_replica_over_several_nodes_is_one_that_the_agents_form() -> None:
+    mesh = ReplicaMesh.parse({"shard": 4})
+    mesh.check_node(2, replica_size=4)
+    with pytest.raises(ConfigError, match=r"does not know that it takes 2 nodes") as caught:
+        mesh.check_node(2)
+    hint = "--nproc-per-node=4, or on every node --rdzv-conf=replica_size=4"
+    assert hint in (caught.value.hint or "")
+    with pytest.raises(ConfigError, match=r"replicas of 4 ranks .* form replicas of 8") as caught:
+        mesh.check_node(2, replica_size=8)
+    assert "--rdzv-conf=replica_size=4" in (caught.value.hint or "")
+
+
+def state(tag: Tag | None) -> RankState:
+    return RankState("nonce", tag)
+
+
+def test_a_replica_has_a_state_only_if_all_of_its_ranks_do() -> None:
+    new, old = Tag(1, 8), Tag(1, 7)
+    half = [state(new), state(None)]
+    found = choose([*half, state(old), state(old), state(old), state(old)], 2)
+    assert (found.source, found.tag, found.holders) == (2, old, (1, 2))
+    assert found.receivers == (0, 1)  # both, though one of them is further
+
+
+def test_no_replica_is_whole() -> None:
+    tag = Tag(1, 8)
+    found = choose([state(tag), state(None), state(None), state(tag)], 2)
+    assert found.is_fresh
+
+
+def worker(pid: int, local_rank: int) -> Worker:
+    return Worker(pid=pid, local_rank=local_rank, token=pid)
+
+
+def test_local_ranks_of_a_replica_meet_and_end_together() -> None:
+    replicas = LocalReplicas()
+    a, b, c, d = (worker(10 + rank, rank) for rank in range(4))
+    assert replicas.join(a, 2) == ()
+    assert replicas.join(d, 2) == ()
+    assert set(replicas.join(b, 2)) == {a, b}
+    assert set(replicas.join(c, 2)) == {c, d}
+    assert replicas.siblings(a.pid) == (b,)
+    replicas.leave(a.pid)
+    replicas.leave(b.pid)
+    again = worker(20, 0)
+    assert replicas.join(again, 2) == ()  # not with the dead one
+    assert replicas.siblings(99) == ()
+
+
+def test_all_workers_of_a_node_are_its_part_of_a_replica_over_several() -> None:
+    replicas = LocalReplicas()
+    a, b = (worker(10 + rank, rank) for rank in range(2))
+    assert replicas.join(a, 4, 2) == ()
+    assert set(replicas.join(b, 4, 2)) == {a, b}
+    assert replicas.siblings(a.pid) == (b,)

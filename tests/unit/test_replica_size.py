@@ -1,0 +1,88 @@
+"""The option ``replica_size``: what fits, what is rounded, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.errors import ConfigError
+from elastic.link.protocol import Heartbeat, Message
+from elastic.membership.replicas import require_whole_replicas
+from elastic.tuning.option_sources import read_options
+from elastic.worker.worlds import Worlds
+
+
+@pytest.mark.parametrize(
+    ("replica_size", "nproc", "limits", "expected"),
+    [
+        (1, 8, (3, 9), (3, 9)),
+        (4, 8, (3, 9), (3, 9)),  # two replicas on a node
+        (8, 8, (1, 1), (1, 1)),
+        (8, 4, (3, 9), (4, 8)),
+        (2, 1, (3, 8), (4, 8)),
+        (2, 1, (1, 2), (2, 2)),
+        (6, 2, (1, 8), (3, 6)),
+    ],
+)
+def test_limits_count_whole_replicas(
+    replica_size: int, nproc: int, limits: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert require_whole_replicas(replica_size, nproc=nproc, limits=limits) == expected
+
+
+@pytest.mark.parametrize(("replica_size", "nproc"), [(2, 3), (4, 6), (6, 4), (3, 8)])
+def test_workers_that_are_neither_whole_replicas_nor_a_part_of_one(
+    replica_size: int, nproc: int
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_whole_replicas(replica_size, nproc=nproc, limits=(1, 8))
+    said = f"replica_size={replica_size} and {nproc} workers on this node do not fit"
+    assert caught.value.message.startswith(said)
+    assert caught.value.hint is not None
+    assert "--nproc-per-node=" in caught.value.hint and "replica_size=..." in caught.value.hint
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (3, 3), (5, 5)])
+def test_limits_without_a_whole_replica_between_them(limits: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_whole_replicas(2, nproc=1, limits=limits)
+    assert f"--nnodes={limits[0]}:{limits[1]} has no number of whole replicas" in (
+        caught.value.message
+    )
+    least = limits[0] + 1
+    assert caught.value.hint is not None and f"--nnodes={least}:{least}" in caught.value.hint
+    assert require_whole_replicas(2, nproc=1, limits=(least, least)) == (least, least)
+
+
+def test_it_is_an_option_like_the_others() -> None:
+    assert read_options({}, {}).replica_size == 1
+    assert read_options({}, {"ELASTIC_REPLICA_SIZE": "4"}).replica_size == 4
+    assert read_options({"replica_size": "8"}, {"ELASTIC_REPLICA_SIZE": "4"}).replica_size == 8
+    for text in ("0", "-2", "two"):
+        with pytest.raises(ConfigError, match="replica_size"):
+            read_options({"replica_size": text}, {})
+
+
+class SilentAgent(Worlds):
+    """A link to nobody that notes what is said."""
+
+    def __init__(self) -> None:
+        position = Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0)
+        super().__init__(abort=lambda: None, position=lambda: position, current_step=lambda: None)
+        self.said: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.said.append(message)
+
+
+def test_recovery_in_process_without_a_mesh_is_refused_before_the_agent_counts_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ELASTIC_REPLICA_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    worlds = SilentAgent()
+    with pytest.raises(ConfigError) as caught:
+        worlds.next()
+    assert "with replica_size=4 and 2 workers on this node" in caught.value.message
+    assert 'mesh={"shard": 4}' in (caught.value.hint or "")
+    assert "mode=restart" in (caught.value.hint or "")
+    assert not worlds.said

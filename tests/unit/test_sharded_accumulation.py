@@ -1,0 +1,77 @@
+"""Gradients that FSDP2 keeps to itself (``set_requires_gradient_sync``) are open steps, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from run_kit import dataset, network, parts_of, run_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+from elastic.errors import TrainingError
+from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.run import Run
+
+SAME, MIXED = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float32, torch.float64)
+Made = tuple[Any, torch.optim.Optimizer]
+
+
+def sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Made:
+    model: Any = fully_shard(network(), mesh=mesh, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def wrapped(run: Run, policy: MixedPrecisionPolicy) -> Callable[[], Made]:
+    model, optimizer = sharded(run.mesh["shard"], policy)
+    run.wrap(model)
+    run.track(optimizer=optimizer)
+    return lambda: (model, optimizer)
+
+
+def built(run: Run, policy: MixedPrecisionPolicy) -> Callable[[], Made]:
+    return lambda: run.build(lambda mesh: sharded(mesh, policy))
+
+
+@pytest.mark.parametrize("policy", [SAME, MIXED], ids=["same", "mixed"])
+@pytest.mark.parametrize(("way", "mesh"), [(wrapped, {"shard": 1}), (built, None)])
+def test_a_step_is_open_while_its_gradients_are_not_reduced(
+    tmp_path: Path, way: Any, mesh: dict[str, int] | None, policy: MixedPrecisionPolicy
+) -> None:
+    """A save, or a return, between two steps that share gradients would lose those of the first."""
+    opened = []
+    with run_of(Checkpoints(folder=tmp_path, when=1, memory=False), mesh=mesh) as run:
+        parts, make = parts_of(run), way(run, policy)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
+
+        def loop() -> None:
+            model, optimizer = make()
+            for _ in run.epochs(1):
+                for number, (x, y) in enumerate(loader, start=1):
+                    opened.append(parts.state.current.accumulation.since)
+                    model.set_requires_gradient_sync(number % 2 == 0)
+                    (F.mse_loss(model(x), y) / 2).backward()  # type: ignore[no-untyped-call]
+                    if number % 2 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        run.retry(loop)
+    assert opened == [None, 0, None, 2, None, 4]
+
+
+def test_shares_that_change_between_passes_of_one_reduction_are_refused(tmp_path: Path) -> None:
+    with run_of(None, mesh={"shard": 1}, clean=False) as run:
+        model, _ = wrapped(run, SAME)()
+        module = parts_of(run).job.modules["model"]
+        module.begin_step(1.0)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4).double()).sum().backward()
+        module.begin_step(1.0)
+        with pytest.raises(TrainingError, match=re.escape("(0.5, before 1): the last batch")):
+            module.begin_step(0.5)

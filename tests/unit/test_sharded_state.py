@@ -1,0 +1,153 @@
+"""The state of a sharded model on one rank: sent, copied and read as this rank's shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import checkpoints
+from checkpoints.catalog.manifests import read_manifest
+from checkpoints.storage.roots import storage_for
+from elastic.errors import ConfigError
+from elastic.mesh import ModelReplica, ReplicaProcessGroup
+from elastic.training.gradients.sharded import ShardedModule
+from elastic.training.state.copies import WeightCopies
+from elastic.training.state.job_state import JobState
+from elastic.training.state.optimizers import OptimizerGuard
+from elastic.training.state.shards import pack, room_for, unpack
+from elastic.world.mesh import ReplicaMesh
+
+MESH = ReplicaMesh((("shard", 1),))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def trained(mesh: DeviceMesh, seed: int, steps: int = 1) -> tuple[JobState, nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+    job = JobState(seed=0, is_sharded=True)
+    job.modules["model"] = ShardedModule(model, group)
+    job.track("optimizer", optimizer)
+    for _ in range(steps):
+        step(model, optimizer)
+    return job, model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(job: JobState) -> dict[str, torch.Tensor]:
+    """Copies of this rank's part of everything."""
+    _, tensors = pack(job.tree())
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+
+
+def test_a_state_is_taken_over_as_plain_tensors_and_json(mesh: DeviceMesh) -> None:
+    sender, *_ = trained(mesh, 1)
+    receiver, model, _ = trained(mesh, 2, steps=0)
+    node, tensors = pack(sender.tree())
+    assert not any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    tree = unpack(copy.deepcopy(node), copies, receiver)
+    receiver.check(tree, "the state of another rank")
+    receiver.apply(tree)
+    assert_equal(values(receiver), values(sender))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_an_undone_step_leaves_weights_and_moments_as_they_were(mesh: DeviceMesh) -> None:
+    job, model, optimizer = trained(mesh, 1)
+    module, before, copies = job.modules["model"], values(job), WeightCopies()
+    copies.take(module.local_parameters, [optimizer])
+    step(model, optimizer)
+    assert not torch.equal(values(job)["model/model/0.weight"], before["model/model/0.weight"])
+    copies.put_back(module.local_parameters, [optimizer])
+    assert_equal(values(job), before)
+
+
+def test_a_checkpoint_is_read_into_shards_that_a_new_job_has_no_moments_for_yet(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    saved, *_ = trained(mesh, 1)
+    outcome = checkpoints.save(tmp_path, saved.tree(), step=1, nonce="3f9c0a11")
+    fresh, *_ = trained(mesh, 2, steps=0)
+    room = room_for(read_manifest(storage_for(tmp_path), outcome.name), fresh)
+    tree = checkpoints.load(tmp_path, outcome.name, into=room, strict=False).state
+    moments = tree["tracked"]["optimizer"]["state"][0]["exp_avg"]
+    assert isinstance(moments, DTensor)
+    fresh.check(tree, "the checkpoint")
+    fresh.apply(tree)
+    assert_equal(values(fresh), values(saved))
+
+
+def test_a_module_on_another_mesh_is_refused(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("rows",)))
+    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+    with pytest.raises(ConfigError, match=r"sharded over another mesh: 'weight' is on .*rows"):
+        ShardedModule(model, group)
+
+
+def test_fully_shard_without_a_mesh_is_over_the_replica(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    fully_shard(model)
+    ShardedModule(model, ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH)))
+
+
+def test_an_optimizer_from_before_fully_shard_is_refused(mesh: DeviceMesh) -> None:
+    job, *_ = trained(mesh, 1, steps=0)
+    job.check_unsharded()
+    job.track("early", torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"run.track\(early=…\): an optimizer over parameters"):
+        job.check_unsharded()
+
+
+def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps(
+    mesh: DeviceMesh,
+) -> None:
+    """torch lets it step, over weights that no module has any more, and nothing is trained."""
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    early, others = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    fully_shard(model, mesh=mesh["shard"])
+    guard = OptimizerGuard(lambda: cast(Any, SimpleNamespace(number=3)))
+    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+    try:
+        guard.watch(ShardedModule(model, group))
+        model(torch.ones(3, 4)).sum().backward()
+        other(torch.ones(3, 4)).sum().backward()
+        others.step()  # of the same shapes, and it has gradients
+        with pytest.raises(
+            ConfigError, match=r"SGD.step\(\) at step 3: .* from before fully_shard"
+        ):
+            early.step()
+    finally:
+        guard.close()

@@ -1,0 +1,88 @@
+"""A state's way from one rank to others: whole, and to nobody that has it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.process_group import OwnGroup, PendingWorks
+from elastic.training.recovery.transfer import transfer
+
+SIZE = 3
+PATIENCE = datetime.timedelta(seconds=120)
+CPU = torch.device("cpu")
+
+
+class WatchedGroup(OwnGroup):
+    """Adds up the bytes that this rank is given by broadcasts."""
+
+    broadcast_bytes = 0
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        self.broadcast_bytes += tensor.numel() * tensor.element_size()
+        return super().broadcast(tensor, source)
+
+
+@pytest.fixture
+def groups() -> Iterator[list[WatchedGroup]]:
+    """The ranks of one group, in threads; torch's default group says which device they use."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def make(rank: int) -> WatchedGroup:
+        shared = dist.PrefixStore("g", store)  # type: ignore[attr-defined]
+        return WatchedGroup(dist.ProcessGroupGloo(shared, rank, SIZE, PATIENCE), PendingWorks())
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        made = list(pool.map(make, range(SIZE)))
+    yield made
+    dist.destroy_process_group()
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Several chunks, one tensor that spans them, one that is empty, and a scalar."""
+    torch.manual_seed(1)
+    return {
+        "long": torch.randn(900_000),
+        "none": torch.empty(0),
+        "short": torch.arange(7, dtype=torch.int16),
+        "step": torch.tensor(3.5, dtype=torch.float64),
+    }
+
+
+def moved(groups: list[WatchedGroup], source: int, receivers: tuple[int, ...]) -> list[Any]:
+    def take_part(group: WatchedGroup) -> Any:
+        node, tensors = ({"n": 1}, state()) if group.rank == source else (None, {})
+        return transfer(node, tensors, source=source, receivers=receivers, device=CPU, group=group)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(take_part, groups))
+
+
+@pytest.mark.parametrize("receivers", [(2,), (0,), (0, 2)])
+def test_receivers_get_all_of_it_and_others_nothing(
+    groups: list[WatchedGroup], receivers: tuple[int, ...]
+) -> None:
+    got = moved(groups, 1, receivers)
+    for rank, result in enumerate(got):
+        if rank not in receivers:
+            assert result is None
+            continue
+        node, tensors = result
+        assert node == {"n": 1}
+        assert list(tensors) == list(state())
+        for name, tensor in state().items():
+            assert torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
+
+
+def test_what_one_rank_lacks_is_sent_to_no_other(groups: list[WatchedGroup]) -> None:
+    """Of three replicas, the second that has the state was sent it, too: half the bandwidth."""
+    moved(groups, 1, (2,))
+    size_bytes = sum(t.numel() * t.element_size() for t in state().values())
+    assert all(group.broadcast_bytes < size_bytes / 10 for group in groups)
