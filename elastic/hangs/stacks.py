@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK, Clock
@@ -74,35 +74,62 @@ def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
         return ""
     try:
         before = os.fstat(fd).st_size
+        blocking = _blocking(pid, source.signum)
         os.kill(pid, source.signum)
-        return _read_when_written(fd, before, clock)
+        # A thread blocks the signal while it runs the handler.
+        return _read_when_written(
+            fd, before, lambda: _blocking(pid, source.signum) <= blocking, clock
+        )
     except ProcessLookupError:
         return ""
     finally:
         os.close(fd)
 
 
-def _read_when_written(fd: int, before: int, clock: Clock) -> str:
-    """What was added, once nothing is added any more."""
+def _read_when_written(
+    fd: int, before: int, is_done: Callable[[], bool], clock: Clock = SYSTEM_CLOCK
+) -> str:
+    """What was added, once it is whole. A thread that gets no core writes nothing for a while:
+    silence is no end."""
     deadline_s = clock.monotonic() + STACKS_DUMPED_S
-    size = before
+    has_begun = False
     while clock.monotonic() < deadline_s:
         clock.sleep(STACKS_POLL_S)
-        now = os.fstat(fd).st_size
-        if now > before and now == size:
+        if os.fstat(fd).st_size == before:
+            continue
+        if is_done():
             break
-        size = now
+        if not has_begun:
+            has_begun = True
+            deadline_s += STACKS_DUMPED_S
     return os.pread(fd, _MOST_BYTES, before).decode(errors="replace")
+
+
+def _blocking(pid: int, signum: int) -> set[int]:
+    """The threads of the process that block this signal (proc(5), SigBlk)."""
+    return {tid for tid in _threads_of(pid) if _has_signal(pid, tid, "SigBlk", signum)}
+
+
+def _threads_of(pid: int) -> list[int]:
+    try:
+        return [int(tid) for tid in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
 
 
 def _catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal (proc(5), SigCgt)."""
+    return _has_signal(pid, pid, "SigCgt", signum)
+
+
+def _has_signal(pid: int, tid: int, mask: str, signum: int) -> bool:
+    """Whether a thread has this signal in one of its masks; False if the thread has ended."""
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-            caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
+        with open(f"/proc/{pid}/task/{tid}/status", encoding="ascii", errors="replace") as status:
+            found = next((line.split()[1] for line in status if line.startswith(mask)), "0")
     except OSError:
         return False
-    return bool(int(caught, 16) >> (signum - 1) & 1)
+    return bool(int(found, 16) >> (signum - 1) & 1)
 
 
 def take_native(pid: int) -> str:

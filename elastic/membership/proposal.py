@@ -55,9 +55,17 @@ def _have_met(nodes: Sequence[NodeView], per_replica: int) -> bool:
 
 def _has_met(replica: Sequence[NodeView]) -> bool:
     ids = tuple(n.node.node_id for n in replica)
-    return all(n.node.running is not None for n in replica) or all(
+    return all(_runs_in(n.node.running, ids) for n in replica) or all(
         n.node.replica == ids for n in replica
     )
+
+
+def _runs_in(running: WorldRecord | None, ids: tuple[str, ...]) -> bool:
+    """Whether the nodes ``ids`` are a replica of this world."""
+    if running is None:
+        return False
+    members = running.node_ids
+    return any(members[i : i + len(ids)] == ids for i in range(0, len(members), len(ids)))
 
 
 def _newest_generation(view: View) -> int:

@@ -168,7 +168,6 @@ def assemble(
         lifecycle=lifecycle,
         strategies=strategies,
         bootstrap=bootstrap,
-        checkpoints=checkpoints,
         boundary=StepBoundary(
             state=state,
             lifecycle=lifecycle,

@@ -199,7 +199,7 @@ HANG_FIRST_STEPS_S = 300.0
 # A rank is reported to the leader after a part of its budget, and at least this: shorter silences
 # are those of a busy machine.
 HANG_SUSPICION_S = 0.4
-# For a worker to write its stacks after the signal that asks for them.
+# For a worker to begin to write its stacks after the signal that asks for them, and to end.
 STACKS_DUMPED_S = 1.0
 # Between two looks whether it has.
 STACKS_POLL_S = 0.01

@@ -308,6 +308,30 @@ def test_a_stopped_process_has_no_stacks_and_holds_nobody_up(
     assert clock.monotonic() == ManualClock().monotonic(), "no time is spent on it"
 
 
+class Writing(ManualClock):
+    """Each look comes after the next part was written, or after a time without a core."""
+
+    def __init__(self, fd: int, parts: list[bytes]) -> None:
+        super().__init__()
+        self.fd, self.parts = fd, parts
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.parts:
+            os.write(self.fd, self.parts.pop(0))
+
+
+def test_a_process_that_gets_no_core_between_two_threads_is_read_to_the_end() -> None:
+    fd = os.memfd_create(NAME)
+    try:
+        os.write(fd, b"an earlier one")
+        clock = Writing(fd, [b"", b"", b"data thread", b"", b"", b"", b", main thread"])
+        said = stacks._read_when_written(fd, len(b"an earlier one"), lambda: not clock.parts, clock)
+        assert said == "data thread, main thread"
+    finally:
+        os.close(fd)
+
+
 def test_outliers_come_first() -> None:
     waits = 'Current thread 1 (most recent call first):\n  File "ddp.py", line 1 in wait'
     loops = 'Current thread 1 (most recent call first):\n  File "train.py", line 9 in loss'

@@ -224,6 +224,16 @@ def test_who_has_met_in_another_order_restarts(met: str, mode: str) -> None:
     assert (named(p), p.mode) == (["n1", "n3"], mode)
 
 
+def test_rests_of_two_replicas_that_run_restart_together() -> None:
+    """Their workers hold shards of different positions, and have never met."""
+    rests = going_on("n1 n4", IN_PROCESS)
+    p = propose(view(IN_PROCESS, *rests), IN_PROCESS, rests, Cause.LOST, "")
+    assert (named(p), p.mode) == (["n1", "n4"], "restart")
+    whole = going_on("n3 n4", IN_PROCESS)
+    p = propose(view(IN_PROCESS, *whole), IN_PROCESS, whole, Cause.LOST, "")
+    assert (named(p), p.mode) == (["n3", "n4"], "in-process")
+
+
 def test_two_replicas_harmed_at_once() -> None:
     six = pairs(*(f"n{i}" for i in range(1, 7)), mode="in-process")
     v = view(six, *going_on("n1 n4 n5 n6", six), dead(steps("n2", six)), dead(steps("n3", six)))

@@ -46,6 +46,10 @@ class StepBoundary:
         is_leaving = self._halt.is_preempted or is_told
         self._checkpoints.announce(self._state.job, is_leaving=is_leaving)
 
+    def finish(self) -> None:
+        """Training is complete so far: save this step unless it is saved already."""
+        self._checkpoints.save(self._state.job)
+
     def begin_step(self, number: int) -> None:
         """Step ``number`` begins. The flags that its gradients carry say which one it is."""
         self._checkpoints.flags.begin_step(number)

@@ -11,7 +11,6 @@ from elastic.errors import TrainingError, WorldChanged
 from elastic.hangs.phases import phases
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
-from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.randomness import derive_seed, seed_all
 from elastic.training.lifecycle import Lifecycle
@@ -36,7 +35,6 @@ class StepLoop:
         lifecycle: Lifecycle,
         strategies: Strategies,
         bootstrap: Bootstrap,
-        checkpoints: CheckpointManager,
         boundary: StepBoundary,
         commits: Commits,
         ledger: Ledger,
@@ -49,7 +47,6 @@ class StepLoop:
         self._guard = state.guard
         self._progress = state.progress
         self._strategies = strategies
-        self._checkpoints = checkpoints
         self._boundary = boundary
         self._commits = commits
         self._ledger = ledger
@@ -246,7 +243,7 @@ class StepLoop:
             return
         self._commits.finish()
         if not self._progress.is_catching_up:
-            self._checkpoints.save(self._job)
+            self._boundary.finish()
 
 
 def _no_training(step: Step) -> TrainingError:
