@@ -27,7 +27,7 @@ from elastic.training.gradients.wrap import Wrapped
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
-from elastic.training.state.untracked import require_tracked
+from elastic.training.state.untracked import Companions
 from elastic.training.step import Step
 
 Closure = Callable[[], Any]
@@ -46,8 +46,7 @@ class OptimizerGuard:
         self._modules: list[Wrapped] = []
         self._known: dict[int, _Known] = {}  # by id
         self._objects: list[object] = []  # all that are tracked
-        # Their schedulers and scalers are tracked, too. Once in a process: to look takes a while.
-        self._complete: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._companions = Companions()
         self._updates: list[_Update] = []  # under way, the outermost first
         self._unwrapped: dict[int, _Known] = {}  # by id: they step parameters of no wrapped module
         self._handles: Sequence[Any] = (
@@ -110,6 +109,7 @@ class OptimizerGuard:
 
     def close(self) -> None:
         """Watch no longer."""
+        self._companions.close()
         for handle in self._handles:
             handle.remove()
 
@@ -186,9 +186,8 @@ class OptimizerGuard:
             is_unknown = known.name is None and not touched
             if is_unknown and _is_from_before_sharding(known, self._modules):
                 raise _made_too_early(optimizer, step)
-        if known.name is not None and step is not None and optimizer not in self._complete:
-            require_tracked(known.name, optimizer, self._objects)
-            self._complete.add(optimizer)
+        if known.name is not None and step is not None:
+            self._companions.require_tracked(known.name, optimizer, self._objects, self._modules)
         if known.name is not None and step is not None and self.on_update is not None:
             self.on_update(step.number, known.name, optimizer)
         if update.is_masked:

@@ -1,44 +1,87 @@
-"""What steps along with an optimizer, and is not tracked: schedulers and gradient scalers.
+"""What steps along with an optimizer, and is not tracked: schedulers, gradient scalers, averages.
 
 Nothing fails without them. A joining node begins the schedule anew, a step that is done again
-steps it twice, and every rank trains at another learning rate. So they are looked for, once, when
-their optimizer steps for the first time.
+steps it twice, and every rank trains at another learning rate; whoever is rank 0 then saves an
+average of its own. So schedulers and scalers are looked for, once, when their optimizer steps for
+the first time, and averages before the first update after they were made, which torch tells.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from elastic.errors import TrainingError
+from elastic.training.gradients.wrap import Wrapped
 
 _DEPTH = 3  # of objects within tracked ones: a SequentialLR, in a wrapper of the script's own
 _FRAMES = 12  # between a hook of an optimizer and the scaler that has called it
 _OF_SCALERS = GradScaler.step.__code__.co_filename
+# timm's ModelEmaV2 and V3, torchvision's ExponentialMovingAverage, ema-pytorch's EMA, and copies.
+_AVERAGES = re.compile(r"Ema(?![a-z])|EMA|MovingAverage|AveragedModel")
+Companion = LRScheduler | GradScaler | nn.Module
 _OPAQUE = (torch.Tensor, nn.Module, torch.optim.Optimizer)
 
 
-def require_tracked(name: str, optimizer: torch.optim.Optimizer, tracked: list[object]) -> None:
-    """Raise TrainingError for a scheduler of ``optimizer``, or the scaler that calls it now, that
-    is none of the ``tracked`` objects nor in one of them. ``name`` is the optimizer's."""
-    if _untracked(optimizer, tracked) is None:
+class Companions:
+    """Of the optimizers of this process, and the averages that were made since this was."""
+
+    def __init__(self) -> None:
+        # Optimizers whose companions are tracked. To look for them takes a while.
+        self._complete: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._averages: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # not looked for yet
+        self._handle = register_module_module_registration_hook(self._made)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._handle.remove()
+
+    def require_tracked(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        tracked: Sequence[object],
+        wrapped: Sequence[Wrapped],
+    ) -> None:
+        """Raise TrainingError for a scheduler of ``optimizer``, the scaler that calls it now, or an
+        average of a ``wrapped`` module that is none of the ``tracked`` objects nor in one of them.
+        ``name`` is the optimizer's. Each is looked for once.
+        """
+        if optimizer not in self._complete:
+            _require(lambda: _untracked(optimizer, tracked), name)
+            self._complete.add(optimizer)
+        if self._averages:
+            modules = [one.module for one in wrapped]
+            _require(lambda: _untracked_average(self._averages, tracked, modules), name)
+            self._averages.clear()
+
+    def _made(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, AveragedModel) or _AVERAGES.search(type(module).__name__):
+            self._averages.add(module)
+
+
+def _require(untracked: Callable[[], Companion | None], name: str) -> None:
+    if untracked() is None:
         return
-    gc.collect()  # a scheduler of an attempt that is over may only wait to be freed
-    if (one := _untracked(optimizer, tracked)) is not None:
+    gc.collect()  # one of an attempt that is over may only wait to be freed
+    if (one := untracked()) is not None:
         raise _refusal(name, one)
 
 
-def _untracked(
-    optimizer: torch.optim.Optimizer, tracked: list[object]
-) -> LRScheduler | GradScaler | None:
-    found: list[LRScheduler | GradScaler] = [*_schedulers(optimizer), *_calling_scaler()]
+def _untracked(optimizer: torch.optim.Optimizer, tracked: Sequence[object]) -> Companion | None:
+    found: list[Companion] = [*_schedulers(optimizer), *_calling_scaler()]
     known = _ids(tracked, _DEPTH) if found else set()
     return next((one for one in found if id(one) not in known), None)
 
@@ -82,8 +125,38 @@ def _held(holder: object) -> Iterable[object]:
     return list((holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).values())
 
 
-def _refusal(name: str, untracked: LRScheduler | GradScaler) -> TrainingError:
+def _untracked_average(
+    averages: Iterable[nn.Module], tracked: Sequence[object], wrapped: Sequence[nn.Module]
+) -> nn.Module | None:
+    known = {id(m) for holder in (*tracked, *wrapped) for m in _modules_of(holder)}
+    return next((one for one in averages if id(one) not in known and _copies(one, wrapped)), None)
+
+
+def _copies(average: nn.Module, wrapped: Iterable[nn.Module]) -> bool:
+    """Whether it holds a copy of one of them."""
+    inner = [_shapes(child) for child in average.children()]
+    return any(shapes and shapes in inner for shapes in map(_shapes, wrapped))
+
+
+def _shapes(module: nn.Module) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(p.shape) for p in module.parameters())
+
+
+def _modules_of(holder: object) -> Iterator[nn.Module]:
+    """The object itself, or what it holds: a wrapper of the script's own may have the average."""
+    for one in (holder, *getattr(holder, "__dict__", {}).values()):
+        if isinstance(one, nn.Module):
+            yield from one.modules()
+
+
+def _refusal(name: str, untracked: Companion) -> TrainingError:
     kind = type(untracked).__name__
+    if isinstance(untracked, nn.Module):
+        return TrainingError(
+            f"{kind} averages the weights that {name} updates and is not tracked: a joining node "
+            "would begin its average anew, and a restart would lose it",
+            hint="run.track(ema=ema), on every rank, as soon as it is made",
+        )
     if isinstance(untracked, GradScaler):
         return TrainingError(
             f"{kind} scales the gradients of {name} and is not tracked: a joining node would "

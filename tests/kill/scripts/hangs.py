@@ -97,10 +97,10 @@ def hang(orders: Orders) -> None:
         while True:
             ctypes.PyDLL(None).sleep(600)
     if orders.take("garbage"):
-        gc.disable()
+        gc.disable()  # or a young collection may find it first
         Slow(orders.takes_s)
-        gc.enable()
         gc.collect()
+        gc.enable()
     if orders.take("breakpoint"):
         with (orders.folder / "answers").open() as answers:
             pdb.Pdb(stdin=answers, stdout=sys.stdout, nosigint=True).set_trace()

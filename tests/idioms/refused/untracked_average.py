@@ -1,0 +1,58 @@
+"""An average of the weights that is not tracked
+
+A joining node would begin its average anew, and whoever is rank 0 would save its own. Seen are
+`AveragedModel`, and modules with a copy of the model whose class says that they average
+(`ModelEmaV2`, `EMA`, `ExponentialMovingAverage`).
+
+```python
+ema = AveragedModel(model)
+run.track(optimizer=optimizer, ema=ema)
+```
+
+Refused: ModelEmaV2 averages the weights that optimizer updates and is not tracked
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+
+class ModelEmaV2(nn.Module):
+    def __init__(self, model, decay=0.9):
+        super().__init__()
+        self.module = copy.deepcopy(model)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, model):
+        for e, m in zip(self.module.state_dict().values(), model.state_dict().values()):
+            e.copy_(self.decay * e + (1.0 - self.decay) * m)
+
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+model_ema = ModelEmaV2(model.module)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    for epoch in run.epochs(4):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            model_ema.update(model.module)
+
+
+run.retry(train)
