@@ -242,7 +242,7 @@ def test_workers_of_an_agent_are_its_children_and_marked(
         agent.terminate()
         code = 1 if launcher == TORCHRUN else 128 + signal.SIGTERM
         assert agent.wait(PATIENCE_S) == code, (tmp_path / "output").read_text()
-        assert marked_with("a-fork") == []
+        eventually(lambda: marked_with("a-fork") == [], "the end of its processes")
     finally:
         agent.kill()
         for left in marked_with("a-fork"):
