@@ -31,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -222,6 +223,7 @@ def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
     _ENVIRONMENT.show([f"{k}={v}" for k, v in order["env"].items()], is_whole=True)
     os.environ.clear()
     os.environ.update(order["env"])
+    tempfile.tempdir = None  # read from the environment at its first use
     if arguments[0] == "-u":
         del arguments[0]
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)  # type: ignore[misc]
