@@ -226,12 +226,17 @@ class LocalCluster:
     def wait_training(
         self, *, nodes: int, after_generation: int = 0, timeout_s: float = PATIENCE_S
     ) -> int:
-        """Until exactly that many nodes complete steps together in a generation later than
-        ``after_generation``; returns it."""
+        """Until exactly that many nodes, with all of their ranks, complete steps together in a
+        generation later than ``after_generation``; returns it."""
 
         def together() -> int | None:
-            generation, names = self.training_nodes()
-            return generation if generation > after_generation and len(names) == nodes else None
+            ledger = self.ledger()
+            newest = max((s.generation for s in ledger.steps), default=0)
+            done = {s.rank: s.node for s in ledger.steps if s.generation == newest}
+            # A larger world looks like this one while the last of its ranks has yet to write.
+            size = max((s.size for s in ledger.starts if s.generation == newest), default=0)
+            is_whole = newest > after_generation and len(done) == size
+            return newest if is_whole and len(set(done.values())) == nodes else None
 
         what = f"{nodes} nodes training in a generation after {after_generation}"
         return self.wait_for(together, timeout_s, what)

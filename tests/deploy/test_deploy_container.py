@@ -11,7 +11,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ TERMINATED = 128 + 15  # before Python has a handler of its own
 class Start:
     """Starts the worker of the dev overlay; ``environ`` is what the kubelet would give it."""
 
-    def __init__(self, dev: Rendered, etcd: EmbeddedEtcd, folder: Path) -> None:
+    def __init__(self, dev: Rendered, etcd: EmbeddedEtcd, folder: Path, health_port: int) -> None:
         self._pod = dev.workers
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
@@ -49,7 +49,7 @@ class Start:
             "PET_RDZV_ID": folder.name,
             "ELASTIC_POD_IP": "127.0.0.1",
             "PET_LOCAL_ADDR": "127.0.0.1",
-            "ELASTIC_HEALTH_PORT": str(free_port()),
+            "ELASTIC_HEALTH_PORT": str(health_port),
         }
 
     def __call__(self) -> Container:
@@ -80,15 +80,21 @@ class Start:
             return 0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def health_port() -> Iterator[int]:
+    """Held, not listened at: a server that reuses addresses can have it, and no connection gets
+    it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 @pytest.fixture
-def start(render: Callable[[str], Rendered], shared_etcd: EmbeddedEtcd, tmp_path: Path) -> Start:
-    return Start(render("dev"), shared_etcd, tmp_path)
+def start(
+    render: Callable[[str], Rendered], shared_etcd: EmbeddedEtcd, tmp_path: Path, health_port: int
+) -> Start:
+    return Start(render("dev"), shared_etcd, tmp_path, health_port)
 
 
 def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:

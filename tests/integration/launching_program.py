@@ -118,7 +118,10 @@ def main() -> None:
         held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
         nobody = f"127.0.0.1:{held.getsockname()[1]}"
         seen: dict[str, Any] = {
-            "spawn": outcome(lambda: elastic_launch(config("one"), rank_and_node)(3)),
+            # Workers that are not forked import torch for seconds: one is enough.
+            "spawn": outcome(
+                lambda: elastic_launch(config("one", nproc_per_node=1), rank_and_node)(3)
+            ),
             "fork": outcome(lambda: elastic_launch(config("two", "fork"), rank_and_node)(4)),
             # Its server is started once for the whole program, with the environment of that moment.
             "forkserver": outcome(

@@ -1,9 +1,10 @@
-"""One of four ranks: what users do to a sharded model, compared with an unsharded one.
+"""Four ranks: what users do to a sharded model, compared with an unsharded one.
 
-What ``test_sharded_options.py`` starts, once per rank. Each option is tried in two replicas of two
-ranks (``run.wrap``), and with each of these pairs as a world by itself (``run.build``): three steps
-of an optimizer with norm clipping, on shares of other sizes in each step. Prints one JSON object:
-for each way and option the largest difference of a weight, or what was raised.
+What ``test_sharded_options.py`` starts; it forks the ranks. Each option is tried in two replicas of
+two ranks (``run.wrap``), and with each of these pairs as a world by itself (``run.build``): three
+steps of an optimizer with norm clipping, on shares of other sizes in each step. Each rank writes
+one JSON object into ``RANK.log``: for each way and option the largest difference of a weight, or
+what was raised.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,6 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ConfigError, ElasticError
+from elastic.testing.forks.child import fork
 from elastic.training.gradients.sharded import ShardedModule
 from elastic.training.rebuilding.built import Built
 from elastic.world.mesh import ReplicaMesh
@@ -340,11 +344,29 @@ def told(results: dict[str, Any], name: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ports", type=int, nargs="+", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    at = Rank(options.rank, options.ports, options.folder, ReplicaMesh.parse({"shard": 2}))
+    importlib.import_module("torch._inductor.compile_fx")  # what torch.compile needs, for seconds
+    ranks = [
+        fork(functools.partial(be_rank, rank, options.ports, options.folder))
+        for rank in range(SIZE)
+    ]
+    codes = [os.waitpid(rank, 0)[1] for rank in ranks]
+    sys.exit(any(codes))
+
+
+def be_rank(rank: int, ports: list[int], folder: Path) -> None:
+    with (folder / f"{rank}.log").open("w") as log:
+        try:
+            print(json.dumps(try_options(rank, ports, folder)), file=log)
+        except BaseException:
+            traceback.print_exc(file=log)
+            raise
+
+
+def try_options(rank: int, ports: list[int], folder: Path) -> dict[str, dict[str, Any]]:
+    at = Rank(rank, ports, folder, ReplicaMesh.parse({"shard": 2}))
     assert at.parts == SIZE
     at.build()
     results: dict[str, dict[str, Any]] = {"wrap": {}, "build": {}}
@@ -355,8 +377,7 @@ def main() -> None:
     for way, known in results.items():
         known["later"] = settings_after(at, way)
     at.group.destroy()
-    print(json.dumps(results))
-    sys.stdout.flush()
+    return results
 
 
 if __name__ == "__main__":

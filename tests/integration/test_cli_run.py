@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.cli.launch import processes
-from elastic.testing.forks.program import run_program
+from elastic.testing.forks.program import run_program, start_python
 
 pytestmark = pytest.mark.cluster
 
@@ -35,6 +35,14 @@ STAY = """
 import os, time
 print("worker", os.getpid(), flush=True)
 time.sleep(600)
+"""
+
+# What no signal but SIGKILL ends.
+STUBBORN = f"""
+import signal
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+{STAY}
 """
 
 
@@ -63,6 +71,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "vary.py").write_text(VARY)
     (tmp_path / "meet.py").write_text(MEET)
     (tmp_path / "stay.py").write_text(STAY)
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
     (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
     return tmp_path
 
@@ -77,17 +86,7 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    if not any(word.startswith("--nodes-local") for word in words):  # this process is the agent
-        return run_program(command(*words), environment(), cwd=folder, timeout_s=DEADLINE_S)
-    return subprocess.run(
-        command(*words),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    return run_program(command(*words), environment(), cwd=folder, timeout_s=DEADLINE_S)
 
 
 class Running:
@@ -96,16 +95,13 @@ class Running:
     def __init__(self, folder: Path, *words: str) -> None:
         self.output = folder / "output.txt"
         with self.output.open("w") as file:
-            self.process = subprocess.Popen(
+            self.process = start_python(
                 command(*words),
                 cwd=folder,
                 env=environment(),
+                stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # A shell ignores SIGINT for what it starts in the background, and that is
-                # inherited.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def text(self) -> str:
@@ -131,9 +127,10 @@ class Running:
 
 
 @pytest.fixture
-def staying(folder: Path) -> Iterator[Running]:
+def staying(folder: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
     """Two nodes whose workers would stay for ten minutes."""
-    running = Running(folder, "--nodes-local=2", "--nnodes=2", "--embedded-etcd", "stay.py")
+    script = getattr(request, "param", "stay.py")
+    running = Running(folder, "--nodes-local=2", "--nnodes=2", "--embedded-etcd", script)
     yield running
     if running.process.poll() is None:
         processes.kill_tree(running.process.pid)
@@ -141,7 +138,16 @@ def staying(folder: Path) -> Iterator[Running]:
 
 
 def test_two_local_nodes_train_together_and_the_job_is_done(folder: Path) -> None:
-    done = run(folder, "--nodes-local=2", "--nnodes=2", "--embedded-etcd", "meet.py")
+    """All processes are started as in production."""
+    done = subprocess.run(
+        command("--nodes-local=2", "--nnodes=2", "--embedded-etcd", "meet.py"),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if "met" in line)
     assert said == [
@@ -187,14 +193,11 @@ def test_a_spent_failure_budget_ends_with_70(folder: Path) -> None:
 def test_an_etcd_that_is_not_there_ends_with_69_and_names_it(
     folder: Path, nodes: list[str]
 ) -> None:
-    endpoint = f"127.0.0.1:{_closed_port()}"
-    done = run(
-        folder,
-        *nodes,
-        f"--rdzv-endpoint={endpoint}",
-        "--rdzv-conf=connect_timeout_s=2",
-        "meet.py",
-    )
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
+        endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+        conf = "--rdzv-conf=connect_timeout_s=2"
+        done = run(folder, *nodes, f"--rdzv-endpoint={endpoint}", conf, "meet.py")
     assert done.returncode == 69, done.stderr
     assert endpoint in done.stderr and "Traceback" not in done.stderr
 
@@ -206,6 +209,7 @@ def test_a_wrong_option_ends_with_2_and_names_the_nearest(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("staying", ["stubborn.py"], indirect=True)
 def test_a_second_interrupt_kills_and_leaves_nothing_behind(staying: Running) -> None:
     workers = staying.workers(2)
     tree = processes.tree(staying.process.pid)
@@ -231,9 +235,3 @@ def test_a_launcher_killed_outright_takes_everything_along(staying: Running) -> 
     staying.process.kill()
     staying.process.wait()
     staying.wait_for_the_end_of([*workers, *tree])
-
-
-def _closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -22,7 +22,7 @@ from elastic.testing.waiting import PATIENCE_S, eventually
 
 # Everything that a process may ask about itself, and what it has imported of ours and of grpc.
 PROGRAM = """
-import json, os, sys, threading
+import json, os, sys, tempfile, threading
 own = open("/proc/self/environ", "rb").read().rstrip(b"\\0").split(b"\\0")
 print("to stderr", file=sys.stderr)
 print(json.dumps({
@@ -31,7 +31,8 @@ print(json.dumps({
     "environ": dict(os.environ), "shown": sorted(map(os.fsdecode, own)),
     "cmdline": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
     "parent": os.getppid(), "session": os.getsid(0) == os.getpid(), "cwd": os.getcwd(),
-    "stdin": os.read(0, 1).decode(), "fds": len(os.listdir("/proc/self/fd")),
+    "temporary": tempfile.gettempdir(), "stdin": os.read(0, 1).decode(),
+    "fds": len(os.listdir("/proc/self/fd")),
     "threads": threading.active_count(), "tasks": len(os.listdir("/proc/self/task")),
     "elastic": sorted(m for m in sys.modules if m.startswith(("elastic.", "checkpoints", "grpc"))),
 }))
@@ -71,7 +72,8 @@ def test_a_fork_looks_like_a_process_that_was_started(server: ForkServer, tmp_pa
     script.write_text(PROGRAM)
     told = []
     for by in (server, None):
-        process = start(by, tmp_path, str(script), "--flag", "x y", SOME="of its own")
+        own = {"SOME": "of its own", "TMPDIR": str(tmp_path)}
+        process = start(by, tmp_path, str(script), "--flag", "x y", **own)
         assert process.wait(PATIENCE_S) == 0
         first, second = (tmp_path / "output").read_text().splitlines()
         assert first == "to stderr", "nothing is kept back"
@@ -242,7 +244,7 @@ def test_workers_of_an_agent_are_its_children_and_marked(
         agent.terminate()
         code = 1 if launcher == TORCHRUN else 128 + signal.SIGTERM
         assert agent.wait(PATIENCE_S) == code, (tmp_path / "output").read_text()
-        assert marked_with("a-fork") == []
+        eventually(lambda: marked_with("a-fork") == [], "the end of its processes")
     finally:
         agent.kill()
         for left in marked_with("a-fork"):

@@ -15,6 +15,7 @@ import pytest
 from elastic.membership.records import Keys
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.store import EtcdStore
+from elastic.testing.forks.program import start_python
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 
@@ -32,12 +33,12 @@ class Program:
         self.keys = Keys.of(root.rstrip("/"), "forked")
         arguments = [etcd.endpoint, root.rstrip("/"), "forked", str(folder), *how]
         with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = start_python(
                 [sys.executable, str(PROGRAM), *arguments],
                 env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.forks.program import run_program
 
 pytestmark = pytest.mark.cluster
 
@@ -27,28 +27,23 @@ def seen(shared_etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) ->
     """What one program saw that launches many times."""
     folder = tmp_path_factory.mktemp("launching")
     arguments = [shared_etcd.endpoint, f"/test/{folder.name}", folder.name]
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "launching_program.py"), *arguments],
-            env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            timeout=540,  # twenty launches
-            check=False,
-        )
-    log_tail = "\n".join((folder / "log").read_text().splitlines()[-40:])
+    done = run_program(
+        [sys.executable, str(HERE / "launching_program.py"), *arguments],
+        {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+        timeout_s=540,  # twenty launches
+    )
+    log_tail = "\n".join(done.stderr.splitlines()[-40:])
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines, f"ended with {done.returncode}\n{log_tail}"
     found: Seen = json.loads(lines[-1])
-    found["log"] = (folder / "log").read_text()
+    found["log"] = done.stderr
     return found
 
 
 @pytest.mark.parametrize("launch", GIVE_RESULTS)
 def test_a_launch_gives_its_results(seen: Seen, launch: str) -> None:
     assert seen[launch]["raised"] == [], seen[launch]
-    workers = 1 if "forkserver" in launch else 2
+    workers = 1 if launch.startswith(("spawn", "forkserver")) else 2
     assert set(seen[launch]["result"]) == {str(rank) for rank in range(workers)}
 
 

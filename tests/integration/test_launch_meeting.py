@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.forks.program import start_python
 from elastic.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -28,7 +29,7 @@ class Node:
     def __init__(self, folder: Path, name: str, arguments: list[str]) -> None:
         self.log = folder / name
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = start_python(
                 [sys.executable, str(PROGRAM), *arguments],
                 env={**os.environ, "ELASTIC_NODE_NAME": name, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -32,6 +31,11 @@ from elastic.worker.preflight import require_fit as require_fit_of_worker
 
 SCRIPT = "print('trained', flush=True)"
 TOO_FEW = 200  # descriptors: torchrun starts, and a job would not last
+WITH_FEW_DESCRIPTORS = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
 
 
 def torchrun(
@@ -45,24 +49,17 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     path = folder / "train.py"
     path.write_text(script)
+    program = ("-m", "torch.distributed.run")
+    if descriptors is not None:
+        program = ("-c", WITH_FEW_DESCRIPTORS.format(descriptors))
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-id=job"),
+        *(sys.executable, *program, "--nnodes=1", "--rdzv-id=job"),
         *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
         f"--rdzv-conf=prefix={root.rstrip('/')},{conf}",
         *("--max-restarts=1", "--local-addr=127.0.0.1", str(path)),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_NODE_NAME": "this-one"}
-    if descriptors is None:
-        return run_program(command, env, timeout_s=3 * PATIENCE_S)
-    limits = (descriptors, descriptors)
-    return subprocess.run(
-        command,
-        env=env,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE_S,
-    )
+    return run_program(command, env, timeout_s=3 * PATIENCE_S)
 
 
 @pytest.mark.cluster

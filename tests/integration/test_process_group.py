@@ -17,6 +17,7 @@ import pytest
 from elastic.node.ports import PortReserve
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
+from elastic.testing.slowness import is_within
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 400  # a scenario takes seconds; a machine that is shared may take a hundred times that
@@ -114,7 +115,7 @@ def test_a_scripts_own_collectives_end_with_the_group(
     tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
     for told in run("own_collectives", 3, tmp_path, ports, CYCLES=60):
-        assert told["longest_s"] < 5.0
+        assert is_within(told["longest_s"], 5.0)
 
 
 @pytest.mark.parametrize("unused", [0, 1])
@@ -123,7 +124,7 @@ def test_a_backward_pass_ends_with_the_group(
 ) -> None:
     for told in run("own_backward", 3, tmp_path, ports, CYCLES=30, UNUSED=unused):
         print(told)
-        assert told["longest_s"] < 5.0  # gloo would go on for half an hour
+        assert is_within(told["longest_s"], 5.0)  # gloo would go on for half an hour
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path, ports: tuple[int, ...]) -> None:

@@ -125,9 +125,10 @@ class NetworkJob(TrainingJob):
         """Until the others complete steps in a world without this node."""
 
         def goes_on() -> bool:
-            later = [s for s in self.ledger().steps if s.time_s > since_s]
-            newest = max((s.generation for s in later), default=0)
-            names = {s.node for s in later if s.generation == newest}
+            ledger = self.ledger()
+            later = (s.generation for s in ledger.steps if s.time_s > since_s)
+            newest = max(later, default=0)
+            names = {s.node for s in ledger.starts if s.generation == newest}
             return len(names) == NODES - 1 and node.name not in names
 
         self.wait_for(goes_on, PATIENCE_S, f"the others training without {node}")

@@ -99,8 +99,6 @@ class StatefulSet(TrainingJob):
 
     def __init__(self, *arguments: Any, settings: Mapping[str, str], **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        # Pods that start now import torch for seconds, as in production.
-        self.cold_starts = False
         self._settings = dict(settings)  # over the ConfigMap's: what an overlay would set
         self._pods: dict[str, Pod] = {}
         self._replicas = 0
@@ -270,7 +268,7 @@ class StatefulSet(TrainingJob):
             f"{self._token}/{len(self.nodes)}",
             self.folder / "logs" / f"{len(self.nodes)}-{name}.log",
             folder=self.folder,
-            fork_server=None if self.cold_starts else shared_fork_server(),
+            fork_server=shared_fork_server(),
         )
         self.nodes.append(node)
         return node

@@ -64,17 +64,21 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
         conf={"failure_budget": 1},
     ) as job:
         nodes = job.bring_to(4)
-        leaver, *victims = [node for node in nodes if node is not job.node_of_rank(0)]
+        first = job.node_of_rank(0)
+        leaver, *victims = [node for node in nodes if node is not first]
         job.wait_progress(3)  # before the rate of the steps is known, the switch waits for nobody
         generation = job.generation()
         leaver.terminate()
         assert leaver.wait(PATIENCE_S) == 75
         generation = job.wait_training(nodes=3, after_generation=generation)
-        (noticed,) = checkpoints.list_checkpoints(tmp_path / "checkpoints")
+        (noticed,) = eventually(
+            lambda: checkpoints.list_checkpoints(tmp_path / "checkpoints"), "a checkpoint"
+        )
         assert noticed.world_size == 4, "the policy saves when a node is asked to go"
 
         victims[0].kill_worker()
-        job.wait_training(nodes=2, after_generation=generation)
+        # With two nodes, and with three again as soon as its worker is back.
+        job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, "the next world")
         assert newest_step(tmp_path) == noticed.step
         victims[1].kill_worker()
         codes = {node.wait(PATIENCE_S) for node in nodes if node is not leaver}
@@ -133,11 +137,9 @@ def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
     finally:
         first.kill()
     # It is dead: whoever comes next is not kept waiting.
+    lives = len(read_ledger(tmp_path / "ledger").starts)
     third = alone(tmp_path, "third")
     try:
-        steps = done(tmp_path)
-        lives = len(read_ledger(tmp_path / "ledger").starts)
         eventually(lambda: len(read_ledger(tmp_path / "ledger").starts) > lives, "the third life")
-        assert steps > 0
     finally:
         third.kill()

@@ -20,7 +20,6 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.network.emulated import why_unavailable
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within, measure_slowness
-from elastic.testing.waiting import PATIENCE_S
 
 WHY_NOT = why_unavailable()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -124,15 +123,10 @@ def test_two_nodes_that_lose_each_other_do_not_stop_the_job(
     """Both reach etcd and the leader, which cannot see that anything is wrong."""
     leader = job.leader()
     one, other = (node for node in nodes if node is not leader)
-    began_s = time.time()
+    generation, began_s = job.generation(), time.time()
     job.network.cut(job.address(one), job.address(other))
-
-    def goes_on() -> bool:
-        later = [s for s in job.ledger().steps if s.time_s > began_s + SILENCE_S]
-        newest = max((s.generation for s in later), default=0)
-        return len({s.node for s in later if s.generation == newest}) == NODES - 1
-
-    job.wait_for(goes_on, PATIENCE_S, "one of the two training with the leader")
+    job.wait_training(nodes=NODES - 1, after_generation=generation)
+    assert leader.name in job.training_nodes()[1]
     assert is_within(job.longest_pause_s(since_s=began_s), LEFT_OUT_WITHIN_S)
     job.network.heal()
     job.wait_all_train(since_s=time.time())

@@ -81,7 +81,8 @@ def test_machines_that_lose_the_network_come_back(
         return next(n for n in job.running if n not in (job.leader(), job.node_of_rank(0)))
 
     for find in (bystander, job.leader):
-        who, machine = find(), machines.machine(find())
+        who = find()
+        machine = machines.machine(who)
         others = pids(job, but=who)
         machine.cut()
         generation = job.wait_training(nodes=2, after_generation=generation)

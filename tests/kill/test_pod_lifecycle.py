@@ -23,6 +23,7 @@ from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights,
 
 from elastic.membership.records import WorldState
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -89,11 +90,11 @@ def test_a_drained_pod_leaves_between_two_steps_and_comes_back(workers: Stateful
     drained = workers.pod(f"{NAME}-1")
     workers.delete(f"{NAME}-1")
     drained.terminate()  # a second SIGTERM, as `docker stop` on top of a drain: it changes nothing
-    end = workers.wait_ended_pods(before + 1)[-1]
+    end = workers.wait_ended_pods(before + 1)[before]
     assert (end.name, end.exit_code, end.left) == (f"{NAME}-1", PREEMPTED, ())
-    assert end.took_s < LEAVES_WITHIN_S
+    assert is_within(end.took_s, LEAVES_WITHIN_S)
     assert "world-fault" not in journal(workers, generation)
-    trained_by(workers, 3, generation + 1)
+    trained_by(workers, 3, generation)
 
 
 def test_scaled_up_all_train(workers: StatefulSet) -> None:
@@ -112,7 +113,7 @@ def test_killed_and_hanging_pods_are_replaced_under_their_names(workers: Statefu
     workers.pod(f"{NAME}-0").kill()
     ends = workers.wait_ended_pods(before + 2)[before:]
     assert {(end.name, end.exit_code) for end in ends} == {(f"{NAME}-0", -9), (f"{NAME}-3", -9)}
-    trained_by(workers, 5, generation + 1)
+    trained_by(workers, 5, generation)
 
 
 def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> None:
@@ -122,7 +123,7 @@ def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> No
     ends = workers.wait_ended_pods(before + 3)[before:]
     assert sorted(end.name for end in ends) == names(5)[2:]
     assert {(end.exit_code, end.left) for end in ends} == {(PREEMPTED, ())}
-    assert max(end.took_s for end in ends) < LEAVES_WITHIN_S
+    assert is_within(max(end.took_s for end in ends), LEAVES_WITHIN_S)
     trained_by(workers, 2, generation)
 
 
@@ -131,20 +132,19 @@ def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: Stateful
     bring_to(workers, 2)
     before = len(workers.ended)
     workers.scale(1)
-    workers.wait_for(
-        lambda: (w := workers.world()) is not None and w.state is WorldState.PAUSED,
-        PATIENCE_S,
-        "a paused world",
-    )
-    workers.wait_ready(f"{NAME}-0")
+
+    def is_ready_in_a_paused_world() -> bool:
+        answer = workers.probe(f"{NAME}-0", "/readyz")
+        state = answer.body.get("world", {}).get("state")
+        return (answer.status, state) == (200, WorldState.PAUSED.value)
+
+    workers.wait_for(is_ready_in_a_paused_world, PATIENCE_S, "a paused world")
     assert workers.probe(f"{NAME}-0", "/livez").status == 200
-    assert workers.probe(f"{NAME}-0", "/readyz").body["world"]["state"] == "paused"
-    step = workers.ledger().last_step
     workers.scale(0)
     ends = workers.wait_ended_pods(before + 2)[before:]
     assert {(end.exit_code, end.left) for end in ends} == {(PREEMPTED, ())}
-    assert max(end.took_s for end in ends) < LEAVES_WITHIN_S
-    generation = workers.ledger().last_generation
+    assert is_within(max(end.took_s for end in ends), LEAVES_WITHIN_S)
+    step, generation = workers.ledger().last_step, workers.ledger().last_generation
     workers.scale(2)
     trained_by(workers, 2, generation)
     assert min(s.step for s in workers.ledger().starts if s.generation > generation) == step + 1
@@ -153,22 +153,22 @@ def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: Stateful
 def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulSet) -> None:
     bring_to(workers, 2)
     generation, before = workers.training_nodes()[0], len(workers.ended)
-    workers.cold_starts = True
+    hold = workers.folder / "hold-start"
+    hold.touch()
     try:
         workers.scale(3)
-        joining_node = workers.wait_for(
+        workers.wait_for(
             lambda: f"{NAME}-2" in workers.pods and workers.pod(f"{NAME}-2").workers(),
             PATIENCE_S,
             "a worker",
         )
         assert workers.probe(f"{NAME}-2", "/readyz").status == 503
-        assert joining_node
         workers.scale(2)
+        end = workers.wait_ended_pods(before + 1)[before]
     finally:
-        workers.cold_starts = False
-    end = workers.wait_ended_pods(before + 1)[-1]
+        hold.unlink()
     assert (end.name, end.exit_code, end.left) == (f"{NAME}-2", PREEMPTED, ())
-    assert end.took_s < LEAVES_WITHIN_S
+    assert is_within(end.took_s, LEAVES_WITHIN_S)
     workers.wait_progress(3)
     assert workers.training_nodes()[0] == generation  # the others have not noticed
 
@@ -187,7 +187,7 @@ def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
     ledger.final_hash()
     assert_same_weights(workers.folder / FINAL, reference)
     workers.delete(f"{NAME}-1")
-    end = workers.wait_ended_pods(before + 1)[-1]
+    end = workers.wait_ended_pods(before + 1)[before]
     assert (end.exit_code, end.left) == (0, ())
     assert parked(workers, f"{NAME}-1") == ["success"]
     assert workers.pod(f"{NAME}-1").workers() == {}

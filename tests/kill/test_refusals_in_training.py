@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from training_job import TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -35,15 +35,9 @@ def one_node(
     return TrainingJob([etcd.endpoint], folder, workload=workload, **options)
 
 
-def journal(folder: Path, event: str) -> list[dict[str, object]]:
+def journal(folder: Path, event: str) -> list[dict[str, Any]]:
     """All events of that name, from all processes, in order of time."""
-    lines = [
-        json.loads(line)
-        for file in (folder / "journal").glob("*.jsonl")
-        for line in file.read_text().splitlines()
-    ]
-    found = (line for line in lines if line["event"] == event)
-    return sorted(found, key=lambda line: float(line["time"]))
+    return [e for e in read_journal(folder / "journal") if e["event"] == event]
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_training(job: TrainingJob) -> None:
@@ -69,7 +63,7 @@ def test_a_full_disk_never_stops_training_and_older_checkpoints_stay(
         mount = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
         node = job.start_node(launcher=["unshare", "-rm", "sh", "-c", mount, "sh"])
         job.wait_for(lambda: journal(tmp_path, "checkpoint-skipped"), PATIENCE_S, "a full disk")
-        saved = [int(str(e["step"])) for e in journal(tmp_path, "checkpoint-saved")]
+        saved = [e["step"] for e in journal(tmp_path, "checkpoint-saved")]
         assert saved == [WORKLOAD.save_every]
         reason = str(journal(tmp_path, "checkpoint-skipped")[0]["reason"])
         assert "space" in reason.lower()

@@ -73,8 +73,8 @@ def test_a_tensor_parallel_model_over_two_nodes_goes_on_in_whole_replicas(
     of = Workload(
         samples=192,
         batch=24,
-        epochs=8,
-        step_s=0.3,
+        epochs=6,
+        step_s=1.0,
         save_every=4,
         extra=(f"--example={EXAMPLE}", "--sequences=192", "--layers=1"),
     )

@@ -11,6 +11,7 @@ from training_job import TrainingJob, Workload
 import checkpoints
 from elastic.membership.records import WorldState
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -50,8 +51,9 @@ def test_below_min_nodes_the_job_waits_until_enough_are_back(job: TrainingJob) -
 
 def test_all_nodes_die_and_the_job_is_started_again(job: TrainingJob) -> None:
     job.bring_to(2)
-    job.wait_progress(job.workload.save_every + 2)
-    saved = checkpoints.list_checkpoints(job.folder / "checkpoints")
+    saved = job.wait_for(
+        lambda: checkpoints.list_checkpoints(job.folder / "checkpoints"), PATIENCE_S, "a checkpoint"
+    )
     for victim in job.running:
         victim.kill()
     before = job.ledger()

@@ -48,12 +48,15 @@ def test_only_the_script_that_starts_over_is_told(etcd: EmbeddedEtcd, tmp_path: 
         job.wait_for(lambda: len(saved(first / "out")) > 2, PATIENCE_S, "checkpoints")
         other.wait_for(lambda: len(saved(elsewhere)) > 2, PATIENCE_S, "checkpoints")
         fresh.kill_worker()
-        resuming.kill_worker()
+        (elsewhere / "hold").touch()  # killed while it writes, it would leave half a file
+        other.wait_for((elsewhere / "held").exists, PATIENCE_S, "a script that does not write")
         before = saved(elsewhere)
+        resuming.kill_worker()
+        (elsewhere / "hold").unlink()
         job.wait_for(lambda: TOLD in fresh.log_text(), PATIENCE_S, "the warning")
         assert f"{first.resolve()}/out/ckpt.pt again without having read it" in fresh.log_text()
         # The script reads, so by its next save it is clear that it has resumed.
-        other.wait_for(lambda: len(saved(elsewhere)) > len(before) + 20, PATIENCE_S, "more")
+        other.wait_for(lambda: len(saved(elsewhere)) > len(before) + 3, PATIENCE_S, "more")
         numbers = saved(elsewhere)
         assert numbers == sorted(numbers), "it has resumed"
         assert TOLD not in resuming.log_text()

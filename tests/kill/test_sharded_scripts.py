@@ -45,7 +45,7 @@ def test_it_resumes_after_the_death_of_a_rank_and_of_a_node(
             nproc=2,
             conf={"failure_budget": 1000, "quarantine_s": 0.5},
         ),
-        args=[f"--checkpoint-dir={saves}"],
+        args=[f"--checkpoint-dir={saves}", "--step-s=0.1"],
         fork_server=shared_fork_server(),
     ) as job:
 

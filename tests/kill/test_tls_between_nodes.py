@@ -78,8 +78,9 @@ def copying(job: TrainingJob) -> set[str]:
     for entry in job.store.list(job.keys.nodes).entries:
         node = decode(Node, entry.key, entry.value)
         for folder in Path("/dev/shm").glob(f"elastic-memory-*-{node.node_id}"):
-            if any(folder.glob("copies/*/*")):
-                found.add(node.name)
+            with contextlib.suppress(FileNotFoundError):  # an old copy was removed meanwhile
+                if any(folder.glob("copies/*/*")):
+                    found.add(node.name)
     return found
 
 

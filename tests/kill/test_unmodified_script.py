@@ -63,8 +63,8 @@ def test_a_node_whose_gpu_fails_is_quarantined_and_the_others_go_on(job: Trainin
     job.bring_to(2)
     faulty = job.running[-1]
     error = "CUDA error: uncorrectable ECC error encountered"
-    (job.folder / f"fails-{faulty.name}").write_text(error)
     generation = job.generation()
+    (job.folder / f"fails-{faulty.name}").write_text(error)
     job.wait_training(nodes=1, after_generation=generation)
     (judged,) = (
         event

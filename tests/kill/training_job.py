@@ -110,8 +110,8 @@ class TrainingJob(LocalCluster):
 
     @property
     def is_ending(self) -> bool:
-        """Whether :meth:`hurry` was called."""
-        return (self.folder / "hurry").exists()
+        """Whether :meth:`hurry` was called, or it has come to its end without."""
+        return (self.folder / "hurry").exists() or bool(self.ledger().ends)
 
     def bring_to(self, count: int) -> list[LocalNode]:
         """Start nodes until ``count`` run, and wait until exactly those train together."""

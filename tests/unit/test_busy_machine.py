@@ -6,11 +6,16 @@ import ast
 import inspect
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.testing.cluster import LocalCluster
+from elastic.clock import ManualClock
+from elastic.telemetry.ledger import Ledger
+from elastic.testing.cluster import ClusterTimeout, LocalCluster
+from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
@@ -38,6 +43,30 @@ def test_a_clusters_waits_have_one_patience() -> None:
     waits = [m for name, m in vars(LocalCluster).items() if name.startswith("wait_")]
     given = [inspect.signature(wait).parameters["timeout_s"].default for wait in waits]
     assert {limit for limit in given if limit is not inspect.Parameter.empty} == {PATIENCE_S}
+
+
+class Unharmed(LocalCluster):
+    """One whose nodes run, and which has none."""
+
+    @property
+    def running(self) -> list[LocalNode]:
+        return [MagicMock(spec=LocalNode)]
+
+
+def test_a_world_trains_once_its_last_rank_has_written(tmp_path: Path) -> None:
+    """Until then three nodes look like two."""
+    cluster = Unharmed(["127.0.0.1:1"], "train.py", tmp_path)
+    clocks = [ManualClock(float(rank)) for rank in range(3)]
+    ledgers = [Ledger(str(tmp_path / "ledger"), clock=clock) for clock in clocks]
+    for rank, ledger in enumerate(ledgers):
+        ledger.start(generation=1, step=0, rank=rank, size=3, node=f"node{rank}")
+    for rank in (0, 1):
+        ledgers[rank].step(generation=1, step=0, epoch=0, rank=rank, samples=[rank])
+    for nodes in (2, 3):
+        with pytest.raises(ClusterTimeout):
+            cluster.wait_training(nodes=nodes, timeout_s=0.0)
+    ledgers[2].step(generation=1, step=0, epoch=0, rank=2, samples=[2])
+    assert cluster.wait_training(nodes=3) == 1
 
 
 def limits_in(path: Path) -> list[ast.Constant]:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_server
+
+
+def start_python(
+    command: Sequence[str], *, env: Mapping[str, str], **options: Any
+) -> subprocess.Popen[Any]:
+    """``subprocess.Popen(command, env=env, **options)`` in a session of its own, forked where that
+    can be. It does not ignore SIGINT, as what a shell starts in the background does."""
+    server = shared_fork_server()
+    if server is not None and can_fork(command, env):
+        return ForkedPopen(server.client, command, env=env, **options)
+    return subprocess.Popen(
+        command,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
 
 
 def run_program(
@@ -21,14 +40,9 @@ def run_program(
 
     Raises subprocess.TimeoutExpired after ``timeout_s``; the process is killed then.
     """
-    server = shared_fork_server()
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
-        process: subprocess.Popen[bytes]
-        if server is not None and can_fork(command, env):
-            process = ForkedPopen(server.client, command, env=env, cwd=cwd, **files)
-        else:
-            process = subprocess.Popen(command, env=env, cwd=cwd, **files)  # type: ignore[call-overload]
+        process = start_python(command, env=env, cwd=cwd, **files)
         try:
             code = process.wait(timeout_s)
         finally:

@@ -11,7 +11,8 @@ What modules read from the environment at import is the server's: nothing, in th
 (tests/unit/test_imports.py). grpc is not imported in the server: workers never have it.
 Tests that start every process as in production import everything as it always is.
 
-An agent that was started so starts its workers so: it forks a server of its own first.
+An agent that was started so starts its workers so, and ``elastic run`` its agents: each forks a
+server of its own first.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic.testing.forks import namespace
+from elastic.testing.forks import bound_to_parent, namespace
+from elastic.testing.forks.proc_area import Area
 
 _WARM = (
     "encodings.idna",  # of the first connection
@@ -210,13 +213,17 @@ def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
         os.dup2(fd, number)
     os.closerange(3, 1 << 16)
     os.chdir(order["cwd"])
-    network, (interpreter, *arguments) = namespace.split(order["command"])
+    network, command = namespace.split(order["command"])
+    parent, (interpreter, *arguments) = bound_to_parent.split(command)
     if network:
         namespace.enter(network)
-    _show(_ARGUMENTS, [interpreter, *arguments])
-    _show(_ENVIRONMENT, [f"{k}={v}" for k, v in order["env"].items()])
+    if parent:
+        bound_to_parent.bind(parent)
+    _ARGUMENTS.show([interpreter, *arguments])
+    _ENVIRONMENT.show([f"{k}={v}" for k, v in order["env"].items()], is_whole=True)
     os.environ.clear()
     os.environ.update(order["env"])
+    tempfile.tempdir = None  # read from the environment at its first use
     if arguments[0] == "-u":
         del arguments[0]
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)  # type: ignore[misc]
@@ -235,17 +242,19 @@ def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
-    if _is_agent(name, arguments):
-        _fork_workers()
+    if _starts_others(name, arguments):
+        _fork_children()
     sys.argv = [name, *arguments]
     sys.path[0] = os.getcwd()
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _is_agent(module: str, arguments: Sequence[str]) -> bool:
-    """Whether ``python -m module arguments`` starts workers: torchrun, and ``elastic run``."""
-    is_elastic_run = module == "elastic.cli.main" and arguments[:1] == ["run"]
-    return module == "torch.distributed.run" or is_elastic_run
+def _starts_others(module: str, arguments: Sequence[str]) -> bool:
+    """Whether ``python -m module arguments`` starts workers or agents: torchrun, an agent of
+    ``elastic run``, ``elastic run`` and ``elastic demo``."""
+    if module == "elastic.cli.main":
+        return arguments[:1] in (["run"], ["demo"])
+    return module in ("torch.distributed.run", "elastic.cli.launch.local_agent")
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
@@ -268,20 +277,23 @@ def _run(program: types.CodeType, **names: object) -> None:
     exec(program, main.__dict__)
 
 
-def _fork_workers() -> None:
-    """Have this agent's workers forked from a separate server, which ends with it."""
+def _fork_children() -> None:
+    """Have the workers of this agent, and the agents of this launcher, forked from a separate
+    server, which ends with it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    from elastic.cli.launch import local_nodes
+
     ours, theirs = socket.socketpair()
-    agent = os.getpid()
+    own = os.getpid()
     if os.fork() == 0:
         ours.close()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != agent:
+        if os.getppid() != own:
             os._exit(0)
         os.setsid()
         # Not one of the node's processes: it does nothing but fork.
-        _show(_ENVIRONMENT, [])
+        _ENVIRONMENT.show([])
         _leave(serve(theirs))
     theirs.close()
     client = Client(ours)
@@ -295,28 +307,11 @@ def _fork_workers() -> None:
         return process
 
     names["Popen"] = popen
+    vars(local_nodes)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
 
 
-class _Area:
-    """Memory that ``/proc`` shows as a process's arguments or environment: proc(5)."""
-
-    def __init__(self, fields: tuple[int, int]) -> None:
-        stat = Path("/proc/self/stat").read_text()
-        values = stat[stat.rindex(")") + 2 :].split()  # the third field first
-        self.start, end = (int(values[field - 3]) for field in fields)
-        self.size = end - self.start
-
-
-_ARGUMENTS: _Area
-_ENVIRONMENT: _Area
-
-
-def _show(area: _Area, strings: Sequence[str]) -> None:
-    """As far as there is room."""
-    block = b"".join(os.fsencode(text) + b"\0" for text in strings)
-    if area is _ENVIRONMENT and len(block) > area.size:
-        raise ValueError(f"an environment of {len(block)} bytes has no room in {area.size}")
-    ctypes.memmove(area.start, block[: area.size - 1].ljust(area.size, b"\0"), area.size)
+_ARGUMENTS: Area
+_ENVIRONMENT: Area
 
 
 def _send(connection: socket.socket, message: bytes, fds: Sequence[int]) -> None:
@@ -373,7 +368,9 @@ def _leave(run: Callable[[], None] | None) -> NoReturn:
 def main(connection: socket.socket) -> None:
     """Import torch and serve."""
     global _ARGUMENTS, _ENVIRONMENT
-    _ARGUMENTS, _ENVIRONMENT = _Area((48, 49)), _Area((50, 51))
+    _ARGUMENTS, _ENVIRONMENT = Area((48, 49)), Area((50, 51))
+    # A shell ignores SIGINT for what it starts in the background, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     own = dict(os.environ)
     os.environ.clear()  # the strings of the kernel's block are nobody's from now on
     os.environ.update(own)

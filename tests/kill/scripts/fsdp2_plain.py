@@ -7,6 +7,7 @@ newest checkpoint that has its metadata, which DCP writes last.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-dir", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--step-s", type=float, default=0.0)
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -70,6 +72,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         app.step += 1
+        time.sleep(args.step_s)
         if app.step % args.save_every == 0:
             folder = args.checkpoint_dir / f"step-{app.step}"
             dcp.save({"app": app}, checkpoint_id=folder)  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""A plain script in the manner of nanoGPT: it resumes from its own checkpoint if it is told to."""
+"""A plain script in the manner of nanoGPT: it resumes from its own checkpoint if it is told to.
+
+A file ``hold`` in its folder keeps it between two steps, where it does not write.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +43,6 @@ for iteration in range(first, 1_000_000):
         with (options.out_dir / "saved").open("a") as file:
             print(iteration, file=file)
     time.sleep(0.02)
+    while (options.out_dir / "hold").exists():
+        (options.out_dir / "held").touch()
+        time.sleep(0.02)

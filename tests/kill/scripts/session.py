@@ -1,5 +1,8 @@
 """A training script written with this project's API, for tests to hurt.
 
+A file ``hold-start`` in the folder keeps each worker that starts from joining for as long as it is
+there.
+
 Float64, so that a different world size changes the sums by 1e-15 and not by 1e-6: whatever the
 weights differ by more than that was lost, repeated or torn.
 """
@@ -50,6 +53,8 @@ def main() -> None:
     parser.add_argument("--busy-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=16)
     options = parser.parse_args()
+    while (options.folder / "hold-start").exists():
+        time.sleep(0.02)
 
     torch.manual_seed(0)
     run = elastic.join(

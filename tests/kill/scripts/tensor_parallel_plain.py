@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-dir", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--step-s", type=float, default=0.0)
     args = parser.parse_args()
 
     size = int(os.environ["WORLD_SIZE"])
@@ -61,6 +63,7 @@ def main() -> None:
         model(torch.rand(20, 10)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(args.step_s)
         if step % args.save_every == 0:
             weights, state = get_state_dict(model, optimizer)
             saved = {"model": weights, "optimizer": state, "step": step}
