@@ -171,7 +171,7 @@ def test_without_journals_etcd_tells_of_worlds_nodes_and_the_end(
     job.kill("n2")
     job.finish()
     lines, err = run(capsys, *JOB)
-    names = [line.split()[3] for line in lines]
+    names = [json.loads(line)["event"] for line in run(capsys, *JOB, "-o", "json")[0]]
     assert names == [*["node-arrived"] * 3, "world-broken", "world-formed", "job-ended"]
     assert lines[3] == (
         "2026-01-31T12:01:40.000Z etcd g7 world-broken "
