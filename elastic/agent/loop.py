@@ -183,7 +183,7 @@ class NodeLoop:
             self._at.status.store_problem = ""
         self.supervisor.learn(self._at.status.world.world)
         self.permission.renew(self.registration.current_lease)
-        self._heartbeats.send_if_due(self._at.status.step_rate, self._liveness.report)
+        self._heartbeats.send_if_due(self.supervisor.heartbeat, self._liveness.report)
         self.isolation.check()
 
     def _guarded(self, work: Callable[[], None]) -> bool:

@@ -19,9 +19,10 @@ class RecordedHeartbeat:
     """The last one that the leader has heard of a node."""
 
     node_id: str
-    generation: int  # in which its workers step; 0: not known
+    generation: int  # the newest in which its workers have begun a step; 0: none, or not known
     step: int | None  # committed, as its workers reported; None: not known
     heard_at_s: float  # wall clock of the leader
+    has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,10 +123,11 @@ class Leadership:
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed, or this node's to a former leader."""
-        self._at.journal.emit(
-            NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
-            level=logging.DEBUG,
-        )
+        if self.roster.knows(node_id) is not None:  # it has not left in order
+            self._at.journal.emit(
+                NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
+                level=logging.DEBUG,
+            )
         self.roster.doubt(node_id, self._at.clock.monotonic())
 
     def on_opened(self, node_id: str) -> None:

@@ -110,6 +110,7 @@ class ProgressWriter:
                 node_id=node_id,
                 generation=last.heartbeat.generation,
                 step=last.heartbeat.step,
+                has_joined=last.heartbeat.has_joined,
                 heard_at_s=round(now_s - (now - last.at_s), 1),
             )
             for node_id, last in sorted(self._heartbeats().items())
@@ -118,5 +119,6 @@ class ProgressWriter:
 
 def _facts(progress: JobProgress) -> JobProgress:
     """Without what changes all the time: of a job that stands still, heartbeats are written, and
-    less often."""
-    return replace(progress, time_s=0.0, goodput=None, goodput_since_s=None, heartbeats=())
+    less often. That a node's workers begin to step is a fact."""
+    heard = tuple(replace(last, step=None, heard_at_s=0.0) for last in progress.heartbeats)
+    return replace(progress, time_s=0.0, goodput=None, goodput_since_s=None, heartbeats=heard)

@@ -22,6 +22,7 @@ from elastic.stragglers.facts import StepDurations
 PROTOCOL_VERSION = 5
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
+IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Heartbeat:
 
     generation: int
     step: int
-    phase: str
+    phase: str  # IN_STEP, or anything else
     step_time_s: float
 
 

@@ -8,15 +8,15 @@ probes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
 
 from elastic.clock import Clock
-from elastic.membership.step_rate import StepRate
 from elastic.messages import typed_json
 from elastic.secure_channel import strict_json
 from elastic.secure_channel.errors import ProtocolError
@@ -29,19 +29,17 @@ _Count = Annotated[int, Meta(ge=0)]
 class NodeHeartbeat:
     """The thread of this agent runs, and this is what its workers reported last."""
 
-    generation: _Count  # in which they step; 0: not known
+    generation: _Count  # the newest in which they have begun a step; 0: none, or not known
     step: _Count | None  # committed; None: not known
-
-    @staticmethod
-    def of(step_rate: StepRate | None) -> NodeHeartbeat:
-        """From what the node's workers have reported."""
-        if step_rate is None:
-            return NodeHeartbeat(generation=0, step=None)
-        return NodeHeartbeat(generation=step_rate.generation, step=step_rate.step)
+    has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
 
     def encode(self) -> bytes:
         """As a frame."""
-        return strict_json.encode({"generation": self.generation, "step": self.step})
+        return strict_json.encode(dataclasses.asdict(self))
+
+    def is_news(self, before: NodeHeartbeat | None) -> bool:
+        """Whether it says more than that the steps go on."""
+        return before is None or replace(before, step=self.step) != self
 
     @staticmethod
     def decode(payload: bytes) -> NodeHeartbeat:
@@ -69,14 +67,15 @@ class Heartbeats:
         self._clock = clock
         self._heard: dict[str, HeardHeartbeat] = {}
         self._next_s = -math.inf
+        self._sent: NodeHeartbeat | None = None
 
-    def send_if_due(self, step_rate: StepRate | None, send: Callable[[bytes], object]) -> None:
-        """Called whenever the node's thread turns. A leader sends to nobody, and hears itself."""
+    def send_if_due(self, heartbeat: NodeHeartbeat, send: Callable[[bytes], object]) -> None:
+        """Called whenever the node's thread turns; news are due at once. A leader sends to nobody,
+        and hears itself."""
         now = self._clock.monotonic()
-        if now < self._next_s:
+        if now < self._next_s and not heartbeat.is_news(self._sent):
             return
-        self._next_s = now + HEARTBEAT_S
-        heartbeat = NodeHeartbeat.of(step_rate)
+        self._next_s, self._sent = now + HEARTBEAT_S, heartbeat
         self.heard(self._node_id, heartbeat)
         send(heartbeat.encode())
 

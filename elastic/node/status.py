@@ -44,6 +44,7 @@ class NodeStatus:
         self.done: Done | None = None
         self.timeline = ""  # of a job that failed: what broke when, for its last error
         self.step_rate: StepRate | None = None  # last reported by this node's workers
+        self.stepping_generation = 0  # the newest world in which they have begun a step; 0: none
         self.failure_step: int | None = None  # steps committed by the worker that failed
         self.stopping = False  # torchrun will restart the workers
         self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one

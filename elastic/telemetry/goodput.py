@@ -252,6 +252,12 @@ def _standstills(
     return [(times[place], of_stop) for place, of_stop in sorted(worlds.items())]
 
 
+def _reason(worlds: Sequence[JournalRecord]) -> str:
+    """Why training stood still, and what happened before all nodes went on."""
+    ends = [r for r in worlds if r is worlds[0] or r.text("cause") not in ("joined", "resumed")]
+    return "; then ".join(dict.fromkeys(r.text("reason") for r in ends))
+
+
 def _incidents(
     nodes: Sequence[_NodeTime], records: Iterable[JournalRecord]
 ) -> Iterable[IncidentGoodput]:
@@ -276,7 +282,7 @@ def _incidents(
         yield IncidentGoodput(
             generations=tuple(r.whole("generation") or 0 for r in worlds),
             cause=worlds[0].text("cause"),
-            reason=worlds[0].text("reason"),
+            reason=_reason(worlds),
             start_s=start_s,
             end_s=end_s,
             nodes=tuple(sorted({node.name for node, _ in stopped})),

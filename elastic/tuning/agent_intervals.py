@@ -21,6 +21,9 @@ HEARTBEAT_S = 2.0
 HEARTBEAT_LATE_S = 15.0
 # `elastic status` names nodes that were lost as long ago as this.
 RECENT_LOSS_S = 600.0
+# A script that has not called elastic.join() after this long in a world is taken for one that never
+# does: its nodes count as training, though nobody reports their steps. Imports take less.
+SILENT_SCRIPT_S = 120.0
 # Between two looks of `elastic status --watch`,
 STATUS_WATCH_S = 2.0
 # Between two looks of `elastic dashboard` at etcd, once for all of its clients: a page that shows a

@@ -171,7 +171,12 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     for _ in range(3):  # the job stands still: time passes, and that is no news
         writer.write()
     assert len(store.puts) == writes
-    heard["id-b"] = HeardHeartbeat(NodeHeartbeat(generation=2, step=40), clock.monotonic() - 3.0)
+    began = NodeHeartbeat(generation=2, step=39, has_joined=True)
+    heard["id-b"] = HeardHeartbeat(began, clock.monotonic())
+    writer.write()
+    writes += 1
+    assert len(store.puts) == writes, "that a node's workers have begun to step is news"
+    heard["id-b"] = HeardHeartbeat(replace(began, step=40), clock.monotonic() - 3.0)
     writer.write()
     assert len(store.puts) == writes, "nor are heartbeats alone"
     clock.advance(PROGRESS_STANDING_S)
@@ -179,7 +184,7 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     assert len(store.puts) == writes + 1, "but they are written every few seconds"
     at_s = clock.wall() - PROGRESS_STANDING_S - 3.0
     assert written().heartbeats == (
-        RecordedHeartbeat(node_id="id-b", generation=2, step=40, heard_at_s=at_s),
+        RecordedHeartbeat(node_id="id-b", generation=2, step=40, heard_at_s=at_s, has_joined=True),
     )
     writer.write()
     assert len(store.puts) == writes + 1, "and not more often"

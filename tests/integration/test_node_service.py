@@ -27,7 +27,14 @@ from elastic.errors import (
     RecordError,
     StoreUnreachable,
 )
-from elastic.events import Event, FailureJudged, FailureTimelineWritten, NodeLost, Waiting
+from elastic.events import (
+    Event,
+    FailureJudged,
+    FailureTimelineWritten,
+    NodeLost,
+    NodeSuspected,
+    Waiting,
+)
 from elastic.failures.kernel_log import KernelLog
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
@@ -482,6 +489,24 @@ def test_a_node_that_leaves_is_not_waited_for(start: Callable[..., TestNode]) ->
     worlds = [b.follow(), c.follow()]
     assert worlds[0].node_ids == (b.id, c.id)
     assert worlds[0].cause is Cause.LEFT
+
+
+def test_the_end_of_a_node_that_has_left_in_order_raises_no_suspicion(
+    start: Callable[..., TestNode],
+) -> None:
+    nodes = trio(start)
+    leader = next(node for node in nodes if node.service.loop.succession.term is not None)
+    left, killed = (node for node in nodes if node is not leader)
+    left.service.leave("SIGTERM")
+    left.service.close()
+    assert leader.follow().node_ids == tuple(n.id for n in nodes if n is not left)
+    killed.die()  # what its death causes comes after the end of the other one
+
+    def suspects() -> list[str]:
+        return [e.suspect for e in leader.journal.events if isinstance(e, NodeSuspected)]
+
+    eventually(lambda: killed.journal.name in suspects(), "the one that was killed is suspected")
+    assert not {left.id, left.journal.name} & set(suspects())
 
 
 def test_all_leave_in_order_and_the_job_goes_on_later(

@@ -22,7 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_job import TrainingJob, Workload
 
-from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job
+from elastic.cli.observe.sentence import sentence
 from elastic.metrics.table import METRICS
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.telemetry.activities import Activity

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.cli.observe.job_view import read_job, sentence
+from elastic.cli.observe.job_view import read_job
+from elastic.cli.observe.sentence import sentence
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import NodeRefused
 from elastic.store.embedded.etcd import EmbeddedEtcd

@@ -12,7 +12,8 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.cli.observe import describe, status
-from elastic.cli.observe.job_view import JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobView, read_job
+from elastic.cli.observe.sentence import sentence
 from elastic.cli.observe.status_document import document
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, NodeRefused

@@ -70,7 +70,7 @@ class FakeJob:
             self.put_node(name, record, NodeState.READY)
         leader = Leader(node_id=f"id-{names[0]}", address="10.0.0.1", liveness_port=1)
         self.store.put(KEYS.leader, encode(leader))
-        self.progress(52)
+        self.progress(52, generation=generation)
 
     def put_node(
         self, name: str, running: WorldRecord | None, state: NodeState, /, **more: str
@@ -86,13 +86,13 @@ class FakeJob:
         )
         self.store.put(KEYS.node(made.node_id), encode(made))
 
-    def progress(self, step: int, *, silent: tuple[str, ...] = ()) -> None:
+    def progress(self, step: int, *, silent: tuple[str, ...] = (), generation: int = 7) -> None:
         """The leader's record. Of ``silent`` nodes it has heard nothing for 21 s, of n5 never."""
         now_s = self.clock.wall()
         heartbeats = tuple(
             RecordedHeartbeat(
                 node_id=f"id-{name}",
-                generation=7,
+                generation=generation,
                 step=step,
                 heard_at_s=now_s - (21.0 if name in silent else 1.0),
             )
@@ -100,7 +100,7 @@ class FakeJob:
         )
         record = JobProgress(
             node_id="id-n1",
-            generation=7,
+            generation=generation,
             step=step,
             step_time_s=0.5,
             checkpoint_step=40,

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard_kit import KEYS, FakeJob
 
 from elastic.cli.main import main
+from elastic.cli.observe import events
+from elastic.cli.observe.etcd_changes import EtcdChanges
+from elastic.cli.observe.job_view import JobView, read_job
 from elastic.clock import ManualClock
-from elastic.events import NodeLost, Waiting
+from elastic.errors import StoreUnreachable
+from elastic.events import NodeLost, Waiting, WorldFormed
 from elastic.telemetry.journal import Journal
+from elastic.telemetry.journal_reader import JournalRecord
 from elastic.testing.waiting import PATIENCE_S
 
 
@@ -142,6 +148,106 @@ def test_following_prints_what_is_written_later_and_ends_with_its_reader(folder:
             time.sleep(0.05)
         assert following.poll() == 0
         assert following.stderr is not None and following.stderr.read() == ""
+
+
+# What etcd shows ---------------------------------------------------------------------------------
+
+JOB = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> FakeJob:
+    """Four nodes train in generation 7; ``elastic events`` connects to its etcd."""
+    made = FakeJob(ManualClock(1769860900.0))
+    made.train()
+    monkeypatch.setattr(events, "job_store", lambda args: made.opened())
+    monkeypatch.delenv("ELASTIC_JOURNAL", raising=False)
+    return made
+
+
+def test_without_journals_etcd_tells_of_worlds_nodes_and_the_end(
+    job: FakeJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.kill("n2")
+    job.finish()
+    lines, err = run(capsys, *JOB)
+    names = [json.loads(line)["event"] for line in run(capsys, *JOB, "-o", "json")[0]]
+    assert names == [*["node-arrived"] * 3, "world-broken", "world-formed", "job-ended"]
+    assert lines[3] == (
+        "2026-01-31T12:01:40.000Z etcd g7 world-broken "
+        'text="generation 7 ended: n2 was lost: killed by signal 9"'
+    )
+    assert err == ""
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "localhost:2379")
+    monkeypatch.setenv("PET_RDZV_ID", "llama-7")
+    assert run(capsys) == (lines, ""), "as in a pod of the job"
+    monkeypatch.delenv("PET_RDZV_ID")
+    assert main(["events"]) == 2
+
+
+def test_beside_journals_etcd_tells_what_they_do_not(
+    job: FakeJob, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = ManualClock(1769860900.0)
+    journal = Journal(folder=folder, identity={"node": "node-c"}, clock=clock, role="agent")
+    formed = WorldFormed(
+        generation=7,
+        nodes=("n1",),
+        size=1,
+        state="active",
+        mode="in-process",
+        cause="first",
+        reason="all arrived",
+    )
+    journal.emit(formed)
+    lines, _ = run(capsys, folder, *JOB)
+    assert sum(" world-formed " in line for line in lines) == 1
+    assert sum(line.split()[1] == "etcd" for line in lines) == len(("n1", "n2", "n3", "n4"))
+    (found,) = run(capsys, folder, *JOB, "--event=node-arrived", "-o", "json")[0][:1]
+    assert (json.loads(found)["node"], json.loads(found)["at"]) == ("etcd", 1769860840.0)
+    job.is_away = True
+    lines, err = run(capsys, folder, *JOB, "--event=waiting")
+    assert len(lines) == 4
+    assert "elastic: note: etcd at 127.0.0.1:2379 does not answer" in err
+    assert main(["events", *JOB]) == 69
+
+
+def test_a_journal_in_a_pod_is_read_without_etcd(
+    job: FakeJob,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "localhost:2379")
+    monkeypatch.setenv("PET_RDZV_ID", "llama-7")
+    assert not [line for line in run(capsys, folder)[0] if line.split()[1] == "etcd"]
+
+
+def test_following_etcd_gives_each_change_once_and_lets_journals_tell_first(job: FakeJob) -> None:
+    is_away = False
+
+    def read() -> JobView:
+        if is_away:
+            raise StoreUnreachable("etcd does not answer")
+        return read_job(job.store, KEYS, job.clock.wall())
+
+    def names(*, at_once: bool = False) -> list[str]:
+        return [record.name for record in changes.take(at_once=at_once)]
+
+    changes = EtcdChanges(read)
+    assert names(at_once=True) == ["world-formed", *["node-arrived"] * 4]
+    assert names(at_once=True) == []
+    job.kill("n2")
+    assert names() == [], "the leader may be about to write it down"
+    world_formed = JournalRecord("world-formed", "w", 0, 0.0, 0.0, {"generation": 8})
+    changes.told([world_formed])
+    assert names() == ["world-broken"]
+    is_away = True
+    assert names() == [] and changes.problem == "etcd does not answer"
+    is_away = False
+    job.finish()
+    assert names() == [] and changes.problem == ""
+    assert names() == ["job-ended"]
 
 
 def test_it_imports_neither_torch_nor_grpc(folder: Path) -> None:

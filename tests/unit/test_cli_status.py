@@ -19,8 +19,9 @@ from membership_nodes import node, world
 from elastic.cli.main import main
 from elastic.cli.observe import connection, status
 from elastic.cli.observe.describe import describe
-from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job
 from elastic.cli.observe.last_known import last_known
+from elastic.cli.observe.sentence import sentence
 from elastic.cli.observe.status import lines, progress
 from elastic.cli.observe.status_document import document
 from elastic.cli.observe.wait import WaitCondition, wait
@@ -38,6 +39,7 @@ from elastic.membership.records import (
     Done,
     FailureRecord,
     Keys,
+    Leader,
     NodeState,
     Outcome,
     WorldRecord,
@@ -46,6 +48,7 @@ from elastic.membership.records import (
 )
 from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0
@@ -73,6 +76,10 @@ class Job:
             node_id="n1", generation=7, step=step, step_time_s=0.5, checkpoint_step=40, time_s=NOW
         )
         self.store.put(KEYS.progress, encode_progress(replace(progress, **more)))  # type: ignore[arg-type]
+
+    def put_leader(self, name: str) -> None:
+        leader = Leader(node_id=f"id-{name}", address="10.0.0.1", liveness_port=1)
+        self.store.put(KEYS.leader, encode(leader))
 
     def finish(
         self, outcome: Outcome, exit_code: int, breakages: tuple[BreakageRecord, ...] = ()
@@ -140,6 +147,20 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return lambda *argv: main([argv[0], *where, *argv[1:]])
 
 
+def heard_of(*nodes: tuple[str, int, bool | None]) -> tuple[RecordedHeartbeat, ...]:
+    """Of nodes, each with the generation in which its workers step, and whether they joined."""
+    return tuple(
+        RecordedHeartbeat(
+            node_id=f"id-{name}",
+            generation=generation,
+            step=None,
+            heard_at_s=NOW,
+            has_joined=has_joined,
+        )
+        for name, generation, has_joined in nodes
+    )
+
+
 # The sentence ------------------------------------------------------------------------------------
 
 
@@ -165,6 +186,34 @@ def test_a_loss_of_long_ago_and_a_node_that_is_back_are_no_news(training: Job) -
     assert "lost" not in sentence(training.view())
 
 
+def test_all_who_are_missing_are_named_the_last_one_first(training: Job) -> None:
+    """Of a job that is paused, too: that is what it waits for."""
+    record = training.view().world
+    assert record is not None
+    newer = replace(
+        record.breakages[0], generation=7, lost=("n2",), left=("n3",), failures=(), time_s=NOW - 2
+    )
+    paused = replace(
+        record,
+        generation=8,
+        members=record.members[:1],
+        state=WorldState.PAUSED,
+        min_nodes=2,
+        breakages=(record.breakages[0], newer),
+    )
+    training.put_world(paused)
+    training.put_node("n1", paused, NodeState.READY)
+    training.store.delete(KEYS.node("id-n3"))
+    view = training.view()
+    assert sentence(view) == (
+        "paused in generation 8: 1 of at least 2 nodes, nothing is trained; "
+        "n2 was lost 2.0 s ago; n3 left 2.0 s ago; n4 was lost 12.0 s ago"
+    ), "the record of n2 is still there: it does not join"
+    assert [(n.name, view.state_of(n)) for n in view.nodes] == [("n1", "ready"), ("n2", "lost")]
+    training.put_world(replace(paused, breakages=(*paused.breakages, replace(newer, lost=("n5",)))))
+    assert "; and 1 more" in sentence(training.view())
+
+
 def test_a_world_that_is_not_entered_yet(training: Job) -> None:
     training.put_world(replace(world("n1", "n2", generation=8), reason="c is lost"))
     view = training.view()
@@ -172,6 +221,111 @@ def test_a_world_that_is_not_entered_yet(training: Job) -> None:
     assert sentence(view).startswith(
         "starting generation 8: 0 of its 2 nodes are in it (c is lost)"
     )
+
+
+@pytest.fixture
+def started(job: Job) -> Job:
+    """The workers of a first world of three nodes were started 5 s ago."""
+    record = replace(world("n1", "n2", "n3", generation=1), time_s=NOW - 5)
+    job.put_world(record)
+    for name in ("n1", "n2", "n3"):
+        job.put_node(name, record, NodeState.STARTING)
+    job.put_leader("n1")
+    return job
+
+
+NONE_YET = (("n1", False), ("n2", False), ("n3", False))
+
+
+@pytest.mark.parametrize(
+    ("heard", "said"),
+    [
+        ((), "workers of all nodes have not called elastic.join() yet"),
+        (NONE_YET, "workers of all nodes have not called elastic.join() yet"),
+        (
+            (("n1", True), ("n2", False), ("n3", False)),
+            "workers of n2 and n3 have not called elastic.join() yet",
+        ),
+        (
+            (("n1", True), ("n2", True), ("n3", True)),
+            "workers of all nodes have not begun a step yet",
+        ),
+    ],
+)
+def test_a_world_whose_workers_have_begun_no_step_is_starting(
+    started: Job, cli: Callable[..., int], heard: tuple[tuple[str, bool], ...], said: str
+) -> None:
+    started.put_progress(0, heartbeats=heard_of(*((n, 0, joined) for n, joined in heard)))
+    view = started.view()
+    assert view.state is JobCondition.STARTING
+    assert sentence(view) == f"starting generation 1 with 3 of 4 nodes: {said}"
+    assert {view.state_of(node) for node in view.nodes} == {"starting"}
+    assert cli("wait", "--for=nodes=3", "--timeout=0s") == 124
+    assert not document(view)["nodes"][0]["is_training"]
+
+
+def test_a_world_is_training_once_all_of_its_workers_have_begun_a_step(
+    started: Job, cli: Callable[..., int]
+) -> None:
+    started.put_progress(1, heartbeats=heard_of(("n1", 1, True), ("n2", 1, True), ("n3", 0, True)))
+    assert sentence(started.view()).endswith("workers of n3 have not begun a step yet")
+    assert [started.view().state_of(n) for n in started.view().nodes][-1] == "starting"
+    assert cli("wait", "--for=nodes=2", "--timeout=0s") == 124, "of a world of three"
+    started.put_progress(1, heartbeats=heard_of(*((n, 1, True) for n, _ in NONE_YET)))
+    view = started.view()
+    assert view.state is JobCondition.TRAINING
+    assert sentence(view) == "training in generation 1 with 3 of 4 nodes"
+    assert {view.state_of(node) for node in view.nodes} == {"training"}
+    assert cli("wait", "--for=nodes=3", "--timeout=0s") == 0
+    # They are started anew: what they reported of the former world does not count.
+    record = replace(world("n1", "n2", "n3", generation=2), time_s=NOW)
+    started.put_world(record)
+    for name in ("n1", "n2", "n3"):
+        started.put_node(name, record, NodeState.STARTING)
+    assert sentence(started.view()).endswith("workers of all nodes have not begun a step yet")
+
+
+def test_workers_that_change_worlds_in_process_train_as_soon_as_they_are_in(started: Job) -> None:
+    started.put_progress(9, heartbeats=heard_of(*((n, 1, True) for n, _ in NONE_YET)))
+    record = replace(world("n1", "n2", generation=2, mode="in-process"), time_s=NOW)
+    started.put_world(record)
+    for name in ("n1", "n2"):
+        started.put_node(name, record, NodeState.READY)
+    started.store.delete(KEYS.node("id-n3"))
+    assert sentence(started.view()) == "training in generation 2 with 2 of 4 nodes"
+
+
+@pytest.mark.parametrize(("has_joined", "ran_s"), [(None, 1.0), (False, SILENT_SCRIPT_S + 1)])
+def test_scripts_of_which_nobody_hears_steps_train_as_well(
+    started: Job, cli: Callable[..., int], has_joined: bool | None, ran_s: float
+) -> None:
+    """With mode=restart, and without elastic.join()."""
+    heard = heard_of(*((n, 0, has_joined) for n, _ in NONE_YET))
+    started.put_progress(0, heartbeats=heard, time_s=NOW - 5 + ran_s)
+    assert started.view().state is JobCondition.TRAINING
+    assert cli("wait", "--for=nodes=3", "--timeout=0s") == 0
+
+
+def test_who_may_not_read_the_progress_sees_a_world_that_trains(started: Job) -> None:
+    started.store.put(KEYS.progress, b'{"version": 99}')
+    assert started.view().state is JobCondition.TRAINING
+
+
+def test_until_the_step_of_a_planned_world_the_former_one_trains(training: Job) -> None:
+    planned = replace(
+        world("n1", "n2", "n3", "n4", generation=8, mode="in-process", switch_at_step=60),
+        reason="n4 is ready",
+    )
+    training.put_world(planned)
+    training.put_node("n4", None, NodeState.READY)
+    view = training.view()
+    assert view.state is JobCondition.TRAINING
+    assert sentence(view) == (
+        "training in generation 7 with 3 nodes; generation 8 begins with step 60 (n4 is ready)"
+    )
+    assert [view.state_of(n) for n in view.members] == ["training"] * 3 + ["ready"]
+    training.put_progress(60)
+    assert sentence(training.view()).startswith("starting generation 8: 0 of its 4 nodes are in it")
 
 
 def test_every_other_state(job: Job) -> None:
@@ -187,6 +341,10 @@ def test_every_other_state(job: Job) -> None:
     job.store.delete(KEYS.node("id-n1"))
     assert job.view().state is JobCondition.DOWN
     assert sentence(job.view()).startswith("down: no node is alive; generation 3")
+    job.put_world(replace(world(generation=4), time_s=NOW - 5))
+    assert sentence(job.view()) == (
+        "down: all nodes have left in order, 5.0 s ago; a new start continues it"
+    )
     job.finish(Outcome.SUCCESS, 0)
     assert sentence(job.view()) == (
         "succeeded at step 99 in generation 7, 3 min 0 s ago: a, b finished"
@@ -225,7 +383,7 @@ def test_the_table(
     assert head.startswith("llama-7: training in generation 7 with 3 of 4 nodes")
     assert progress == "step 52, 2 steps/s, time left unknown, last checkpoint of step 40"
     assert titles.split() == ["NODE", "RANKS", "STATE", "AGE"]
-    assert rows[0].split()[0] == "n1" and rows[0].split()[2] == "ready"
+    assert rows[0].split()[0] == "n1" and rows[0].split()[2] == "training"
     assert "generation 6: n4 was lost" in rows[-1]
     assert cli("status", "-o", "wide") == 0
     assert "LEADS" in capsys.readouterr().out
@@ -322,7 +480,7 @@ def test_a_node_is_described(
 ) -> None:
     assert cli("describe", "node", "n2") == 0
     said = capsys.readouterr().out
-    assert "name:          n2\n" in said and "state:         ready\n" in said
+    assert "name:          n2\n" in said and "state:         training\n" in said
     assert cli("describe", "node", "n9") == 2
     assert "the live ones are: n1, n2, n3" in capsys.readouterr().err
     assert cli("describe", "node") == 2
@@ -534,6 +692,9 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     found = capsys.readouterr()
     assert "llama-7: last known: step 52 in generation 7" in found.out
     assert "127.0.0.1:1" in found.err
+    assert "--journal" not in found.err
+    assert main(argv) == 69
+    assert "--journal FOLDER shows the last known state" in capsys.readouterr().err
     assert main([*argv, f"--journal={tmp_path / 'none'}"]) == 69
     assert "state not known" in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from elastic.liveness.channel import LIMITS, MAX_WORLD, LivenessCallbacks, Liven
 from elastic.liveness.heartbeats import Heartbeats, NodeHeartbeat
 from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import Liveness
-from elastic.membership.step_rate import StepRate
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake, Credentials
@@ -177,7 +177,10 @@ def test_the_liveness_thread_resolves_no_names(
 
 
 def test_a_followers_heartbeat_reaches_the_leader(leader: Agent, follower: Agent) -> None:
-    beats = [NodeHeartbeat(generation=7, step=52), NodeHeartbeat(generation=0, step=None)]
+    beats = [
+        NodeHeartbeat(generation=7, step=52, has_joined=True),
+        NodeHeartbeat(generation=0, step=None, has_joined=None),
+    ]
     follower.server.report(beats[0].encode())  # it follows nobody yet: nobody hears it
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
@@ -197,17 +200,30 @@ def test_the_longest_heartbeat_fits_into_a_frame() -> None:
 def test_heartbeats_are_sent_every_few_seconds_however_often_the_thread_turns() -> None:
     clock = ManualClock(100.0)
     beats, sent = Heartbeats("a", clock), list[bytes]()
-    for _ in range(3):
-        beats.send_if_due(None, sent.append)
+    for step in (1, 2, 3):
+        beats.send_if_due(NodeHeartbeat(generation=2, step=step), sent.append)
     clock.advance(HEARTBEAT_S)
-    beats.send_if_due(StepRate(generation=2, step=9, step_time_s=0.1, at_s=0.0), sent.append)
-    assert [NodeHeartbeat.decode(s).step for s in sent] == [None, 9]
-    assert beats.by_node()["a"].heartbeat == NodeHeartbeat(generation=2, step=9)
+    last = NodeHeartbeat(generation=2, step=9)
+    beats.send_if_due(last, sent.append)
+    assert [NodeHeartbeat.decode(s).step for s in sent] == [1, 9]
+    assert beats.by_node()["a"].heartbeat == last
     beats.heard("b", NodeHeartbeat(generation=2, step=8))
     assert beats.by_node()["b"].at_s == clock.monotonic()
     clock.advance(RECENT_LOSS_S + 1)  # nodes come and go: those long gone are forgotten
-    beats.send_if_due(None, sent.append)
+    beats.send_if_due(last, sent.append)
     assert set(beats.by_node()) == {"a"}
+
+
+def test_that_workers_begin_to_step_is_said_at_once() -> None:
+    beats, sent = Heartbeats("a", ManualClock(100.0)), list[bytes]()
+    told = [
+        NodeHeartbeat(generation=0, step=None),
+        NodeHeartbeat(generation=0, step=None, has_joined=True),
+        NodeHeartbeat(generation=2, step=0, has_joined=True),
+    ]
+    for heartbeat in (told[0], told[0], *told[1:], replace(told[2], step=1)):
+        beats.send_if_due(heartbeat, sent.append)
+    assert [NodeHeartbeat.decode(s) for s in sent] == told
 
 
 def test_following_a_refusing_leader_is_reported(follower: Agent) -> None:

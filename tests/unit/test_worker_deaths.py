@@ -13,7 +13,7 @@ from elastic.agent.supervision.workers import Workers
 from elastic.clock import ManualClock
 from elastic.events import CheckpointSaved, Event, Waiting
 from elastic.failures.kernel_log import KernelLog
-from elastic.link.protocol import Bye, CountEvents, Heartbeat, Hello, Message, Ready
+from elastic.link.protocol import IN_STEP, Bye, CountEvents, Heartbeat, Hello, Message, Ready
 from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
 from elastic.metrics.counting import NodeMetrics
@@ -169,3 +169,20 @@ def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(asks_workers: bo
     assert metrics.heartbeat_age_s == 3
     workers.on_ended(worker, WorkerDeath(worker.pid, 0, None, None))
     assert metrics.heartbeat_age_s is None
+
+
+def test_a_step_has_begun_once_the_first_worker_says_so() -> None:
+    """Of the world that it is in; a group that is being built is no step."""
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    first, second = (Worker(pid=(1 << 22) + n, local_rank=n, token=n) for n in range(2))
+    forming = Heartbeat(generation=7, step=0, phase="other", step_time_s=0.0)
+    for worker, heartbeat, begun in (
+        (first, forming, 0),
+        (second, replace(forming, phase=IN_STEP), 0),
+        (first, replace(forming, phase=IN_STEP), 7),
+        (first, replace(forming, generation=8), 7),
+        (first, replace(forming, generation=8, step_time_s=0.1), 8),
+    ):
+        workers.on_said(worker, heartbeat)
+        assert context.status.stepping_generation == begun

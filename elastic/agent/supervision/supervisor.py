@@ -19,6 +19,7 @@ from elastic.agent.supervision.hangs import (
 from elastic.agent.supervision.workers import LinkSaid, WorkerEnded, Workers
 from elastic.hangs.watch import Supervised
 from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
+from elastic.liveness.heartbeats import NodeHeartbeat
 from elastic.membership.records import Profile, WorldRecord, decode
 from elastic.metrics.counting import NodeMetrics
 from elastic.node.context import NodeContext
@@ -36,6 +37,7 @@ class WorkerSupervisor:
         oom_kills: OomKillCounter,
         metrics: NodeMetrics | None = None,
     ) -> None:
+        self._at = context
         options = context.options
         in_process = options.mode == "in-process"
         self._keys = context.keys
@@ -57,6 +59,16 @@ class WorkerSupervisor:
     def planned_steps(self) -> int | None:
         """How many the job is to make in all, as far as a worker of this node knows."""
         return self._hangs.planned_steps if self._hangs is not None else None
+
+    @property
+    def heartbeat(self) -> NodeHeartbeat:
+        """What is known of this node's workers, for the leader."""
+        status = self._at.status
+        return NodeHeartbeat(
+            generation=status.stepping_generation,
+            step=status.step_rate.step if status.step_rate is not None else None,
+            has_joined=status.workers_joined if self.workers is not None else None,
+        )
 
     def keep_link_key(self) -> None:
         """Workers are about to start. From any thread."""

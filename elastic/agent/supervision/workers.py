@@ -18,6 +18,7 @@ from elastic.agent.supervision.replica_meetings import ReplicaMeetings
 from elastic.agent.supervision.worker_deaths import WorkerDeaths
 from elastic.events import WorkerTrouble, WorldEntered
 from elastic.link.protocol import (
+    IN_STEP,
     Bye,
     CollectiveFailure,
     CountEvents,
@@ -170,6 +171,8 @@ class Workers:
             publish_change(self._at, lambda n: replace(n, in_process=True, state=NodeState.READY))
 
     def _on_heartbeat(self, worker: Worker, beat: Heartbeat) -> None:
+        if worker.local_rank == 0 and (beat.phase == IN_STEP or beat.step_time_s > 0):
+            self._at.status.stepping_generation = beat.generation
         # Without a step's duration nobody can say when a step will begin.
         if worker.local_rank == 0 and beat.generation and beat.step_time_s > 0:
             now = self._at.clock.monotonic()

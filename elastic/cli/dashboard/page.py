@@ -15,8 +15,9 @@ from pathlib import Path
 from string import Template
 
 from elastic.cli.dashboard.feed.snapshot import JobEvent, JobSnapshot
-from elastic.cli.observe.job_view import JobCondition, JobView, incident, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView
 from elastic.cli.observe.printable import duration, printable, timestamp
+from elastic.cli.observe.sentence import incident, sentence
 from elastic.cli.observe.status import ranks_of
 from elastic.membership.records import BreakageRecord, Node
 
@@ -194,7 +195,7 @@ def _node(view: JobView, node: Node, row: int, now_s: float) -> str:
     mark = ' <span class="muted">leads</span>' if leads else ""
     return (
         f'<tr><th scope="row">{text(node.name, 60)}{mark}</th><td>{text(ranks_of(view, node))}</td>'
-        f'<td>{text(node.state.value)}</td><td class="extra">{generation}</td>'
+        f'<td>{text(view.state_of(node))}</td><td class="extra">{generation}</td>'
         f'<td id="step-{row}" class="extra">{step}</td><td id="heartbeat-{row}">{heartbeat}</td>'
         f'<td>{_age(node.joined_at_s, now_s)}</td><td class="extra">{text(node.address, 60)}</td>'
         "</tr>"

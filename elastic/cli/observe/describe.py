@@ -11,8 +11,9 @@ from typing import Any
 from elastic.cli.command_parser import CommandParser, nearest
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
-from elastic.cli.observe.job_view import JobView, incident, read_job, sentence
+from elastic.cli.observe.job_view import JobView, read_job
 from elastic.cli.observe.printable import duration, printable, timestamp
+from elastic.cli.observe.sentence import incident, sentence
 from elastic.cli.observe.status import ranks_of
 from elastic.cli.observe.status_document import (
     checkpoint_document,
@@ -104,7 +105,7 @@ def _node_named(view: JobView, name: str | None) -> Node:
 def _node(view: JobView, node: Node) -> Iterator[str]:
     yield _field("name", node.name)
     yield _field("node id", node.node_id)
-    yield _field("state", node.state.value)
+    yield _field("state", view.state_of(node))
     yield _field("ranks", ranks_of(view, node))
     if why := view.why_waiting(node):
         yield _field("waits", why)

@@ -1,4 +1,4 @@
-"""``elastic events``: the journals of a run as one, in order of time.
+"""``elastic events``: the journals of a run as one, in order of time, and what etcd shows besides.
 
 With clocks that differ put right, and a note on stderr about whatever could not be read.
 """
@@ -10,14 +10,19 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic.cli.command_parser import CommandParser
+from elastic.cli.job_arguments import add_job_arguments
+from elastic.cli.observe.connection import job_store, keys_of
+from elastic.cli.observe.etcd_changes import EtcdChanges
+from elastic.cli.observe.job_view import read_job
 from elastic.cli.observe.printable import age, printable, timestamp
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, StoreUnreachable
 from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 from elastic.telemetry.merging import merge
 from elastic.tuning.worker_intervals import FOLLOW_S
@@ -27,25 +32,33 @@ _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "n
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Run ``elastic events ARGV``; returns the exit code."""
-    args = parser().parse_args(list(argv))
-    folder = folder_of(args.folder)
+    args = parser(environ).parse_args(list(argv))
+    has_folder = bool(args.folder or environ.get("ELASTIC_JOURNAL"))
+    if not has_folder and args.rdzv_endpoint is None:
+        args.rdzv_endpoint = environ.get("PET_RDZV_ENDPOINT")
+    folder = folder_of(args.folder) if has_folder or not args.rdzv_endpoint else None
     since_s = moment(args.since, SYSTEM_CLOCK.wall()) if args.since else None
     try:
-        _print_all(folder, args, since_s, SYSTEM_CLOCK)
+        with _changes_in_etcd(args, is_needed=folder is None) as changes:
+            _print_all(folder, changes, args, since_s, SYSTEM_CLOCK)
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic events``."""
     own = CommandParser(
         prog="elastic events",
         description="Print the events of a run: the journals of all its processes, in order of "
-        "time. What each event holds: docs/reference/events.md.",
+        "time. What each event holds: docs/reference/events.md. With --rdzv-endpoint also what "
+        "etcd shows and no journal in FOLDER tells: worlds, nodes, the end.",
+        epilog="PET_RDZV_ENDPOINT counts only where neither FOLDER nor ELASTIC_JOURNAL is given. "
+        "exit codes: 0, 2 usage, 69 etcd refuses, or cannot be reached and there is no FOLDER",
     )
+    add_job_arguments(own, {k: v for k, v in environ.items() if k != "PET_RDZV_ENDPOINT"})
     own.add_argument(
         "folder",
         nargs="?",
@@ -104,28 +117,88 @@ def moment(text: str, now_s: float) -> float:
     return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
 
 
-def _print_all(folder: Path, args: argparse.Namespace, since_s: float | None, clock: Clock) -> None:
-    journals = JournalFolder(folder)
-    found = journals.read_new()
-    merged = merge(found, journals.notes())
-    _print(merged.records, args, since_s)
-    told = set(merged.notes)
-    for note in merged.notes:
-        print(f"elastic: note: {printable(note, 1000)}", file=sys.stderr)
-    if not merged.records and not args.follow:
-        print(f"elastic: there are no events in {printable(str(folder))}", file=sys.stderr)
+def _print_all(
+    folder: Path | None,
+    changes: EtcdChanges | None,
+    args: argparse.Namespace,
+    since_s: float | None,
+    clock: Clock,
+) -> None:
+    journals = JournalFolder(folder) if folder is not None else None
+    merged = merge(journals.read_new(), journals.notes()) if journals is not None else merge([], [])
+    notes = _Notes()
+    of_etcd = _changes(changes, merged.records, notes, at_once=not args.follow)
+    _print(_in_order([*merged.records, *of_etcd]), args, since_s)
+    notes.print(merged.notes)
+    if not merged.records and not of_etcd and not args.follow:
+        where = printable(str(folder)) if folder is not None else "etcd"
+        print(f"elastic: there are no events in {where}", file=sys.stderr)
     offsets = {r.writer: r.at_s - r.monotonic_s for r in merged.records}
     while args.follow:
         clock.sleep(FOLLOW_S)
-        records = journals.read_new()
+        records = journals.read_new() if journals is not None else []
         for record in records:
             known = offsets.setdefault(record.writer, record.time_s - record.monotonic_s)
             record.at_s = record.monotonic_s + known
-        _print(sorted(records, key=lambda r: r.at_s), args, since_s)
-        for note in journals.notes():
-            if note not in told and "last line was cut" not in note:
-                told.add(note)
+        of_etcd = _changes(changes, records, notes, at_once=journals is None)
+        _print(_in_order([*records, *of_etcd]), args, since_s)
+        if journals is not None:
+            notes.print(n for n in journals.notes() if "last line was cut" not in n)
+
+
+def _changes(
+    changes: EtcdChanges | None,
+    told: Sequence[JournalRecord],
+    notes: _Notes,
+    *,
+    at_once: bool,
+) -> list[JournalRecord]:
+    """What etcd shows beside what journals tell."""
+    if changes is None:
+        return []
+    changes.told(told)
+    found = changes.take(at_once=at_once)
+    notes.print([changes.problem] * bool(changes.problem))
+    return found
+
+
+@contextmanager
+def _changes_in_etcd(args: argparse.Namespace, *, is_needed: bool) -> Iterator[EtcdChanges | None]:
+    """Where etcd is asked; None also where it cannot be reached and journals are there.
+
+    Raises ConfigError and CoordinationError.
+    """
+    if not args.rdzv_endpoint:
+        yield None
+        return
+    keys = keys_of(args)
+    with ExitStack() as opened:
+        try:
+            store = opened.enter_context(job_store(args))
+        except StoreUnreachable as error:
+            if is_needed:
+                raise
+            print(f"elastic: note: {printable(error.message, 1000)}", file=sys.stderr)
+            yield None
+            return
+        yield EtcdChanges(lambda: read_job(store, keys, SYSTEM_CLOCK.wall()))
+
+
+class _Notes:
+    """Each is printed once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def print(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            if note not in self._told:
+                self._told.add(note)
                 print(f"elastic: note: {printable(note, 1000)}", file=sys.stderr)
+
+
+def _in_order(records: Iterable[JournalRecord]) -> list[JournalRecord]:
+    return sorted(records, key=lambda record: record.at_s)
 
 
 def _print(

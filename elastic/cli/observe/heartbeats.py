@@ -21,6 +21,8 @@ class NodeSigns:
     age_s: float | None = None  # until now; None: the leader has written none of it
     step: int | None = None  # that its workers reported last
     is_late: bool = False
+    generation: int = 0  # the newest in which its workers have begun a step; 0: none, or not known
+    has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
 
     def __str__(self) -> str:
         if self.age_s is None:
@@ -37,6 +39,8 @@ def signs_by_node(progress: JobProgress | None, now_s: float) -> dict[str, NodeS
         heard.node_id: NodeSigns(
             age_s=max(0.0, max(now_s, progress.time_s) - heard.heard_at_s),
             step=heard.step,
+            generation=heard.generation,
+            has_joined=heard.has_joined,
             is_late=is_old or progress.time_s - heard.heard_at_s > HEARTBEAT_LATE_S,
         )
         for heard in progress.heartbeats

@@ -1,7 +1,7 @@
-"""A job as etcd shows it: what is read, and the one sentence that says how it is.
+"""A job as etcd shows it.
 
 Reads single keys and ``nodes/``, never the run's secret: a role that may read no more is enough
-(docs/security.md). :func:`sentence` is pure.
+(docs/security.md). :mod:`~elastic.cli.observe.sentence` puts it into words.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from elastic.cli.observe.heartbeats import NodeSigns, signs_by_node, silence
-from elastic.cli.observe.printable import duration, printable
+from elastic.cli.observe.heartbeats import NodeSigns, signs_by_node
 from elastic.errors import RecordError, StoreRefused
 from elastic.leadership.job_progress import JobProgress, decode_progress
 from elastic.membership.keys import Keys
@@ -27,11 +26,9 @@ from elastic.membership.records import (
     WorldState,
     decode,
 )
-from elastic.membership.replicas import waiting_for_others, why_waiting
+from elastic.membership.replicas import why_waiting
 from elastic.store.keyvalue import Entry, KeyValue
-from elastic.tuning.agent_intervals import RECENT_LOSS_S
-
-Ago = Callable[[float], str]
+from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
 
 
 class JobCondition(str, Enum):
@@ -39,8 +36,8 @@ class JobCondition(str, Enum):
 
     ABSENT = "absent"  # nothing is there: not started, or forgotten
     WAITING = "waiting"  # for its first world
-    STARTING = "starting"  # a world is formed, and not all of its nodes are in it yet
-    TRAINING = "training"
+    STARTING = "starting"  # a world is formed, and not all of its nodes train in it yet
+    TRAINING = "training"  # the workers of all its nodes have begun a step
     PAUSED = "paused"  # below the minimum of nodes
     DOWN = "down"  # there was a world, and no node is alive
     SUCCEEDED = "succeeded"
@@ -60,6 +57,7 @@ class JobView:
     progress: JobProgress | None = None
     done: Done | None = None
     notes: tuple[str, ...] = ()
+    is_progress_hidden: bool = False  # this user may not read it, or it is of another version
 
     @property
     def members(self) -> tuple[Node, ...]:
@@ -69,16 +67,68 @@ class JobView:
         alive = {node.node_id: node for node in self.nodes}
         return tuple(alive[i] for i in self.world.node_ids if i in alive)
 
-    @property
+    @cached_property
+    def inside(self) -> tuple[Node, ...]:
+        """Members whose agents have handed the newest world to their workers."""
+        newest = self.world.generation if self.world is not None else 0
+        return tuple(n for n in self.members if n.running and n.running.generation >= newest)
+
+    @cached_property
     def training(self) -> tuple[Node, ...]:
-        """Those that run it."""
-        return tuple(
-            node
-            for node in self.members
-            if self.world is not None
-            and node.running is not None
-            and node.running.generation >= self.world.generation
+        """Members whose workers have begun a step in the newest world, or, as long as that is only
+        planned, in the one before."""
+        running = self.members if self.is_switching else self.inside
+        return tuple(node for node in running if self.is_stepping(node))
+
+    @cached_property
+    def _training_ids(self) -> frozenset[str]:
+        return frozenset(node.node_id for node in self.training)
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether the newest world is planned: until its first step the former one trains."""
+        world, step = self.world, self.step
+        if world is None or world.switch_at_step is None or self.inside:
+            return False
+        return step is not None and step < world.switch_at_step
+
+    def is_stepping(self, node: Node) -> bool:
+        """Whether the workers of a member have begun a step in the world that they run.
+
+        Workers that change worlds without a restart go on with a step; others are believed once
+        they report one. Those of a script without elastic.join() never do, nor do any with
+        ``mode=restart``.
+        """
+        if node.running is None:
+            return False
+        is_restarted = node.running.mode != "in-process" or node.state is not NodeState.READY
+        if not is_restarted or self.is_progress_hidden or self.leader is None:
+            return True
+        signs = self.signs_of(node)
+        if signs.has_joined is None or signs.generation >= node.running.generation:
+            return True
+        return not signs.has_joined and self._ran_s(node.running) > SILENT_SCRIPT_S
+
+    def is_lost(self, node: Node) -> bool:
+        """Whether the leader has given it up: its record stays until its lease ends."""
+        running = node.running.generation if node.running is not None else None
+        return running is not None and any(
+            node.name in breakage.lost and running <= breakage.generation
+            for breakage in self.breakages
         )
+
+    def state_of(self, node: Node) -> str:
+        """In one word: ``training``, ``lost``, or what its agent says."""
+        if self.is_lost(node):
+            return "lost"
+        is_active = self.world is not None and self.world.state is WorldState.ACTIVE
+        may_train = node.state in (NodeState.STARTING, NodeState.READY) and self.done is None
+        is_training = is_active and may_train and node.node_id in self._training_ids
+        return JobCondition.TRAINING.value if is_training else node.state.value
+
+    def _ran_s(self, world: WorldRecord) -> float:
+        """For how long a world has run, by the clock of its leader."""
+        return self.progress.time_s - world.time_s if self.progress is not None else 0.0
 
     @property
     def joining(self) -> tuple[Node, ...]:
@@ -117,6 +167,8 @@ class JobView:
             return JobCondition.DOWN
         if self.world.state is WorldState.PAUSED:
             return JobCondition.PAUSED
+        if self.is_switching:
+            return JobCondition.TRAINING if self.training else JobCondition.STARTING
         is_whole = len(self.training) == len(self.world.members)
         return JobCondition.TRAINING if is_whole else JobCondition.STARTING
 
@@ -191,6 +243,7 @@ def read_job(store: KeyValue, keys: Keys, now_s: float) -> JobView:
     nodes = _nodes(store, keys, notes)
     done = read(keys.done, lambda e: decode(Done, e.key, e.value))
     leader = read(keys.leader, lambda e: decode(Leader, e.key, e.value))
+    known_notes = len(notes)
     progress = read(keys.progress, lambda e: decode_progress(e.key, e.value))
     assert done is None or isinstance(done, Done)
     assert leader is None or isinstance(leader, Leader)
@@ -205,6 +258,7 @@ def read_job(store: KeyValue, keys: Keys, now_s: float) -> JobView:
         progress=progress,
         done=done,
         notes=tuple(notes),
+        is_progress_hidden=len(notes) > known_notes,
     )
 
 
@@ -225,105 +279,3 @@ def _nodes(store: KeyValue, keys: Keys, notes: list[str]) -> tuple[Node, ...]:
         except RecordError as error:
             notes.append(error.message)
     return tuple(sorted(nodes, key=lambda node: node.joined_at_s))
-
-
-# In words ----------------------------------------------------------------------------------------
-
-
-def sentence(view: JobView, ago: Ago | None = None) -> str:
-    """How the job is, for people: ``training in generation 7 with 3 of 4 nodes; …``.
-
-    ``ago`` writes a time of the wall clock; else it is ``12.0 s ago``.
-    """
-    ago = ago or (lambda time_s: f"{duration(max(0.0, view.at_s - time_s))} ago")
-    parts = [_state(view, ago), *_losses(view, ago), *_silent(view), *_joining(view)]
-    return "; ".join(parts)
-
-
-def _state(view: JobView, ago: Ago) -> str:
-    world, done = view.world, view.done
-    if done is not None:
-        how = "succeeded" if done.outcome is Outcome.SUCCESS else "failed"
-        step = f" at step {done.final_step}" if done.final_step is not None else ""
-        return (
-            f"{how}{step} in generation {done.generation}, {ago(done.time_s)}: "
-            f"{printable(done.reason)}"
-        )
-    if world is None:
-        if not view.nodes:
-            return f"no such job: there is nothing under {printable(view.root)}"
-        least = max(node.min_nodes for node in view.nodes)
-        return f"waiting for nodes: {len(view.nodes)} of at least {least} arrived"
-    generation, members = world.generation, len(world.members)
-    if view.state is JobCondition.DOWN:
-        return (
-            f"down: no node is alive; generation {generation} was formed with "
-            f"{_count(members, 'node')}, {ago(world.time_s)}"
-        )
-    if view.state is JobCondition.PAUSED:
-        return (
-            f"paused in generation {generation}: {len(view.members)} of at least "
-            f"{world.min_nodes} nodes, nothing is trained"
-        )
-    if view.state is JobCondition.STARTING:
-        return (
-            f"starting generation {generation}: {len(view.training)} of its "
-            f"{_count(members, 'node')} are in it ({printable(world.reason)})"
-        )
-    return f"training in generation {generation} with {members} of {world.max_nodes} nodes"
-
-
-def _losses(view: JobView, ago: Ago) -> list[str]:
-    """Who went lately, but for the nodes that are back."""
-    breakages = view.world.breakages if view.world is not None else ()
-    here = {node.name for node in view.training}
-    if view.done is not None or not breakages:
-        return []
-    newest = breakages[-1]
-    if view.at_s - newest.time_s > RECENT_LOSS_S:
-        return []
-    said = [
-        f"{printable(name, 60)} {what} {ago(newest.time_s)}"
-        for names, what in ((newest.lost, "was lost"), (newest.left, "left"))
-        for name in names
-        if name not in here
-    ]
-    failed = dict.fromkeys(f.node for f in newest.failures if f.node not in newest.lost)
-    said += [f"a worker of {printable(n, 60)} failed {ago(newest.time_s)}" for n in failed]
-    return said
-
-
-def _silent(view: JobView) -> list[str]:
-    if view.done is not None:
-        return []
-    return silence(view.progress, view.nodes, view.signs, view.at_s)
-
-
-def _joining(view: JobView) -> list[str]:
-    if view.done is not None:
-        return []
-    if view.world is None:
-        few = [node for node in view.nodes if view.why_waiting(node)]
-        names = [printable(node.name, 60) for node in few]
-        return [waiting_for_others(names, few[0].nodes_per_replica)] if few else []
-    waits = {NodeState.ARRIVED: "is waiting", NodeState.STARTING: "is warming up"}
-    return [
-        f"{printable(node.name, 60)} waits: {why}"
-        if (why := view.why_waiting(node))
-        else f"{printable(node.name, 60)} {waits.get(node.state, 'is about to join')}"
-        for node in view.joining
-        if node.state not in (NodeState.LEAVING, NodeState.FINISHED)
-    ]
-
-
-def incident(breakage: BreakageRecord) -> str:
-    """What broke a world, in a few words."""
-    parts = [f"{printable(name, 60)} was lost" for name in breakage.lost]
-    parts += [f"{printable(name, 60)} left" for name in breakage.left]
-    failed = dict.fromkeys(f.node for f in breakage.failures if f.node not in breakage.lost)
-    parts += [f"a worker of {printable(name, 60)} failed" for name in failed]
-    return ", ".join(parts) or "it broke"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
-from elastic.cli.observe.job_view import JobCondition, JobView, incident, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job
 from elastic.cli.observe.last_known import last_known
 from elastic.cli.observe.printable import duration, printable
+from elastic.cli.observe.sentence import incident, sentence
 from elastic.cli.observe.status_document import document
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import StoreUnreachable
@@ -99,6 +100,7 @@ def _show_outage(view: JobView, args: argparse.Namespace, message: str) -> None:
 
 def _show_last_known(args: argparse.Namespace, run_id: str) -> None:
     if not args.journal:
+        print("elastic: --journal FOLDER shows the last known state meanwhile", file=sys.stderr)
         return
     known = last_known(args.journal, run_id, SYSTEM_CLOCK.wall())
     known[0] = f"{printable(run_id)}: {known[0]}"
@@ -172,7 +174,7 @@ def _rows(view: JobView, *, is_wide: bool) -> Iterator[tuple[str, ...]]:
         row: tuple[str, ...] = (
             printable(node.name, 60),
             ranks_of(view, node),
-            node.state.value,
+            view.state_of(node),
             duration(max(0.0, view.at_s - node.joined_at_s)),
         )
         if is_wide:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.cli.observe.job_view import JobView, incident, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView
+from elastic.cli.observe.sentence import incident, sentence
 from elastic.membership.records import BreakageRecord, Node
 from elastic.telemetry.journal import shorten
 
@@ -129,6 +130,7 @@ def _node(view: JobView, node: Node) -> dict[str, Any]:
         "node_id": node.node_id,
         "state": node.state.value,
         "is_member": is_member,
+        "is_training": view.state_of(node) == JobCondition.TRAINING.value,
         "first_rank": first,
         "nproc": node.nproc,
         "waits": view.why_waiting(node) or None,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
-from elastic.cli.observe.job_view import JobCondition, JobView, read_job, sentence
+from elastic.cli.observe.job_view import JobCondition, JobView, read_job
 from elastic.cli.observe.printable import printable, seconds_of
+from elastic.cli.observe.sentence import sentence
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.link.protocol import Heartbeat
+from elastic.link.protocol import IN_STEP, Heartbeat
 from elastic.training.current_step import CurrentStep
 from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import LINK_HEARTBEAT_S
@@ -42,6 +42,6 @@ class StepTimer:
         return Heartbeat(
             generation=generation,
             step=job.progress.step,
-            phase="step" if current.step is not None else "other",
+            phase=IN_STEP if current.step is not None else "other",
             step_time_s=self._step_time_s,
         )

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from elastic.cli.dashboard.feed.snapshot import JobEvent
-from elastic.cli.observe.job_view import JobView, incident, sentence
+from elastic.cli.observe.etcd_changes import changes_of
+from elastic.cli.observe.job_view import JobView
 from elastic.cli.observe.printable import duration, printable
 from elastic.telemetry.journal_reader import JournalRecord
 
@@ -66,11 +67,15 @@ class EventLog:
     def add_changes(self, view: JobView) -> bool:
         """What etcd shows and has not shown before; whether there was any."""
         number = self._number
-        for key, at_s, name, text in _facts(view):
-            if not self._is_known(key):
-                generation = view.world.generation if view.world is not None else None
+        for change in changes_of(view):
+            if not self._is_known(change.key):
                 self._add(
-                    at_s=at_s, name=name, node="", generation=generation, step=None, text=text
+                    at_s=change.at_s,
+                    name=change.name,
+                    node="",
+                    generation=change.generation,
+                    step=None,
+                    text=change.text,
                 )
         return self._number > number
 
@@ -114,27 +119,6 @@ def _key(record: JournalRecord) -> tuple[object, ...] | None:
     if record.name in _OF_ALL_NODES:
         return record.name, record.text("leader"), record.text("reason")
     return None
-
-
-def _facts(view: JobView) -> Iterator[tuple[tuple[object, ...], float, str, str]]:
-    """Key, time, name and text."""
-    world = view.world
-    for breakage in world.breakages if world is not None else ():
-        key = ("broken", breakage.generation, breakage.time_s)
-        why = f": {printable(breakage.verdict, 200)}" if breakage.verdict else ""
-        text = f"generation {breakage.generation} ended: {incident(breakage)}{why}"
-        yield key, breakage.time_s, "world-broken", text
-    if world is not None:
-        text = (
-            f"generation {world.generation} with {len(world.members)} nodes, {world.size} "
-            f"workers: {printable(world.reason, 200)}"
-        )
-        yield ("formed", world.generation, world.time_s), world.time_s, "world-formed", text
-    for node in view.nodes:
-        text = f"{printable(node.name, _LONGEST_NAME)} has joined"
-        yield ("node", node.node_id), node.joined_at_s, "node-arrived", text
-    if view.done is not None:
-        yield ("done",), view.done.time_s, "job-ended", sentence(view)
 
 
 def text_of(record: JournalRecord) -> str:

@@ -1,0 +1,145 @@
+"""How a job is, in one sentence: ``training in generation 7 with 3 of 4 nodes; …``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from elastic.cli.observe.heartbeats import silence
+from elastic.cli.observe.job_view import JobCondition, JobView
+from elastic.cli.observe.printable import duration, printable
+from elastic.membership.records import BreakageRecord, Node, NodeState, Outcome, WorldRecord
+from elastic.membership.replicas import waiting_for_others
+from elastic.tuning.agent_intervals import RECENT_LOSS_S
+
+Ago = Callable[[float], str]
+_MOST_NAMES = 3
+
+
+def sentence(view: JobView, ago: Ago | None = None) -> str:
+    """How the job is, for people: ``training in generation 7 with 3 of 4 nodes; …``.
+
+    ``ago`` writes a time of the wall clock; else it is ``12.0 s ago``.
+    """
+    ago = ago or (lambda time_s: f"{duration(max(0.0, view.at_s - time_s))} ago")
+    parts = [_state(view, ago), *_losses(view, ago), *_silent(view), *_joining(view)]
+    return "; ".join(parts)
+
+
+def _state(view: JobView, ago: Ago) -> str:
+    world, done = view.world, view.done
+    if done is not None:
+        how = "succeeded" if done.outcome is Outcome.SUCCESS else "failed"
+        step = f" at step {done.final_step}" if done.final_step is not None else ""
+        return (
+            f"{how}{step} in generation {done.generation}, {ago(done.time_s)}: "
+            f"{printable(done.reason)}"
+        )
+    if world is None:
+        if not view.nodes:
+            return f"no such job: there is nothing under {printable(view.root)}"
+        least = max(node.min_nodes for node in view.nodes)
+        return f"waiting for nodes: {len(view.nodes)} of at least {least} arrived"
+    generation, members = world.generation, len(world.members)
+    if view.state is JobCondition.DOWN and not members:
+        return f"down: all nodes have left in order, {ago(world.time_s)}; a new start continues it"
+    if view.state is JobCondition.DOWN:
+        return (
+            f"down: no node is alive; generation {generation} was formed with "
+            f"{_count(members, 'node')}, {ago(world.time_s)}"
+        )
+    if view.state is JobCondition.PAUSED:
+        return (
+            f"paused in generation {generation}: {len(view.members)} of at least "
+            f"{world.min_nodes} nodes, nothing is trained"
+        )
+    if view.state is JobCondition.STARTING:
+        return _starting(view, world)
+    if view.is_switching:
+        former = max(node.running.generation for node in view.training if node.running)
+        return (
+            f"training in generation {former} with {_count(len(view.training), 'node')}; "
+            f"generation {generation} begins with step {world.switch_at_step} "
+            f"({printable(world.reason)})"
+        )
+    return f"training in generation {generation} with {members} of {world.max_nodes} nodes"
+
+
+def _starting(view: JobView, world: WorldRecord) -> str:
+    members = len(world.members)
+    if len(view.inside) < members:
+        return (
+            f"starting generation {world.generation}: {len(view.inside)} of its "
+            f"{_count(members, 'node')} are in it ({printable(world.reason)})"
+        )
+    steps = [node for node in view.inside if node not in view.training]
+    importing = [n for n in steps if view.signs_of(n).has_joined is False]
+    what = "have not called elastic.join() yet" if importing else "have not begun a step yet"
+    return (
+        f"starting generation {world.generation} with {members} of {world.max_nodes} nodes: "
+        f"workers of {_names(importing or steps, members)} {what}"
+    )
+
+
+def _names(nodes: Sequence[Node], all_nodes: int) -> str:
+    """``n1 and n2``, ``all nodes``, or how many."""
+    if len(nodes) == all_nodes:
+        return "all nodes" if all_nodes > 1 else "its node"
+    if len(nodes) > _MOST_NAMES:
+        return _count(len(nodes), "node")
+    return " and ".join(printable(node.name, 60) for node in nodes)
+
+
+def _losses(view: JobView, ago: Ago) -> list[str]:
+    """Who went lately and is not back, and whose workers broke the last world."""
+    breakages = view.world.breakages if view.world is not None else ()
+    recent = [b for b in reversed(breakages) if view.at_s - b.time_s <= RECENT_LOSS_S]
+    if view.done is not None or not recent or not (view.world and view.world.members):
+        return []
+    said = {node.name: "" for node in view.training}
+    for breakage in recent:
+        for names, what in ((breakage.lost, "was lost"), (breakage.left, "left")):
+            for name in names:
+                said.setdefault(name, f"{printable(name, 60)} {what} {ago(breakage.time_s)}")
+    gone = [text for text in said.values() if text]
+    if len(gone) > _MOST_NAMES:
+        gone[_MOST_NAMES:] = [f"and {len(gone) - _MOST_NAMES} more"]
+    newest = recent[0]
+    failed = dict.fromkeys(f.node for f in newest.failures if f.node not in newest.lost)
+    workers = [f"a worker of {printable(n, 60)} failed {ago(newest.time_s)}" for n in failed]
+    return [*gone, *workers]
+
+
+def _silent(view: JobView) -> list[str]:
+    if view.done is not None:
+        return []
+    return silence(view.progress, view.nodes, view.signs, view.at_s)
+
+
+def _joining(view: JobView) -> list[str]:
+    if view.done is not None:
+        return []
+    if view.world is None:
+        few = [node for node in view.nodes if view.why_waiting(node)]
+        names = [printable(node.name, 60) for node in few]
+        return [waiting_for_others(names, few[0].nodes_per_replica)] if few else []
+    waits = {NodeState.ARRIVED: "is waiting", NodeState.STARTING: "is warming up"}
+    return [
+        f"{printable(node.name, 60)} waits: {why}"
+        if (why := view.why_waiting(node))
+        else f"{printable(node.name, 60)} {waits.get(node.state, 'is about to join')}"
+        for node in view.joining
+        if node.state not in (NodeState.LEAVING, NodeState.FINISHED) and not view.is_lost(node)
+    ]
+
+
+def incident(breakage: BreakageRecord) -> str:
+    """What broke a world, in a few words."""
+    parts = [f"{printable(name, 60)} was lost" for name in breakage.lost]
+    parts += [f"{printable(name, 60)} left" for name in breakage.left]
+    failed = dict.fromkeys(f.node for f in breakage.failures if f.node not in breakage.lost)
+    parts += [f"a worker of {printable(name, 60)} failed" for name in failed]
+    return ", ".join(parts) or "it broke"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
