@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 INTERFACE = "eth0"
 DECOY = "aa0"
-FAST = "fast0"
+FAST, FAST_NETWORK = "fast0", "172.30.0.0/30"
 
 
 def available() -> bool:

@@ -12,6 +12,7 @@ from elastic.events import WorkersTuned
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.announced_address import told_address
 from elastic.tuning.network import Network, read_network
 from elastic.tuning.worker_environment import (
     Given,
@@ -25,8 +26,10 @@ IN_PROCESS = "in-process"
 
 
 def check(options: AgentOptions, environ: Mapping[str, str], *, max_nodes: int) -> None:
-    """Before etcd is asked: raise ConfigError for a profile or an interface that cannot be."""
+    """Before etcd is asked: raise ConfigError for a profile, an interface or a network that cannot
+    be."""
     network = read_network()
+    told_address(None, options.network, None)
     given = given_settings(environ)
     _effective(options, network, given, (), max_nodes, own_address="", is_told=False)
 
@@ -99,9 +102,10 @@ def _effective(
         network,
         max_nodes=max_nodes,
         own_address=own_address,
-        is_told=is_told,
+        is_told=is_told or options.network is not None,
         peers=peers,
         interface=options.interface,
+        own_network=options.network,
     )
     return effective(
         given,

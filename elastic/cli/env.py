@@ -19,6 +19,7 @@ from elastic.cli.job_arguments import add_options_argument, options_of
 from elastic.cli.launch.flags import node_range
 from elastic.errors import ConfigError
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.announced_address import told_address
 from elastic.tuning.network import Network, read_network, source_address
 from elastic.tuning.worker_environment import (
     DEFAULT,
@@ -76,7 +77,7 @@ def of_this_machine(
 ) -> WorkerEnvironment:
     """What an agent with these options gives its workers."""
     _, max_nodes = node_range(args.nnodes)
-    told = args.local_addr or options.pod_ip
+    told = told_address(args.local_addr, options.network, options.pod_ip, network.addresses())
     peers = [args.leader] if args.leader else []
     if args.leader and source_address(args.leader) is None:
         raise ConfigError(
@@ -86,10 +87,11 @@ def of_this_machine(
     route = choose_route(
         network,
         max_nodes=max_nodes,
-        own_address=told or "",
+        own_address=told,
         is_told=bool(told),
         peers=peers,
         interface=options.interface,
+        own_network=options.network,
     )
     return effective(
         given_settings(environ),

@@ -23,12 +23,13 @@ from elastic.doctor.between import bandwidth, pairs
 from elastic.doctor.collectives.session import Session, TransferMeasurement, torch_findings
 from elastic.doctor.findings import Finding, Status, skipped
 from elastic.doctor.meeting import AllGather, Meeting, MeetingFailed, Participant, alone
-from elastic.doctor.probes import Probe
+from elastic.doctor.probes import Probe, Unanswered
 from elastic.errors import CoordinationError
 from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.announced_address import told_address
 from elastic.tuning.doctor_intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
 from elastic.tuning.network import read_network
 
@@ -97,8 +98,9 @@ def examine(plan: ExaminationPlan, say: Say) -> Report:
 
 
 def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str, Probe]:
+    options = plan.options
     wanted: dict[str, Sequence[object]] = {
-        "network": (plan.local_addr or plan.options.pod_ip or "", *endpoint),
+        "network": (told_address(plan.local_addr, options.network, options.pod_ip), *endpoint),
         "shm": (),
         "limits": (),
         "gpu": (),
@@ -195,7 +197,9 @@ def _between(
     found += bandwidth.between_nodes(meeting, members, meeting.number, network, plan.deadline_s)
     if plan.only_local:
         return found, []
-    shared = _shared_folder(plan, meeting)
+    # A folder that did not answer a process of its own would block this one.
+    folder = None if isinstance(results.get("folder"), Unanswered) else plan.folder
+    shared = shared_folder(folder, members[0].node_id, meeting.number, meeting, plan.deadline_s)
     session = Session(members, meeting.number, meeting, plan.deadline_s, shared, say)
     try:
         torch_found, speeds = torch_findings(session)
@@ -255,17 +259,25 @@ def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list
     return found + pairs.findings(names, {n: v["connections"] for n, v in everyone.items()})
 
 
-def _shared_folder(plan: ExaminationPlan, meeting: Meeting) -> str | None:
-    """The folder of checkpoints, if all nodes see in it what the first one wrote."""
-    if plan.folder is None:
-        return None
-    token = Path(plan.folder) / f".elastic-doctor-{meeting.members[0].node_id}"
-    if meeting.number == 0:
+def shared_folder(
+    folder: str | None, session: str, number: int, exchange: AllGather, within_s: float
+) -> str | None:
+    """A new one in this folder of checkpoints, if all nodes see what the first one has made there.
+
+    ``folder``: None if there is none, or it does not answer; the others are told so.
+    """
+    token = Path(folder) / f".elastic-doctor-{session}" if folder is not None else None
+    if token is not None and number == 0:
         with contextlib.suppress(OSError):
             token.mkdir()
-    meeting("shared folder is there", None, plan.deadline_s)
-    seen = meeting("shared folder is seen", token.is_dir(), plan.deadline_s)
-    return str(token) if all(seen.values()) else None
+    exchange("shared folder is there", None, within_s)
+    is_seen = token is not None and token.is_dir()
+    seen = exchange("shared folder is seen", is_seen, within_s)
+    if token is not None and all(seen.values()):
+        return str(token)
+    if is_seen and number == 0:
+        shutil.rmtree(str(token), ignore_errors=True)
+    return None
 
 
 def _collect(

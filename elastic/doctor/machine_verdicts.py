@@ -20,7 +20,7 @@ from elastic.doctor.machine import (
 from elastic.doctor.probes import Unanswered
 from elastic.tuning.doctor_intervals import SLOW_FSYNC_MS
 from elastic.tuning.memory import RUNTIME_SHM_BYTES, human
-from elastic.tuning.network import Network, faster_interface
+from elastic.tuning.network import Network, faster_interface, how_to_announce
 
 # torch's DataLoader keeps descriptors for every tensor that is shared; NCCL some for every peer.
 FEW_DESCRIPTORS, TOO_FEW_DESCRIPTORS = 4096, 256
@@ -123,7 +123,7 @@ def of_link_speeds(facts: NetworkFacts | Unanswered, network: Network) -> list[F
             name,
             f"{measured}; the address of this node is on {facts.interface}",
             f"if the other nodes reach {faster.name}, start this one with "
-            f"--local-addr={faster.addresses[0]}; several nodes measure it (--nnodes)",
+            f"{how_to_announce(faster)}; several nodes measure it (--nnodes)",
         )
     ]
 

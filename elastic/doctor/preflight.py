@@ -18,6 +18,7 @@ from elastic.membership.records import Keys, Leader, Node, decode
 from elastic.store.etcd.endpoints import Endpoint
 from elastic.store.keyvalue import KeyValue
 from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.announced_address import told_address
 from elastic.tuning.doctor_intervals import PREFLIGHT_CONNECT_S, PREFLIGHT_PROBES_S
 
 
@@ -31,7 +32,7 @@ def preflight(
 ) -> list[Finding]:
     """Check this node, its rights in etcd, and the way to the job's leader."""
     told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
-    arguments = (local_addr or options.pod_ip or "", *told)
+    arguments = (told_address(local_addr, options.network, options.pod_ip), *told)
     # Processes only for what may hang: names that are looked up, and a driver that is there.
     network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
     gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if machine.has_gpu_driver() else None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass, fields
 
@@ -126,6 +127,8 @@ class AgentOptions:
     # Of the network: the variables that workers get (elastic/tuning/profiles.py).
     profile: str | None = None  # None: chosen by what the machine has
     interface: str | None = None  # for NCCL and gloo; None: by the route to the leader
+    # Where nodes reach each other: each announces its address in it. None: the one towards etcd.
+    network: str | None = None  # "172.30.0.0/24"
     # A node told to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
 
@@ -211,11 +214,21 @@ class AgentOptions:
             )
         if self.profile is not None:
             profiles.check_name(self.profile)
+        self._check_network()
         if self.hang_detection not in HANG_DETECTION:
             raise ConfigError(
                 f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
                 hint=timeouts.where_to_set("hang_detection"),
             )
+
+    def _check_network(self) -> None:
+        try:
+            ipaddress.ip_network(self.network or "0.0.0.0/0", strict=False)
+        except ValueError as error:
+            raise ConfigError(
+                f"network={self.network} is no network: {error}",
+                hint="write it as 172.30.0.0/24; " + timeouts.where_to_set("network"),
+            ) from None
 
     def _check_stragglers(self) -> None:
         if self.straggler_action not in STRAGGLER_ACTIONS:

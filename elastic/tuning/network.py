@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # <linux/sockios.h>. Each entry is a name of 16 bytes and an address of 16, padded to 40.
-_SIOCGIFCONF = 0x8912
+_SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B
 _ENTRY_BYTES, _NAME_BYTES = 40, 16
 _MOST_ADDRESSES = 1024
 # Any port: a connected datagram socket sends nothing, it makes the kernel choose the route.
@@ -48,6 +48,7 @@ class Interface:
 
     name: str
     addresses: tuple[str, ...]
+    networks: tuple[str, ...] = ()  # that its addresses are in: "10.1.0.0/24"
     speed_mbps: int | None = None  # None: the driver does not say
     driver: str = ""  # "": virtual
 
@@ -81,6 +82,10 @@ class Network:
         wanted = _normal(address)
         return next((i for i in self.interfaces if wanted in map(_normal, i.addresses)), None)
 
+    def addresses(self) -> dict[str, tuple[str, ...]]:
+        """Of each interface."""
+        return {i.name: i.addresses for i in self.interfaces}
+
     def link_layers(self) -> frozenset[str]:
         """Of the RDMA devices."""
         return frozenset(device.link_layer for device in self.rdma)
@@ -96,7 +101,10 @@ def read_network(
         addresses: of each interface, instead of the kernel's.
     """
     found = local_addresses() if addresses is None else addresses
-    interfaces = tuple(_interface(root, name, found[name]) for name in sorted(found))
+    networks = _networks() if addresses is None else {}
+    interfaces = tuple(
+        _interface(root, name, found[name], networks.get(name, ())) for name in sorted(found)
+    )
     devices = tuple(_rdma_devices(root / "sys/class/infiniband"))
     may_open = any((root / "dev/infiniband").glob("uverbs*"))
     return Network(
@@ -141,6 +149,13 @@ def faster_interface(network: Network, name: str) -> Interface | None:
     return fastest
 
 
+def how_to_announce(interface: Interface) -> str:
+    """What to start a node with, so that the others reach it there."""
+    if interface.networks:
+        return f"--rdzv-conf network={interface.networks[0]}"
+    return f"--local-addr={interface.addresses[0]}, each with its own"
+
+
 def interface_towards(
     network: Network, towards: str, source: Callable[[str], str | None] = source_address
 ) -> Interface | None:
@@ -164,23 +179,58 @@ def _ipv4_addresses() -> list[tuple[str, str]]:
     return found
 
 
+def _networks() -> dict[str, tuple[str, ...]]:
+    """What each interface is connected with, without networks of one address."""
+    prefixes = [
+        (name, f"{a}/{length}") for name, a in _ipv4_addresses() for length in _length(name, a)
+    ]
+    prefixes += [(name, f"{a}/{length}") for name, a, length in _ipv6_entries()]
+    found: dict[str, dict[str, None]] = {}
+    for name, prefix in prefixes:
+        network = ipaddress.ip_network(prefix, strict=False)
+        if network.num_addresses > 1:
+            found.setdefault(name, {})[str(network)] = None
+    return {name: tuple(networks) for name, networks in found.items()}
+
+
+def _length(name: str, address: str) -> tuple[int, ...]:
+    """Of the prefix of an IPv4 address; none if it has gone."""
+    asked = struct.pack(
+        "=16sH2s4s8x", name.encode(), socket.AF_INET, b"", socket.inet_aton(address)
+    )
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            mask = fcntl.ioctl(any_socket, _SIOCGIFNETMASK, asked)[20:24]
+    except OSError:
+        return ()
+    return (int.from_bytes(mask, "big").bit_count(),)
+
+
 def _ipv6_addresses(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple[str, str]]:
-    """Without link-local ones, which say nothing of a network."""
+    return [(name, address) for name, address, _ in _ipv6_entries(table)]
+
+
+def _ipv6_entries(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple[str, str, int]]:
+    """Interface, address and the length of its prefix, without link-local ones, which say nothing
+    of a network."""
     found = []
     for line in _text(table).splitlines():
-        digits, *_, name = line.split()
+        digits, _, length, *_, name = line.split()
         address = ipaddress.IPv6Address(int(digits, 16))
         if not address.is_link_local:
-            found.append((name, str(address)))
+            found.append((name, str(address), int(length, 16)))
     return found
 
 
-def _interface(root: Path, name: str, addresses: tuple[str, ...]) -> Interface:
+def _interface(
+    root: Path, name: str, addresses: tuple[str, ...], networks: tuple[str, ...]
+) -> Interface:
     folder = root / "sys/class/net" / name
     speed = _text(folder / "speed")
     return Interface(
         name=name,
         addresses=addresses,
+        networks=networks,
         speed_mbps=int(speed) if speed.isdecimal() and int(speed) > 0 else None,
         driver=_driver(folder),
     )

@@ -19,6 +19,7 @@ from elastic.tuning.network import (
     LOOPBACK,
     Network,
     faster_interface,
+    how_to_announce,
     interface_towards,
     source_address,
 )
@@ -167,6 +168,7 @@ def choose_route(
     is_told: bool,
     peers: Sequence[str],
     interface: str | None = None,
+    own_network: str | None = None,
     source: Callable[[str], str | None] = source_address,
 ) -> Route | None:
     """The interface over which the workers of this node meet the others.
@@ -174,9 +176,10 @@ def choose_route(
     Args:
         max_nodes: of the job.
         own_address: where the other nodes reach this one.
-        is_told: whether a person gave that address (``--local-addr``, ``pod_ip``).
+        is_told: whether a person gave that address (``--local-addr``, ``pod_ip``, ``network``).
         peers: addresses of the other nodes, the leader's first; none are known to the first node.
         interface: its name, if a person gave it.
+        own_network: the option ``network``, which has that address.
         source: which of this machine's addresses the kernel uses towards another.
 
     Raises:
@@ -189,9 +192,12 @@ def choose_route(
         return Route(LOOPBACK, "all ranks are on this machine")
     own = network.with_address(own_address)
     if is_told and own is not None:
-        return Route(
-            own.name, f"it has {own_address}, where the others were told to reach this node"
+        told = (
+            f"this node's address in network={own_network}"
+            if own_network
+            else "where the others were told to reach this node"
         )
+        return Route(own.name, f"it has {own_address}, {told}")
     for peer in peers:
         towards = interface_towards(network, peer, source)
         if towards is not None:
@@ -211,8 +217,8 @@ def _faster(network: Network, interface: str) -> str:
         return ""
     return (
         f"{interface} has {slow.speed_mbps} Mbit/s and {faster.name} {faster.speed_mbps}: if all "
-        f"nodes reach each other over it, start them with --local-addr={faster.addresses[0]} "
-        "(each with its own; `elastic doctor --nnodes` measures both)"
+        f"nodes reach each other over it, start them with {how_to_announce(faster)} "
+        "(`elastic doctor --nnodes` measures both)"
     )
 
 

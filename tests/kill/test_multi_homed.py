@@ -3,6 +3,7 @@ one on the route to the leader, whatever the machine's name resolves to."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import networks
@@ -67,3 +68,34 @@ def test_a_job_trains_over_the_interface_on_the_route_to_its_leader(
         tuned = [e for e in read_journal(tmp_path / "journal") if e["event"] == "workers-tuned"]
         assert {e["interface"] for e in tuned} == {networks.INTERFACE}
         assert any("on the route to" in e["interface_reason"] for e in tuned)
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs `tc` of iproute2")
+def test_store_and_state_use_the_network_that_all_nodes_are_given(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """The same setting on both, whose way to etcd is slow."""
+    with (
+        networks.Network(2) as network,
+        CuttingProxy(etcd.endpoint, network.host) as door,
+        TrainingJob(
+            [etcd.endpoint], tmp_path, workload=Workload(epochs=4), min_nodes=2, max_nodes=2
+        ) as job,
+    ):
+        one, other = network.machines
+        addresses = networks.add_fast_link(one, other, slow_mbit=2)
+        env = {"ELASTIC_NETWORK": networks.FAST_NETWORK}
+        for machine in (one, other):
+            job.start_node(
+                endpoints=[door.endpoint], launcher=machine.launcher, address="", env=env
+            )
+        job.wait_training(nodes=2)
+        for node in job.running:
+            told = variables(node)
+            assert told["GLOO_SOCKET_IFNAME"] == networks.FAST
+            assert told["MASTER_ADDR"] in addresses, "the group's store"
+        world = job.world()
+        assert world is not None
+        assert {m.liveness_host for m in world.members} == set(addresses)
+        job.hurry()
+        job.wait_ended()

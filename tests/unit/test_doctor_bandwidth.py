@@ -38,6 +38,18 @@ def test_a_faster_way_than_the_one_that_a_job_uses_is_named_with_what_to_set() -
     assert "--local-addr=ADDRESS" in found.remedy and "ELASTIC_INTERFACE=eth1" in found.remedy
 
 
+def test_one_setting_for_all_nodes_where_one_network_is_fast_between_all_of_them() -> None:
+    fast = replace(FAST, networks=("10.2.0.0/24", "fd00::/64"))
+    of_b = replace(fast, to=2, address="10.2.0.3", networks=("10.2.0.0/24",))
+    slow_of_b = replace(SLOW, to=2, address="10.1.0.3")
+    found = bandwidth.findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, of_b], 2: []})
+    assert [f.status for f in found] == [Status.WARNING] * 2
+    assert all("start all nodes with --rdzv-conf network=10.2.0.0/24" in f.remedy for f in found)
+    cable = replace(of_b, address="10.3.0.3", networks=("10.3.0.0/30",))
+    found = bandwidth.findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, cable], 2: []})
+    assert all("--local-addr=ADDRESS" in f.remedy for f in found), "no network has all of them"
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.05e9, 0.19e9])
 def test_what_is_hardly_faster_is_no_warning(rate: float) -> None:
     (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, replace(FAST, bytes_per_s=rate)]})

@@ -265,6 +265,30 @@ def test_a_faster_interface_than_the_chosen_one_is_named_with_what_to_set() -> N
     assert given is not None and found(PLAIN, route=given).warnings == (), "a person has chosen"
 
 
+def test_the_network_that_was_given_is_the_reason() -> None:
+    chosen = route(own_address="10.2.0.5", is_told=True, own_network="10.2.0.0/24")
+    assert chosen is not None and chosen.interface == "eth1"
+    assert chosen.reason == "it has 10.2.0.5, this node's address in network=10.2.0.0/24"
+
+
+def test_a_faster_interface_is_named_by_its_network_where_that_is_known() -> None:
+    fast = replace(FAST, networks=("10.2.0.0/24",))
+    chosen = choose_route(
+        Network(interfaces=(MANAGEMENT, fast, LO)),
+        max_nodes=2,
+        own_address="",
+        is_told=False,
+        peers=["10.1.0.9"],
+        source=SOURCES.get,
+    )
+    assert chosen is not None and "--rdzv-conf network=10.2.0.0/24" in chosen.hint
+
+
+def test_the_networks_of_this_machine_hold_its_addresses() -> None:
+    loopback = read_network().interface("lo")
+    assert loopback is not None and "127.0.0.0/8" in loopback.networks
+
+
 def test_an_address_behind_a_translation_leaves_the_choice_to_the_libraries() -> None:
     assert route(own_address="203.0.113.1", is_told=True) is None
     assert "GLOO_SOCKET_IFNAME" not in found(PLAIN).variables()

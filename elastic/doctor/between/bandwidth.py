@@ -7,10 +7,12 @@ takes. No two measurements share a node.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import socketserver
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 
 from elastic.clock import SYSTEM_CLOCK
@@ -35,6 +37,7 @@ class Sink:
     interface: str
     address: str
     port: int
+    networks: tuple[str, ...] = ()  # of the interface
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class MeasuredWay:
     interface: str  # of this node, by the route; "": none
     their_interface: str
     bytes_per_s: float  # 0.0: nothing answers there
+    networks: tuple[str, ...] = ()  # that the address is in
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -74,13 +78,20 @@ def listening(network: Network) -> Iterator[tuple[Sink, ...]]:
     """Take data on every address of this machine but the loopback's, for the time of the block."""
     sinks, servers = [], []
     interfaces = [one for one in network.interfaces if one.name != LOOPBACK]
-    addresses = [(i.name, address) for i in interfaces for address in i.addresses]
+    addresses = [(i, address) for i in interfaces for address in i.addresses]
     for interface, address in addresses[:_MOST_ADDRESSES]:
         with contextlib.suppress(OSError):  # an address that has gone since it was read
             server = (_ServerV6 if ":" in address else _Server)((address, 0), _Handler)
             servers.append(server)
             port = int(server.server_address[1])
-            sinks.append(Sink(interface=interface, address=address, port=port))
+            sinks.append(
+                Sink(
+                    interface=interface.name,
+                    address=address,
+                    port=port,
+                    networks=tuple(n for n in interface.networks if _is_in(address, n)),
+                )
+            )
     threads = [
         threading.Thread(
             target=server.serve_forever, args=(0.05,), name=f"elastic-doctor-sink-{sink.port}"
@@ -129,6 +140,7 @@ def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[Measure
             interface=interface.name if interface is not None else "",
             their_interface=sink.interface,
             bytes_per_s=send_for_a_moment(sink.address, sink.port),
+            networks=tuple(sink.networks),
         )
         for sink in targets
         if network.with_address(sink.address) is None
@@ -167,11 +179,17 @@ def findings(
     ]
     if not reached:
         return [skipped(NAME, "the nodes have no address but one of the same machine")]
-    return [_of_pair(members, number, ways) for number, ways in reached]
+    shared = set.intersection(*({n for way in ways for n in way.networks} for _, ways in reached))
+    return [_of_pair(members, number, ways, shared) for number, ways in reached]
 
 
-def _of_pair(members: Sequence[Participant], number: int, ways: Sequence[MeasuredWay]) -> Finding:
-    """``ways``: to the next node, as far as it was reached."""
+def _of_pair(
+    members: Sequence[Participant],
+    number: int,
+    ways: Sequence[MeasuredWay],
+    shared: AbstractSet[str],
+) -> Finding:
+    """``ways``: to the next node, as far as it was reached; ``shared``: networks of all pairs."""
     other = members[ways[0].to]
     name = f"{NAME} {members[number].name} → {other.name}"
     used = next((way for way in ways if way.address == other.address), None)
@@ -179,14 +197,26 @@ def _of_pair(members: Sequence[Participant], number: int, ways: Sequence[Measure
     said = [_shown(way, is_used=way is used) for way in ways]
     measured = "; ".join(said)
     if used is not None and best.bytes_per_s >= _MUCH_FASTER * used.bytes_per_s:
-        return warning(
-            name,
-            measured,
-            f"start each node with --local-addr=ADDRESS of its faster interface "
-            f"({best.address} on {other.name}): it is for the store, state transfer, NCCL and "
-            f"gloo; or set ELASTIC_INTERFACE={best.their_interface} for NCCL and gloo alone",
-        )
+        return warning(name, measured, _remedy(best, other, shared))
     return ok(name, measured)
+
+
+def _remedy(best: MeasuredWay, other: Participant, shared: AbstractSet[str]) -> str:
+    if common := [network for network in best.networks if network in shared]:
+        start = f"start all nodes with --rdzv-conf network={common[0]} (or ELASTIC_NETWORK)"
+    else:
+        start = (
+            "start each node with --local-addr=ADDRESS of its faster interface "
+            f"({best.address} on {other.name})"
+        )
+    return (
+        f"{start}: it is for the store, state transfer, NCCL and gloo; or set "
+        f"ELASTIC_INTERFACE={best.their_interface} for NCCL and gloo alone"
+    )
+
+
+def _is_in(address: str, network: str) -> bool:
+    return ipaddress.ip_address(address) in ipaddress.ip_network(network)
 
 
 def _shown(way: MeasuredWay, *, is_used: bool) -> str:
