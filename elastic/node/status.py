@@ -50,7 +50,8 @@ class NodeStatus:
         self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
         self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
-        # Pids of workers that were ready, and of whose death, if any, nothing is decided yet.
+        # Pids of workers that were ready, or take the place of dead ones, and of whose death, if
+        # any, nothing is decided yet.
         self.undecided: set[int] = set()
         self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as requested

@@ -68,9 +68,11 @@ class PendingWorks:
         self._failure = ""  # of the first collective that has shown that the world is over
 
     def begin(self, work: dist.Work) -> None:
-        """A collective on the CPU, for :meth:`finish`. Of the thread that trains.
+        """A collective on the CPU, for :meth:`finish` or :meth:`finish_one`. Of the thread that
+        trains.
 
-        Cheaper than :meth:`start`: no thread of gloo's has to run Python.
+        Cheaper than :meth:`start`: no thread of gloo's has to run Python. What is begun and never
+        finished, because another one has failed, is under way for :meth:`drain`.
         """
         self._begun.append(work)
 
@@ -88,8 +90,9 @@ class PendingWorks:
         self._begun.clear()
 
     def finish_one(self, work: dist.Work) -> None:
-        """As :meth:`finish`, of this one only, which was not begun here."""
-        self._begun.append(work)  # until it comes back
+        """As :meth:`finish`, of this one only."""
+        if not any(work is begun for begun in self._begun):
+            self._begun.append(work)  # until it comes back
         before = begin_wait(work)
         try:
             self._wait_in_slices(work)

@@ -47,7 +47,8 @@ class ReplicaMesh:
                 raise ConfigError(
                     f"mesh={dict(given)} has a dimension {name!r}: nobody knows whether its ranks "
                     "see the same samples",
-                    hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch",
+                    hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch. Leave out "
+                    "one for replicas: the mesh is of a single one, and a world has as many as fit",
                 )
             if type(size) is not int or size < 1:
                 raise ConfigError(

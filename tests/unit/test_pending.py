@@ -96,3 +96,30 @@ def test_an_abort_while_collectives_end_tells_each_once() -> None:
         thread.join()
         assert len(told) == len(works)
         assert pending.drain(0.0)
+
+
+class BlockedWork(torch.distributed.Work):
+    """A collective of a peer that never comes: as gloo's, whose queued sends it forgets."""
+
+    def __init__(self, *, is_over: bool = False) -> None:
+        super().__init__()
+        self.is_over = is_over
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+    def wait(self, timeout: object = None) -> bool:
+        if self.is_over:
+            raise RuntimeError("Connection closed by peer")
+        raise RuntimeError("the slice is over")
+
+
+def test_what_was_begun_and_never_waited_for_is_under_way() -> None:
+    """Another one has failed first. To destroy its group would wait for it, until the timeout."""
+    pending, flags, gradients = PendingWorks(), BlockedWork(), BlockedWork(is_over=True)
+    pending.begin(flags)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        pending.finish_one(gradients)
+    assert not pending.drain(0.0)
+    flags.is_over = True
+    assert pending.drain(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -58,15 +59,21 @@ def test_the_dimensions_decide_who_sees_the_same_samples(
     ("dims", "message"),
     [
         ({}, "names no dimension"),
-        ({"rows": 2}, "has a dimension 'rows'"),
+        (
+            {"rows": 2},
+            r"mesh=\{'rows': 2\} has a dimension 'rows'(.|\n)*known dimensions: shard, dp",
+        ),
+        ({"replicate": 2, "shard": 2}, r"'replicate'(.|\n)* Leave out one for replicas"),
         ({"shard": 0}, "dimension 'shard' has size 0"),
         ({"shard": "2"}, "dimension 'shard' has size '2'"),
         ({"shard": True}, "dimension 'shard' has size True"),
     ],
 )
 def test_a_mesh_that_means_nothing_is_refused(dims: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         ReplicaMesh.parse(dims)
+    assert re.search(message, str(caught.value))
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("given", [4, "shard", [("shard", 2)], {2: 2}])
@@ -80,8 +87,9 @@ def test_a_node_that_is_no_number_of_replicas_is_told_how_many_ranks_would_wait(
     mesh.check_node(6)
     with pytest.raises(
         ConfigError, match=r"5 workers .* replicas of 3 ranks.* 2 of them would wait"
-    ):
+    ) as caught:
         mesh.check_node(5)
+    assert "--nproc-per-node: a multiple of 3" in (caught.value.hint or "")
 
 
 def test_a_replica_over_several_nodes_is_one_that_the_agents_form() -> None:

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import checkpoints
 from checkpoints.catalog.manifests import read_manifest
@@ -113,8 +114,12 @@ def test_a_module_on_another_mesh_is_refused(mesh: DeviceMesh) -> None:
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("rows",)))
     group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
-    with pytest.raises(ConfigError, match=r"sharded over another mesh: 'weight' is on .*rows"):
+    with pytest.raises(
+        ConfigError,
+        match=r"over another mesh: 'weight' is on .*rows.* a replica is shard=1",
+    ) as caught:
         ShardedModule(model, group)
+    assert 'mesh=run.mesh["shard"]' in (caught.value.hint or "")
 
 
 def test_fully_shard_without_a_mesh_is_over_the_replica(mesh: DeviceMesh) -> None:
@@ -129,6 +134,27 @@ def test_an_optimizer_from_before_fully_shard_is_refused(mesh: DeviceMesh) -> No
     job.track("early", torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"run.track\(early=…\): an optimizer over parameters"):
         job.check_unsharded()
+
+
+def test_an_optimizer_over_dtensors_from_before_fully_shard_is_refused() -> None:
+    """Tensor parallelism makes DTensors, and FSDP others of them."""
+    dims = (("shard", 1), ("tp", 1))
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tp"))
+        model = parallelize_module(nn.Linear(4, 2), mesh["tp"], ColwiseParallel())
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        fully_shard(model, mesh=mesh["shard"])
+        group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(ReplicaMesh(dims)))
+        job = JobState(seed=0, is_sharded=True)
+        job.modules["model"] = ShardedModule(model, group)
+        job.track("early", early)
+        with pytest.raises(ConfigError, match=r"run.track\(early=…\): an optimizer over") as caught:
+            job.check_unsharded()
+        assert "make the optimizer after fully_shard" in (caught.value.hint or "")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.process_group import OwnGroup, PendingWorks
-from elastic.training.recovery.transfer import transfer
+from elastic.training.recovery.transfer import ChunkedBroadcast, transfer
 
 SIZE = 3
 PATIENCE = datetime.timedelta(seconds=120)
@@ -46,10 +46,14 @@ def groups() -> Iterator[list[WatchedGroup]]:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Several chunks, one tensor that spans them, one that is empty, and a scalar."""
+    """Several chunks, one tensor that spans them, one that no longer fits into the chunk of those
+    before it, one that is not contiguous, one that is empty, and a scalar."""
     torch.manual_seed(1)
     return {
+        "first": torch.randn(200_000),
         "long": torch.randn(900_000),
+        "turned": torch.randn(300, 200).t(),
+        "second": torch.randn(150_000),
         "none": torch.empty(0),
         "short": torch.arange(7, dtype=torch.int16),
         "step": torch.tensor(3.5, dtype=torch.float64),
@@ -86,3 +90,42 @@ def test_what_one_rank_lacks_is_sent_to_no_other(groups: list[WatchedGroup]) -> 
     moved(groups, 1, (2,))
     size_bytes = sum(t.numel() * t.element_size() for t in state().values())
     assert all(group.broadcast_bytes < size_bytes / 10 for group in groups)
+
+
+class BlockedWork(dist.Work):
+    """A collective that has failed, or one that never comes back."""
+
+    def __init__(self, *, has_failed: bool) -> None:
+        super().__init__()
+        self._has_failed = has_failed
+
+    def is_completed(self) -> bool:
+        return self._has_failed
+
+    def wait(self, timeout: object = None) -> bool:
+        raise RuntimeError("Connection closed by peer" if self._has_failed else "slice over")
+
+
+class BrokenGroup:
+    """A peer dies while one chunk has arrived and the next one is on its way."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.works = PendingWorks()
+        self._sent = 0
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        self._sent += 1
+        return BlockedWork(has_failed=self._sent == 1)
+
+
+@pytest.mark.usefixtures("groups")  # torch's default group says where control tensors live
+def test_a_chunk_on_its_way_when_the_one_before_fails_is_not_forgotten() -> None:
+    """To destroy the group would wait for it."""
+    group: Any = BrokenGroup()
+    flat = {"long": torch.zeros(3 << 20, dtype=torch.uint8)}
+    broadcast = ChunkedBroadcast(flat, {"long": 3 << 20}, 0, None, CPU, group)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        broadcast.run()
+    assert not group.works.drain(0.0)

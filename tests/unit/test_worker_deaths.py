@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -112,7 +113,14 @@ def test_a_death_in_the_present_start_is_the_nodes() -> None:
     assert context.status.node.failure_exit_code == 1
 
 
-def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays() -> None:
+@pytest.mark.parametrize(
+    ("death_of", "is_replaced"),
+    [(lambda worker: killed(worker), True), (lambda worker: failed(worker), False)],
+    ids=["killed", "failed"],
+)
+def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays(
+    death_of: Callable[[Worker], WorkerDeath], is_replaced: bool
+) -> None:
     """torchrun may see the second death first, and asks before the node's thread has decided."""
     context = Context()
     links: list[Links] = []
@@ -136,7 +144,23 @@ def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays() -> 
         workers.on_ended(dead, WorkerDeath(dead.pid, None, 9, None))
         assert status.is_to_be_replaced(dead.pid) is True
     starting = replace(three[0], pid=three[2].pid + 1)
-    assert status.is_to_be_replaced(starting.pid) is False, "it was not ready"
+    assert status.is_to_be_replaced(starting.pid) is False, "it has not joined"
+    links[0].present.append(starting)
+    workers.on_said(starting, Hello(version=1, pid=starting.pid, local_rank=0, library="0.1.0"))
+    assert status.is_to_be_replaced(starting.pid) is None, "the node's thread decides"
+    links[0].present.remove(starting)
+    workers.on_ended(starting, death_of(starting))
+    assert status.is_to_be_replaced(starting.pid) is is_replaced
+    assert status.node.state is NodeState.STARTING
+
+
+def killed(worker: Worker) -> WorkerDeath:
+    return WorkerDeath(worker.pid, None, 9, None)
+
+
+def failed(worker: Worker) -> WorkerDeath:
+    """By itself: another one would, too."""
+    return WorkerDeath(worker.pid, 1, None, None)
 
 
 def test_events_are_sent_to_an_agent_that_counts_them_and_to_no_other() -> None:

@@ -37,6 +37,11 @@ class WorkerFailed:
     kernel_log: tuple[str, ...]
 
 
+# Times the workers of a node: so many may die until all are ready. Then torchrun starts all anew,
+# and counts it: what the kernel kills in each start must not be started forever.
+MOST_REPLACED_STARTS = 3
+
+
 class WorkerDeaths:
     """Over all starts of a node's workers."""
 
@@ -74,7 +79,9 @@ class WorkerDeaths:
         if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
             return
         kill_group(worker.pid)
-        is_failure = was_ready and status.node.state in (NodeState.READY, NodeState.STARTING)
+        is_failure = status.node.state in (NodeState.READY, NodeState.STARTING) and (
+            was_ready or self._was_replacing(worker, death, siblings)
+        )
         is_killed = death.signal == signal.SIGKILL and hung is None
         kernel_said = self._at.kernel_log.said()
         # Asked once for each failure: of what it has been told, the counter says no more.
@@ -144,6 +151,17 @@ class WorkerDeaths:
             and bool((known.present - replica) & known.ready)
             and not known.left
         )
+
+    def _was_replacing(
+        self, worker: Worker, death: WorkerDeath, siblings: tuple[Worker, ...]
+    ) -> bool:
+        """Whether a process in the place of a dead one was killed before it was ready, and another
+        one can take that place. What ends by itself fails again: torchrun starts all anew."""
+        status = self._at.status
+        if death.signal in (None, signal.SIGTERM) or not status.to_replace:
+            return False
+        is_rare = len(status.to_replace) < MOST_REPLACED_STARTS * status.node.nproc
+        return is_rare and self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
 
     def _end_replica(self, dead: Worker, siblings: tuple[Worker, ...]) -> None:
         """The remaining ranks of a replica can neither train nor give anybody a whole state:

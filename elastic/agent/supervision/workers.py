@@ -124,6 +124,8 @@ class Workers:
             case Hello():
                 self._known.starts[worker.pid] = self._at.status.starts
                 self._at.status.workers_joined = True
+                if self._at.status.to_replace:
+                    self._at.status.undecided.add(worker.pid)
                 self._welcome(worker)
             case Ready():
                 self._on_ready(worker)

@@ -160,6 +160,7 @@ class AcrossReduction(Reduction):
         self.flags.write(self._end)
         if self._across is not None and self._across.size > 1 and self._fault is None:
             self._end_work = self._across.all_reduce(self._end)
+            self._across.works.begin(self._end_work)
 
     def _settle(self) -> None:
         """The end of a backward pass: all ranks of the replica have the sum, or all raise."""

@@ -28,6 +28,8 @@ from elastic.process_group import (
 # A state travels in some chunks at least, so that one is on its way while another is hashed and put
 # in place, and in none so long that three of them would need memory that is missed.
 CHUNKS, SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8, 1 << 20, 32 << 20
+# From here on two copies of a tensor cost more than one collective more.
+IN_PLACE_BYTES = 4 << 20
 
 Tensors = dict[str, torch.Tensor]
 
@@ -123,19 +125,22 @@ Piece = tuple[str, int, int]
 
 
 def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
-    """All tensors' bytes, cut so that many small ones travel together and no chunk is too long."""
+    """All tensors' bytes, cut so that many small ones travel together and no chunk is too long.
+
+    A large tensor shares its chunks with no other: they can be sent from its own memory.
+    """
     pieces: list[Piece] = []
     room = longest
     for name, size in sizes.items():
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            pieces.append((name, start, stop))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                yield pieces
-                pieces, room = [], longest
+        if size >= min(IN_PLACE_BYTES, longest):
+            yield from ([(name, at, min(size, at + longest))] for at in range(0, size, longest))
+            continue
+        if size > room:
+            yield pieces
+            pieces, room = [], longest
+        if size:
+            pieces.append((name, 0, size))
+            room -= size
     if pieces:
         yield pieces
 
@@ -162,6 +167,7 @@ class ChunkedBroadcast:
         self._source = source
         self._only = only
         self._wire = wire
+        self._semantics = semantics_of(wire.type)
         self._is_source = group.rank == source
         self._digest = xxhash.xxh3_64()
 
@@ -181,29 +187,51 @@ class ChunkedBroadcast:
         return str(self._digest.hexdigest())
 
     def send_chunk(self, pieces: list[Piece], buffer: torch.Tensor) -> SentChunk:
-        """Begin to broadcast a chunk of these pieces, by way of ``buffer``."""
-        chunk = buffer[: sum(stop - start for _, start, stop in pieces)]
-        if self._is_source:
-            for place, (name, start, stop) in _places(pieces):
-                chunk[place] = self._flat[name][start:stop]
+        """Begin to broadcast a chunk of these pieces: from the memory of their tensor to that of
+        the receiver's, or by way of ``buffer``."""
+        chunk = self._in_place(pieces)
+        if chunk is None:
+            chunk = buffer[: sum(stop - start for _, start, stop in pieces)]
+            if self._is_source:
+                for place, (name, start, stop) in _places(pieces):
+                    chunk[place] = self._flat[name][start:stop]
         moved = chunk.to(self._wire)
         if self._only is None:
-            return pieces, moved, self._group.broadcast(moved, self._source)
-        return pieces, moved, self._group.send_one(moved, self._source, self._only)
+            work = self._group.broadcast(moved, self._source)
+        else:
+            work = self._group.send_one(moved, self._source, self._only)
+        if work is not None and not self._semantics.is_on_stream:
+            self._group.works.begin(work)  # nobody waits for it if the chunk before fails
+        return pieces, moved, work
+
+    def _in_place(self, pieces: list[Piece]) -> torch.Tensor | None:
+        """The part of one tensor that the chunk is, if it can be sent as it is in memory."""
+        name, start, stop = pieces[0]
+        flat = self._flat.get(name)
+        if len(pieces) > 1 or flat is None or {flat.device, self._wire} != {torch.device("cpu")}:
+            return None
+        return flat[start:stop]
 
     def finish_chunk(self, sent: SentChunk) -> None:
         """Wait for a chunk, hash it, and copy it to where a receiver needs it."""
         pieces, moved, work = sent
-        complete(work, self._wire, self._group)
+        self._wait(work)
         if not self._flat:
             return
         chunk = moved.cpu()
         self._digest.update(chunk.numpy().data)
-        if self._is_source:
+        if self._is_source or self._in_place(pieces) is not None:
             return
         for place, (name, start, stop) in _places(pieces):
             flat = self._flat[name]
             flat[start:stop] = chunk[place].to(flat.device)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is None or self._semantics.is_on_stream:
+            complete(work, self._wire, self._group)
+        else:
+            self._group.works.finish_one(work)
+            self._semantics.synchronize(self._wire)
 
 
 SentChunk = tuple[list[Piece], torch.Tensor, dist.Work | None]
