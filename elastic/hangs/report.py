@@ -108,12 +108,19 @@ class ReportFolder:
         """Both files; why they could not be written, or ""."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(render(report), encoding="utf-8", errors="replace")
+            _replace(path, render(report))
             name = f"{path.stem}-generation{report.generation}.json"
-            path.with_name(name).write_text(as_json(report), encoding="utf-8")
+            _replace(path.with_name(name), as_json(report))
         except OSError as error:
             return f"{path} cannot be written: {error}"
         return ""
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whoever reads meanwhile finds a complete report: one is written again as stacks arrive."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.write_text(text, encoding="utf-8", errors="replace")
+    staged.replace(path)
 
 
 def check_folder(folder: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,24 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 
     A line without its end was being written when its process was killed: it is skipped.
     """
-    events = []
+    return _in_order([json.loads(line) for line in _lines(folder)])
+
+
+def read_events(folder: str | Path, name: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
+    """Those of this name since a moment on the monotonic clock, oldest first.
+
+    Reads no other line: for tests that poll, :func:`read_journal` takes long.
+    """
+    quoted = f'"{name}"'.encode()
+    events = [json.loads(line) for line in _lines(folder) if quoted in line]
+    return _in_order([e for e in events if e["event"] == name and e["monotonic"] >= since_s])
+
+
+def _lines(folder: str | Path) -> Iterator[bytes]:
     for path in sorted(Path(folder).glob("*.jsonl")):
         data = path.read_bytes()
-        lines = data[: data.rfind(b"\n") + 1].decode().splitlines()
-        events += [json.loads(line) for line in lines]
+        yield from data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def _in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: float(event["monotonic"]))

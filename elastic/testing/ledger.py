@@ -266,6 +266,10 @@ class LedgerReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._files: dict[Path, _FileReader] = {}
+        self._starts: list[Start] = []
+        self._steps: list[LedgerStep] = []
+        self._begins: list[Begin] = []
+        self._ends: list[LedgerEnd] = []
 
     def read(self) -> RunLedger:
         """Everything written until now; a missing folder is an empty ledger. Raises LedgerError
@@ -274,15 +278,23 @@ class LedgerReader:
             for path in self.folder.iterdir():
                 if path not in self._files and path.is_file():
                     self._files[path] = _FileReader(path)
-        events = [e for path in sorted(self._files) for e in self._files[path].read()]
+        for path in sorted(self._files):
+            for event in self._files[path].read_new():
+                self._keep(event)
         return RunLedger(
-            starts=tuple(e for e in events if isinstance(e, Start)),
-            steps=tuple(
-                e for e in events if isinstance(e, LedgerStep) and not isinstance(e, Begin)
-            ),
-            begins=tuple(e for e in events if isinstance(e, Begin)),
-            ends=tuple(e for e in events if isinstance(e, LedgerEnd)),
+            tuple(self._starts), tuple(self._steps), tuple(self._ends), tuple(self._begins)
         )
+
+    def _keep(self, event: LedgerEvent) -> None:
+        match event:
+            case Start():
+                self._starts.append(event)
+            case Begin():
+                self._begins.append(event)
+            case LedgerStep():
+                self._steps.append(event)
+            case LedgerEnd():
+                self._ends.append(event)
 
 
 def read_ledger(folder: str | Path) -> RunLedger:
@@ -296,22 +308,23 @@ class _FileReader:
         self._offset = 0
         self._lines = 0
         self._node = ""
-        self._events: list[LedgerEvent] = []
 
-    def read(self) -> list[LedgerEvent]:
+    def read_new(self) -> list[LedgerEvent]:
+        """What was written since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
         # Without its newline a line is being written, or its writer was killed: no effect yet.
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
+        events: list[LedgerEvent] = []
         for line in whole.decode().splitlines():
             self._lines += 1
             event = parse_line(line, self._node, where=f"{self._path}:{self._lines}")
             if isinstance(event, Start):
                 self._node = event.node
-            self._events.append(event)
-        return self._events
+            events.append(event)
+        return events
 
 
 def parse_line(line: str, node: str, *, where: str) -> LedgerEvent:

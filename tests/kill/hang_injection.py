@@ -16,7 +16,6 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.hangs.facts import Phase
 from elastic.testing.cluster import ClusterTimeout
-from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
@@ -101,16 +100,12 @@ def inject(job: TrainingJob, injection: Injection) -> Outcome:
     victim = nodes[injection.index]
     pids = {node.name: node.workers()[0].pid for node in nodes}
     rank = _rank_of(job, victim)
-    events = read_journal(job.folder / "journal")
     since_s = time.monotonic()
     _order(job, injection, victim, pids[victim.name])
     try:
-        job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, str(injection))
-        job.wait_training(nodes=NODES, after_generation=generation)
+        verdicts = _recovery(job, generation, since_s)
     except ClusterTimeout as error:
         return Outcome(injection, f"no recovery: {str(error).splitlines()[0]}", PATIENCE_S)
-    found = read_journal(job.folder / "journal")[len(events) :]
-    verdicts = [e for e in found if e["event"] == "hang-found" and e["monotonic"] >= since_s]
     now = {node.name: node.workers()[0].pid for node in job.running}
     wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
     return Outcome(injection, wrong, _pause_s(job, generation))
@@ -128,16 +123,22 @@ def inject_while_a_world_forms(job: TrainingJob, action: str) -> Outcome:
     os.kill(pids[victim.name], signal.SIGKILL)
     pids[victim.name] = job.wait_for(lambda: _injected(job), PATIENCE_S, "a worker that hangs")
     try:
-        job.wait_training(nodes=NODES, after_generation=generation)
+        verdicts = _recovery(job, generation, since_s)
     except ClusterTimeout as error:
         return Outcome(injection, f"no recovery: {str(error).splitlines()[0]}", PATIENCE_S)
-    events = read_journal(job.folder / "journal")
-    verdicts = [e for e in events if e["event"] == "hang-found" and e["monotonic"] >= since_s]
     now = {node.name: node.workers()[0].pid for node in job.running}
     # The world that it hangs in never began: its rank is what the verdict says.
     rank = verdicts[0]["ranks"][0] if verdicts and verdicts[0]["node"] == victim.name else -1
     wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
     return Outcome(injection, wrong, _pause_s(job, generation))
+
+
+def _recovery(job: TrainingJob, generation: int, since_s: float) -> list[dict[str, Any]]:
+    """The verdicts, once all nodes train in a later world. They are written down after what they
+    cause. Raises ClusterTimeout."""
+    job.wait_training(nodes=NODES, after_generation=generation)
+    job.wait_event("hang-found", since_s=since_s)
+    return job.journaled("hang-found", since_s=since_s)
 
 
 def _injected(job: TrainingJob) -> int | None:
@@ -148,6 +149,7 @@ def _injected(job: TrainingJob) -> int | None:
 
 
 def _order(job: TrainingJob, injection: Injection, victim: LocalNode, pid: int) -> None:
+    (job.folder / "injected").unlink(missing_ok=True)
     if injection.place == "anywhere":
         os.kill(pid, signal.SIGSTOP)
         return

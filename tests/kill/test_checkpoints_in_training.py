@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from job_series import JobSeries, StartSeries
@@ -16,7 +15,6 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -63,13 +61,8 @@ def restarted(restarted_jobs: JobSeries[TrainingJob]) -> TrainingJob:
     return restarted_jobs.current()
 
 
-def events(job: TrainingJob, name: str, since_s: float) -> list[dict[str, Any]]:
-    found = read_journal(job.folder / "journal")
-    return [e for e in found if e["event"] == name and e["monotonic"] >= since_s]
-
-
 def saved(job: TrainingJob) -> list[checkpoints.CheckpointInfo]:
-    """What stands in the folder, newest first."""
+    """What is committed, newest first."""
     return list(checkpoints.list_checkpoints(job.folder / "checkpoints"))
 
 
@@ -78,8 +71,8 @@ def newest_step(job: TrainingJob) -> int:
 
 
 def wait_saved(job: TrainingJob, count: int = 1) -> None:
-    """Until that many more checkpoints stand, the first of them begun from now on."""
-    done = job.ledger().last_step
+    """Until that many more checkpoints are committed, the first of them begun from now on."""
+    done = job.ledger().last_step + 1  # the save of this step may have begun
 
     def enough() -> bool:
         return sum(info.step > done for info in saved(job)) >= count
@@ -94,6 +87,13 @@ def told(job: TrainingJob, order: str, node: str = "") -> Path:
     return staged.rename(path)
 
 
+def first_starts(job: TrainingJob, after_generation: int) -> set[int]:
+    """The steps at which the ranks of the first later world began."""
+    starts = [s for s in job.ledger().starts if s.generation > after_generation]
+    first = min(s.generation for s in starts)
+    return {s.step for s in starts if s.generation == first}
+
+
 def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
     """SIGTERM to every node at once: the steps that were done then, and the exit codes."""
     nodes = job.running
@@ -105,21 +105,20 @@ def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
 
 def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJob) -> None:
     job.bring_to(3)
-    began_s = time.monotonic()
     done = job.ledger().last_step + 1  # by two of them, if the third came later
 
-    def steps_by_node() -> dict[str, list[int]] | None:
+    def steps_by_node() -> list[list[int]] | None:
         found: dict[str, list[int]] = {}
-        for event in events(job, "checkpoint-saved", 0.0):
+        for event in job.journaled("checkpoint-saved"):
             if event["step"] > done:
                 found.setdefault(event["node"], []).append(event["step"])
-        return found if len(found) == 3 and min(map(len, found.values())) >= 4 else None
+        is_enough = len(found) == 3 and min(map(len, found.values())) >= 4
+        return [sorted(steps) for steps in found.values()] if is_enough else None
 
     steps = job.wait_for(steps_by_node, PATIENCE_S, "four checkpoints on each of three nodes")
-    first = [sorted(found)[:4] for found in steps.values()]
-    assert first[0] == first[1] == first[2]
+    # One node may have written down more of them by now.
+    assert steps[0][:4] == steps[1][:4] == steps[2][:4]
     assert all(info.world_size == 3 for info in saved(job) if info.step > done)
-    assert events(job, "checkpoint-skipped", began_s) == []
 
 
 @pytest.mark.parametrize("order", ["disk-full", "disk-readonly"])
@@ -134,7 +133,7 @@ def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
 
     def is_refused() -> bool:
         """(A save that was under way may be skipped first, for another reason.)"""
-        reasons = [e["reason"] for e in events(job, "checkpoint-skipped", began_s)]
+        reasons = [e["reason"] for e in job.journaled("checkpoint-skipped", since_s=began_s)]
         return any(text in reason for text in texts for reason in reasons)
 
     job.wait_for(is_refused, PATIENCE_S, "a save that the disk refuses")
@@ -142,50 +141,49 @@ def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
     assert before <= {info.name for info in saved(job)}
     refusal.unlink()
     wait_saved(job)
-    assert events(job, "world-fault", began_s) == []
+    assert job.journaled("world-fault", since_s=began_s) == []
 
 
 def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: TrainingJob) -> None:
     nodes = job.bring_to(3)
     wait_saved(job)
-    began_s = time.monotonic()
     hang = told(job, "disk-hang", nodes[1].name)
-    job.wait_for(
-        lambda: "occupy all buffers" in str(events(job, "checkpoint-skipped", began_s)),
-        PATIENCE_S,
-        "a skipped save",
+    began_s = time.monotonic()
+    skipped = job.wait_event(
+        "checkpoint-skipped", lambda e: "occupy all buffers" in e["reason"], since_s=began_s
     )
-    before = newest_step(job)
+    before = job.ledger().last_step + 1
     job.wait_progress(8)  # twice as long as a save would take to come round
-    assert newest_step(job) == before
+    # Saves that were under way on that node alone may have been committed.
+    assert newest_step(job) <= before, skipped
     hang.unlink()
     wait_saved(job)
-    assert events(job, "world-fault", began_s) == []
+    assert job.journaled("world-fault", since_s=began_s) == []
 
 
 def test_a_rank_that_dies_while_it_writes_costs_that_checkpoint_only(job: TrainingJob) -> None:
     nodes = job.bring_to(3)
     wait_saved(job)
     before, generation = {info.name for info in saved(job)}, job.generation()
-    order = told(job, "die-writing", nodes[1].name)
-    job.wait_training(nodes=3, after_generation=generation + 1)
-    assert not order.exists()
+    job.wait_obeyed(told(job, "die-writing", nodes[1].name))
+    job.wait_training(nodes=3, after_generation=generation)
     wait_saved(job)
     assert before <= {info.name for info in saved(job)}
-    attempts = [p.name for p in (job.folder / "checkpoints").glob(".tmp-step-*")]
-    assert not [name for name in attempts if f".g{generation}." in name], "not swept"
+    attempts = (job.folder / "checkpoints").glob
+    job.wait_for(
+        lambda: not any(attempts(f".tmp-step-*.g{generation}.*")), PATIENCE_S, "swept attempts"
+    )
 
 
 def test_all_nodes_are_told_to_go_and_the_next_start_loses_nothing(job: TrainingJob) -> None:
     job.bring_to(3)
     job.wait_progress(5)
-    generation = job.generation()
     done, codes = terminate_all(job)
     assert codes == {75}
     assert newest_step(job) == done
+    generation = job.ledger().last_generation  # of those who were told last, perhaps
     job.bring_to(2)
-    starts = [s.step for s in job.ledger().starts if s.generation > generation]
-    assert set(starts) == {done}
+    assert first_starts(job, generation) == {done}
 
 
 def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
@@ -200,9 +198,9 @@ def test_restart_mode_a_rank_dies_while_it_writes(restarted: TrainingJob) -> Non
     nodes = job.bring_to(2)
     wait_saved(job, 2)
     before, generation = newest_step(job), job.generation()
-    told(job, "die-writing", nodes[1].name)
+    job.wait_obeyed(told(job, "die-writing", nodes[1].name))
     job.wait_training(nodes=2, after_generation=generation)
-    starts = {s.step for s in job.ledger().starts if s.generation > generation}
+    starts = first_starts(job, generation)
     assert len(starts) == 1 and min(starts) >= before
     wait_saved(job)
 
@@ -213,11 +211,11 @@ def test_restart_mode_an_exception_of_the_script_loses_no_step(restarted: Traini
     job.bring_to(2)
     job.wait_progress(7)
     generation = job.generation()
-    told(job, "raise")
+    job.wait_obeyed(told(job, "raise"))
     job.wait_training(nodes=2, after_generation=generation)
     ledger = job.ledger()
     done = max(s.step for s in ledger.steps if s.generation == generation) + 1
-    assert {s.step for s in ledger.starts if s.generation == generation + 1} == {done}
+    assert first_starts(job, generation) == {done}
 
 
 @pytest.mark.soak
@@ -225,12 +223,12 @@ def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
     job = restarted
     job.bring_to(2)
     job.wait_progress(7)
-    generation = job.generation()
     done, codes = terminate_all(job)
     assert codes == {75}
     assert newest_step(job) == done
+    generation = job.ledger().last_generation
     job.bring_to(2)
-    assert {s.step for s in job.ledger().starts if s.generation > generation} == {done}
+    assert first_starts(job, generation) == {done}
 
 
 @pytest.mark.soak

@@ -5,13 +5,14 @@ Each node reaches etcd through a proxy of its own, which can be cut.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import pytest
 from etcd_proxy import CuttingProxy
+from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -22,30 +23,38 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=20, step_s=0.3)
+WORKLOAD = Workload(samples=250, epochs=20, step_s=0.6)
 LEASE_S = 2.0
-# All three on an idle machine. A cut lasts for CUT_S, with time enough to find etcd again before
-# half of the takeover time is over: then a member has to stop.
-TAKEOVER_S = 20.0
-STEP_WITHIN_S = 10.0
-CUT_S = 3 * LEASE_S
+# On an idle machine. A member has to stop after half of it; a cut that a job survives ends as soon
+# as the leases have ended, in less than half of that half.
+TAKEOVER_S = 24.0
 
 
-class CutOff:
-    """A job whose nodes can each be cut from etcd."""
+class CutOffJob(TrainingJob):
+    """Nodes that can each be cut from etcd."""
 
-    def __init__(
-        self, etcd: EmbeddedEtcd, job: TrainingJob, proxies: ExitStack, slowness: float
-    ) -> None:
-        self.job = job
-        self.step_within_s = STEP_WITHIN_S * slowness
+    def __init__(self, etcd: str, folder: Path, slowness: float) -> None:
+        super().__init__(
+            [etcd],
+            folder,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            min_nodes=2,
+            max_nodes=4,
+            conf={
+                "lease_s": LEASE_S,
+                # A takeover has to come within PATIENCE_S all the same.
+                "takeover_s": TAKEOVER_S * min(slowness, 4.0),
+                "last_call_s": 1.0,
+            },
+        )
         self._etcd = etcd
-        self._exits = proxies
+        self._exits = ExitStack()
         self._proxies: dict[str, CuttingProxy] = {}
 
-    def start_node(self) -> LocalNode:
-        proxy = self._exits.enter_context(CuttingProxy(self._etcd.endpoint))
-        node = self.job.start_node(endpoints=[proxy.endpoint])
+    def start_node(self, name: str | None = None, **settings: Any) -> LocalNode:
+        proxy = self._exits.enter_context(CuttingProxy(self._etcd))
+        node = super().start_node(name, endpoints=[proxy.endpoint], **settings)
         self._proxies[node.name] = proxy
         return node
 
@@ -57,28 +66,21 @@ class CutOff:
         for node in nodes:
             self._proxies[node.name].restore()
 
+    def wait_leases_ended(self, cut: list[LocalNode]) -> None:
+        """Until etcd knows those nodes alone that have not been cut from it."""
+        others = {node.name for node in self.running} - {node.name for node in cut}
+        self.wait_for(
+            lambda: self.registered() == others, PATIENCE_S, f"{sorted(others)} alone in etcd"
+        )
 
-@pytest.fixture
-def cluster(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[CutOff]:
-    slowness = measure_slowness()
-    with (
-        ExitStack() as proxies,
-        TrainingJob(
-            [etcd.endpoint],
-            tmp_path,
-            script=SCRIPT,
-            workload=WORKLOAD,
-            min_nodes=2,
-            max_nodes=4,
-            conf={
-                "lease_s": LEASE_S,
-                # A takeover has to come within PATIENCE_S all the same.
-                "takeover_s": TAKEOVER_S * min(slowness, 4.0),
-                "last_call_s": 1.0,
-            },
-        ) as job,
-    ):
-        yield CutOff(etcd, job, proxies, slowness)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._exits:
+            super().__exit__(kind, error, traceback)
 
 
 @pytest.fixture(scope="module")
@@ -86,56 +88,59 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("cut-off-alone"), WORKLOAD, SCRIPT)
 
 
-def test_joining_nodes_wait_while_the_members_train(cluster: CutOff, reference: Path) -> None:
+@pytest.fixture(scope="module")
+def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobSeries[CutOffJob]:
+    slowness = measure_slowness()
+    return start_series(lambda folder: CutOffJob(etcd.endpoint, folder, slowness), reference)
+
+
+@pytest.fixture
+def job(jobs: JobSeries[CutOffJob]) -> CutOffJob:
+    return jobs.current()
+
+
+def test_joining_nodes_wait_while_the_members_train(job: CutOffJob) -> None:
     """Two members lose etcd, two joining nodes arrive who reach it; then etcd is back for all.
 
     And then one of the four loses it for good: it answers, and trains with the others, until it
     has to stop.
     """
-    job = cluster.job
-    members = [cluster.start_node() for _ in range(2)]
-    generation = job.wait_training(nodes=2)
-    cluster.cut(*members)
-    cut_s = time.monotonic()
-    candidates = [cluster.start_node() for _ in range(2)]
-    # Until their leases are long gone, and the joining nodes are there to take over.
-    while time.monotonic() - cut_s < CUT_S:
-        job.wait_progress(1, timeout_s=cluster.step_within_s)
+    members = job.bring_to(2)
+    generation = job.generation()
+    job.cut(*members)
+    candidates = [job.start_node() for _ in range(2)]
+    # Nobody restores etcd before that: a step that waits for it does not end.
+    job.wait_leases_ended(members)  # the joining nodes are there to take over
+    job.wait_progress(3)
     assert job.training_nodes() == (generation, {node.name for node in members})
     assert job.generation() == generation
-    cluster.restore(*members)
+    job.restore(*members)
     job.wait_training(nodes=4, after_generation=generation)
     assert all(node.running for node in (*members, *candidates))
 
     generation = job.generation()
-    lost = next(node for node in job.running if node is not job.leader())
-    cluster.cut(lost)
-    cut_s = time.monotonic()
-    while time.monotonic() - cut_s < 2 * LEASE_S:
-        job.wait_progress(1, timeout_s=cluster.step_within_s)
+    leader = job.leader()
+    lost = next(node for node in job.running if node is not leader)
+    job.cut(lost)
+    job.wait_leases_ended([lost])
+    job.wait_progress(2)
     assert job.training_nodes()[0] == generation
     assert lost.wait(PATIENCE_S) not in (0, 75)
     job.wait_training(nodes=3, after_generation=generation)
-    job.assert_finishes_whole(reference)
 
 
-def test_members_that_stay_cut_off_stop_before_they_are_replaced(
-    cluster: CutOff, reference: Path
-) -> None:
+def test_members_that_stay_cut_off_stop_before_they_are_replaced(job: CutOffJob) -> None:
     """Half of the takeover time without etcd: they save and stop; the joining nodes go on."""
-    job = cluster.job
-    members = [cluster.start_node() for _ in range(2)]
-    generation = job.wait_training(nodes=2)
-    cluster.cut(*members)
-    candidates = [cluster.start_node() for _ in range(2)]
+    members = job.bring_to(2)
+    generation = job.generation()
+    job.cut(*members)
+    candidates = [job.start_node() for _ in range(2)]
     for node in members:
         assert node.wait(PATIENCE_S) not in (0, 75)
         assert "no contact with etcd" in node.log_text()
     job.wait_training(nodes=2, after_generation=generation)
-    new, names = job.training_nodes()
-    assert names == {node.name for node in candidates}
+    assert job.training_nodes()[1] == {node.name for node in candidates}
     steps = job.ledger().steps
     last = max(s.step for s in steps if s.generation == generation)
-    first = min(s.step for s in steps if s.generation == new)
+    first = min(s.step for s in steps if s.generation > generation)
     assert first == last + 1, "steps were lost though their ranks could save"
-    job.assert_finishes_whole(reference)

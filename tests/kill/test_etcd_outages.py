@@ -10,7 +10,6 @@ from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.journal import read_journal
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
@@ -19,9 +18,9 @@ pytestmark = pytest.mark.cluster
 # Many times the lease (4 s), and the longest wait between two attempts to reach etcd.
 OUTAGE_S = 20.0
 LONG_OUTAGE_S = 60.0
-# On an idle machine. Promised are 2 s (benchmarks/recovery.py measures it).
-RECOVERED_S = 10.0
-STEP_WITHIN_S = 10.0  # on an idle machine; a step that waits for etcd takes longer than that
+# On an idle machine. Promised are 2 s (benchmarks/recovery.py measures it); a survivor that does
+# not notice that etcd is back waits for half of the takeover time, minutes.
+RECOVERED_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,18 @@ def jobs(
 def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float) -> None:
     """Kill etcd, train on without it for ``outage_s``, start it with its data."""
     etcd.kill()
-    until = time.monotonic() + outage_s
-    job.wait_progress(3)
-    train_until(job, until)
-    etcd.start()
+    try:
+        until = time.monotonic() + outage_s
+        job.wait_progress(3)
+        train_until(job, until)
+    finally:
+        etcd.start()
 
 
 def train_until(job: TrainingJob, until: float) -> None:
-    """Each step must come within its time: training does not stop."""
-    while (began := time.monotonic()) < until:
+    """Training does not stop: a step that waited for etcd would not end, since nobody starts it."""
+    while time.monotonic() < until:
         job.wait_progress(1)
-        assert is_within(time.monotonic() - began, STEP_WITHIN_S)
 
 
 def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
@@ -61,9 +61,10 @@ def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
     assert world is not None
     assert world.generation == generation
     assert job.training_nodes()[0] == generation
-    # Every agent registered again if its lease had ended.
-    present = {entry.key for entry in job.store.list(job.keys.nodes).entries}
-    assert present == {job.keys.node(node_id) for node_id in world.node_ids}
+    # Every agent registers again if its lease has ended.
+    members = {member.name for member in world.members}
+    job.wait_for(lambda: job.registered() == members, PATIENCE_S, f"{members}, and no other key")
+    assert job.generation() == generation
 
 
 def test_etcd_restarts_with_its_data(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
@@ -82,20 +83,18 @@ def test_etcd_is_down_for_many_leases_and_a_node_dies_meanwhile(
     """No step waits for etcd. A death does: the survivors pause until etcd is back, no longer."""
     nodes = job.bring_to(3)
     generation = job.generation()
-    etcd.kill()
-    train_until(job, time.monotonic() + outage_s)
-    assert job.training_nodes()[0] == generation
-    nodes[-1].kill()
     survivors = {node.name: node.workers()[0].pid for node in nodes[:-1]}
-    etcd.start()
+    etcd.kill()
+    try:
+        train_until(job, time.monotonic() + outage_s)
+        assert job.training_nodes()[0] == generation
+        nodes[-1].kill()
+    finally:
+        etcd.start()
     back_s = time.monotonic()
     job.wait_training(nodes=2, after_generation=generation)
-    joined = [
-        event["monotonic"] - back_s
-        for event in read_journal(job.folder / "journal")
-        if event["event"] == "world-joined" and event["generation"] > generation
-    ]
-    assert is_within(min(joined), RECOVERED_S)
+    joined = job.wait_event("world-joined", lambda e: e["generation"] > generation)
+    assert is_within(joined["monotonic"] - back_s, RECOVERED_S)
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 
@@ -103,9 +102,7 @@ def test_etcd_is_wiped_while_a_joining_node_registers(job: TrainingJob, etcd: Em
     job.bring_to(2)
     generation = job.generation()
     joining_node = job.start_node()
-    job.wait_for(
-        lambda: len(job.store.list(job.keys.nodes).entries) == 3 or None, PATIENCE_S, "its key"
-    )
+    job.wait_for(lambda: joining_node.name in job.registered(), PATIENCE_S, "its key")
     etcd.wipe()
     etcd.start()
     new = job.wait_training(nodes=3, after_generation=generation)

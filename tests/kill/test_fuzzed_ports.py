@@ -18,15 +18,14 @@ from elastic.node.run_secret import LIVENESS, RunSecret
 from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=10, step_s=0.6)
-FRAMES = 3000  # hostile ones, before anything else happens
+WORKLOAD = Workload(samples=250, epochs=16, step_s=0.8)
+FRAMES = 1500  # hostile ones, before anything else happens
 # Threads and descriptors of a node's agent and worker that come and go by themselves.
 SLACK = 12
 
@@ -68,9 +67,7 @@ class Attack:
             numbers += [("liveness", node.liveness_port), ("memory", node.memory_port)]
         if (world := job.world()) is not None:
             numbers.append(("store", world.store_port))
-        for event in read_journal(job.folder / "journal"):
-            if event["event"] == "health-served":
-                numbers.append(("health", int(event["port"])))
+        numbers += [("health", int(e["port"])) for e in job.journaled("health-served")]
         for kind, number in numbers:
             yield Port(kind, lambda number=number: from_many_addresses(number, pick))  # type: ignore[misc]
         for node_ in job.running:
@@ -106,10 +103,12 @@ def test_a_job_trains_on_while_all_its_ports_are_attacked(
         nodes = job.bring_to(3)
         before, generation = cost(nodes), job.generation()
         pids = {node.name: node.workers()[0].pid for node in nodes}
+        for node in nodes:
+            job.wait_event("health-served", lambda e, name=node.name: e["node"] == name)  # type: ignore[misc]
         with Attack(job) as attack:
             assert attack.seen == {"liveness", "memory", "store", "health", "link"}
             step = job.ledger().last_step
-            job.wait_for(lambda: attack.sent >= FRAMES or None, PATIENCE_S, "the attack")
+            job.wait_for(lambda: attack.sent >= FRAMES, 2 * PATIENCE_S, "the attack")
             job.wait_step(step + 5)
             # Nobody was taken for lost, and nothing was begun anew.
             assert job.generation() == generation

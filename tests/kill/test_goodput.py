@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -30,24 +30,33 @@ from elastic.telemetry.activities import Activity
 from elastic.telemetry.goodput import goodput_of
 from elastic.telemetry.journal_reader import read_folder
 from elastic.telemetry.merging import merge
-from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
+from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
 WORKLOAD = Workload(epochs=4, step_s=0.3)
-# What may be unaccounted for: a worker that is killed has not written down its last window.
+# What may be unaccounted for on an idle machine: a worker that is killed has not written down its
+# last window.
 UNREPORTED_S = 12.0
 
 
-def elastic(job: TrainingJob, command: str, *argv: str) -> subprocess.Popen[str]:
+def elastic(job: TrainingJob, command: str, *argv: str) -> list[str]:
+    """The command line of the tool for this job."""
     where = (f"--rdzv-endpoint={job.endpoints[0]}", f"--rdzv-id={job.run_id}")
-    return subprocess.Popen(
-        [sys.executable, "-m", "elastic.cli.main", command, *where, *argv],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return [sys.executable, "-m", "elastic.cli.main", command, *where, *argv]
+
+
+@contextlib.contextmanager
+def waiting_for_the_end(job: TrainingJob, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`elastic wait`, until the job is done or the test is."""
+    command = elastic(job, "wait", "--for=done", "--timeout=1h")
+    with output.open("wb") as file, subprocess.Popen(command, stdout=file) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def status(job: TrainingJob) -> JobView:
@@ -123,8 +132,8 @@ def scrape(port: int) -> str | None:
 
 def metric(job: TrainingJob, node: str, name: str, **labels: str) -> float | None:
     """One series of a node, scraped now."""
-    events = read_journal(job.folder / "journal")
-    (port,) = {e["port"] for e in events if e["event"] == "health-served" and e["node"] == node}
+    served = job.wait_event("health-served", lambda e: bool(e["node"] == node))
+    port = served["port"]
     page = job.wait_for(partial(scrape, port), PATIENCE_S, f"an answer of {node}")
     families = list(text_string_to_metric_families(page))
     common = {"run_id": job.run_id, "node": node}
@@ -137,34 +146,46 @@ def metric(job: TrainingJob, node: str, name: str, **labels: str) -> float | Non
     return found[0] if found else None
 
 
+def wait_metric(
+    job: TrainingJob, node: str, name: str, accepts: Callable[[float], bool], **labels: str
+) -> None:
+    """Until one series of a node has such a value: agents hear of their workers a little later."""
+
+    def is_there() -> bool:
+        value = metric(job, node, name, **labels)
+        return value is not None and accepts(value)
+
+    job.wait_for(is_there, PATIENCE_S, f"{name} of {node}")
+
+
 def check_metrics_before(job: TrainingJob, mode: str) -> None:
     """Agents are scraped, and workers are heard of without a restart in between."""
     names = ("node0", "node1", "node2")
     assert sum(metric(job, node, "elastic_leader") or 0 for node in names) == 1
     for node in names:
-        assert metric(job, node, "elastic_generation") == job.generation()
-        assert metric(job, node, "elastic_world_nodes") == 3
-        assert metric(job, node, "elastic_etcd_up") == 1
-        assert metric(job, node, "elastic_etcd_request_seconds_count", operation="put")
+        wait_metric(job, node, "elastic_generation", float(job.generation()).__eq__)
+        wait_metric(job, node, "elastic_world_nodes", (3.0).__eq__)
+        wait_metric(job, node, "elastic_etcd_up", (1.0).__eq__)
+        wait_metric(job, node, "elastic_etcd_request_seconds_count", bool, operation="put")
         if mode == "restart":  # agents have no link to their workers
             assert metric(job, node, "elastic_steps_committed_total") is None
             continue
-        steps = partial(metric, job, node, "elastic_steps_committed_total")
-        job.wait_for(steps, PATIENCE_S, f"steps of {node} in its metrics")
-        assert (metric(job, node, "elastic_step_seconds_sum") or 0) >= WORKLOAD.step_s
+        wait_metric(job, node, "elastic_steps_committed_total", bool)
+        wait_metric(job, node, "elastic_step_seconds_sum", WORKLOAD.step_s.__le__)
 
 
 def check_metrics_after(job: TrainingJob, mode: str, generation: int) -> None:
     """One node was killed."""
     survivors = ("node0", "node1")
     for node in survivors:
-        assert (metric(job, node, "elastic_generation") or 0) > generation
-        assert metric(job, node, "elastic_world_nodes") == 2
+        wait_metric(job, node, "elastic_generation", float(generation).__lt__)
+        wait_metric(job, node, "elastic_world_nodes", (2.0).__eq__)
         if mode == "in-process":
             recovered = partial(total, job, (node,), "elastic_recoveries_total")
             job.wait_for(recovered, PATIENCE_S, f"the recovery of {node} in its metrics")
-            assert metric(job, node, "elastic_recovery_seconds_total", phase="build")
-    assert total(job, survivors, "elastic_worlds_formed_total")
+            wait_metric(job, node, "elastic_recovery_seconds_total", bool, phase="build")
+    formed = partial(total, job, survivors, "elastic_worlds_formed_total")
+    job.wait_for(formed, PATIENCE_S, "the world after the death in the metrics")
     states = ("WORLD_ENTERED", *(["RECOVERED"] if mode == "in-process" else []))
     for node in survivors:
         for state in states:
@@ -259,20 +280,19 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
     job.env["PET_EVENT_LOG_HANDLER"] = "console"
     job.env |= otlp_settings(collector, mode)
     collected = Collected(collector, job.run_id)
-    with job:
+    with job, contextlib.ExitStack() as exits:
         nodes = job.bring_to(3)
         job.wait_progress(10)
         generation = job.generation()
-        waiting = elastic(job, "wait", "--for=done", f"--timeout={PATIENCE_S:g}s")
+        waiting = exits.enter_context(waiting_for_the_end(job, tmp_path / "waiting"))
         view = job.wait_for(lambda: trains(job, 3), PATIENCE_S, "status of three nodes")
         assert sentence(view).startswith(f"training in generation {generation} with 3 of 3 nodes")
         check_metrics_before(job, mode)
         if mode == "in-process":
             check_collector(job, collected)
-        profiling = elastic(job, "profile", "--steps=2")
+        said = subprocess.check_output(elastic(job, "profile", "--steps=2"), text=True)
         if mode == "in-process":  # agents in restart mode have no link to their workers
             job.wait_for(lambda: len(traces(tmp_path)) == 3, PATIENCE_S, "three traces")
-        said, _ = profiling.communicate(timeout=PATIENCE_S)
         assert said.startswith(f"asked 3 ranks of generation {generation} for a trace of")
         assert ("nothing comes of it" in said) == (mode == "restart")
         killed = datetime.now(timezone.utc)
@@ -289,14 +309,13 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
             told = partial(has_recovered, collected)
             job.wait_for(told, PATIENCE_S, "the recovery at the collector")
         survivors = job.running
-        worlds = job.generation() - generation
         job.hurry()
-        job.wait_for(lambda: not job.running or None, PATIENCE_S, "the end of the job")
+        job.wait_for(lambda: not job.running, PATIENCE_S, "the end of the job")
         assert [node.exit_code for node in survivors] == [0, 0]
         ledger = job.ledger()
-        said, _ = waiting.communicate(timeout=PATIENCE_S)
-        assert waiting.returncode == 0
-        assert said.startswith("succeeded")
+        worlds = job.generation() - generation
+        assert waiting.wait(PATIENCE_S) == 0
+        assert (tmp_path / "waiting").read_text().startswith("succeeded")
         assert status(job).state is JobCondition.SUCCEEDED
     ended_s = time.time()
     if mode == "restart":
@@ -321,12 +340,13 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
     if mode == "restart":  # it goes on from a checkpoint; in process a step that has begun is lost
         assert found.recomputed_steps == ledger.recomputed_steps
     assert found.breakdown.seconds[Activity.PRODUCTIVE] > WORKLOAD.step_s * 10
-    assert found.breakdown.seconds.get(Activity.UNREPORTED, 0.0) < UNREPORTED_S
+    assert is_within(found.breakdown.seconds.get(Activity.UNREPORTED, 0.0), UNREPORTED_S)
     assert found.breakdown.seconds[Activity.STARTUP] > 0
 
-    (kill,) = [i for i in found.incidents if i.cause not in ("first", "joined")]
+    # A busy machine may have had another one later.
+    (kill,) = [i for i in found.incidents if generation + 1 in i.generations]
+    assert kill.cause not in ("first", "joined")
     assert kill.nodes == ("node0", "node1")
-    assert generation + 1 in kill.generations
     assert "node2" in kill.reason
     assert 0 < kill.breakdown.total_s <= kill.duration_s * 1.01
     assert any("node2" in note for note in found.notes)

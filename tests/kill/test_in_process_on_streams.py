@@ -7,28 +7,27 @@ that are stuck in NCCL, which nothing can get out of there.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from job_series import JobSeries, StartSeries
 from test_in_process_phases import (
     SCRIPT,
-    WORKLOAD,
     Before,
     all_back,
-    obeyed,
     order,
     pids,
 )
-from training_job import TrainingJob, train_undisturbed
+from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.doubles import nccl_semantics
-from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
 pytestmark = pytest.mark.cluster
 
+WORKLOAD = Workload(samples=250, epochs=18, step_s=0.6)
 PATIENCE_S = 200.0  # two starts of workers and a deadline, on a machine that is busy
 
 
@@ -62,28 +61,30 @@ def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
 
 @pytest.mark.parametrize("point", ["backward", "after-optimizer", "evaluation"])
 def test_death_in_a_step(job: TrainingJob, before: Before, point: str) -> None:
-    obeyed(job, order(job, point), timeout_s=PATIENCE_S)
+    job.wait_obeyed(order(job, point, None))
     all_back(job, before, timeout_s=PATIENCE_S)
 
 
 def test_death_in_a_transfer_of_state(job: TrainingJob, before: Before) -> None:
     """The receiver's. The next world takes the place of this one, whose forming has not ended, and
     on a stream nothing but its agent tells a member so."""
-    obeyed(job, order(job, "receiving"), order(job, "forward"), timeout_s=PATIENCE_S)
+    job.wait_obeyed(order(job, "receiving", None), order(job, "forward", None))
     all_back(job, before, timeout_s=PATIENCE_S)
 
 
 def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Before) -> None:
-    obeyed(job, order(job, "give-up"), timeout_s=PATIENCE_S)
+    job.wait_obeyed(order(job, "give-up", None))
     all_back(job, before, dead=0, timeout_s=PATIENCE_S)
 
 
 def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:
     swallow = job.folder / "swallow"
     swallow.touch()
-    job.running[1].kill_worker()
-    all_back(job, before, timeout_s=PATIENCE_S)
-    swallow.unlink()
+    try:
+        job.running[1].kill_worker()
+        all_back(job, before, timeout_s=PATIENCE_S)
+    finally:
+        swallow.unlink()
 
 
 @pytest.mark.parametrize(
@@ -98,15 +99,12 @@ def test_who_is_stuck_in_nccl_is_started_anew(
 ) -> None:
     """Its process ends after a while, with a reason in the journal; the third one keeps its own."""
     stuck, victim = nodes[0], nodes[1]
-    obeyed(job, order(job, f"hang-in-{where}", stuck.name), timeout_s=PATIENCE_S)
+    began_s = time.monotonic()
+    job.wait_obeyed(order(job, f"hang-in-{where}", stuck))
     victim.kill_worker()
     all_back(job, before, dead=2, timeout_s=PATIENCE_S)
-    said = [
-        event
-        for event in read_journal(job.folder / "journal")
-        if event["event"] == "worker-stuck" and event["node"] == stuck.name
-    ]
-    assert sentence in said[-1]["reason"]
+    said = job.wait_event("worker-stuck", lambda e: e["node"] == stuck.name, since_s=began_s)
+    assert sentence in said["reason"]
     assert sentence in stuck.log_text()
 
 

@@ -50,18 +50,12 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobS
     )
 
 
-def order(job: TrainingJob, point: str, node: str | None = None, step: int | None = None) -> Path:
-    """Have a worker die at ``point``."""
+def order(job: TrainingJob, point: str, node: LocalNode | None, step: int | None = None) -> Path:
+    """Have a worker of this node, or of any, die at ``point``."""
     path = job.folder / f"die-{point}"
     staged = path.with_suffix(".new")
-    staged.write_text(json.dumps({"node": node, "step": step}))
+    staged.write_text(json.dumps({"node": node.name if node is not None else None, "step": step}))
     return staged.rename(path)
-
-
-def obeyed(job: TrainingJob, *orders: Path, timeout_s: float = PATIENCE_S) -> None:
-    job.wait_for(
-        lambda: not any(o.exists() for o in orders) or None, timeout_s, f"death by {orders}"
-    )
 
 
 @dataclass(frozen=True)
@@ -81,8 +75,10 @@ def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
 
 
-def is_planned(world: WorldRecord | None) -> bool:
-    return world is not None and world.switch_at_step is not None
+def is_planned(world: WorldRecord | None, before: Before) -> bool:
+    """Whether it is a later world than before, from a step on that was announced."""
+    is_later = world is not None and world.generation > before.generation
+    return is_later and world is not None and world.switch_at_step is not None
 
 
 def all_back(
@@ -102,23 +98,26 @@ def all_back(
 
 @pytest.mark.parametrize("point", IN_A_STEP)
 def test_death_in_a_step(job: TrainingJob, before: Before, point: str) -> None:
-    obeyed(job, order(job, point))
+    job.wait_obeyed(order(job, point, None))
     all_back(job, before)
 
 
 @pytest.mark.parametrize("point", IN_A_RECOVERY)
-def test_death_in_the_recovery_from_another(job: TrainingJob, before: Before, point: str) -> None:
-    """The first one to build the next world dies of it."""
-    orders = [order(job, point), order(job, "between")]
-    obeyed(job, *orders)
+def test_death_in_the_recovery_from_another(
+    job: TrainingJob, nodes: list[LocalNode], before: Before, point: str
+) -> None:
+    """A survivor dies while it builds the next world."""
+    orders = [order(job, point, nodes[2]), order(job, "between", nodes[1])]
+    job.wait_obeyed(*orders)
     all_back(job, before, dead=2)
 
 
 @pytest.mark.parametrize("point", ["receiving", "received", "sending", "sent"])
-def test_death_in_a_transfer_of_state(job: TrainingJob, before: Before, point: str) -> None:
+def test_death_in_a_transfer_of_state(
+    job: TrainingJob, nodes: list[LocalNode], before: Before, point: str
+) -> None:
     """A worker dies and comes back as a joining node: it, or who gives it the state, dies again."""
-    orders = [order(job, point), order(job, "forward")]
-    obeyed(job, *orders)
+    job.wait_obeyed(order(job, point, None), order(job, "forward", nodes[1]))
     is_receiver = point.startswith("receiv")
     all_back(job, before, dead=1 if is_receiver else 2)
 
@@ -133,52 +132,47 @@ def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode], before
 def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Before) -> None:
     """One rank sees a broken connection and leaves the collective; its process lives, so the
     others, which wait for it in there, see nothing. All go on, and no process is replaced."""
-    obeyed(job, order(job, "give-up"))
+    began_s = time.monotonic()
+    job.wait_obeyed(order(job, "give-up", None))
     all_back(job, before, dead=0)
-    world = job.world()
-    assert world is not None
-    assert world.cause is Cause.FAILURE
+    job.wait_event("world-formed", lambda e: e["cause"] == Cause.FAILURE.value, since_s=began_s)
 
 
 def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:
     swallow = job.folder / "swallow"
     swallow.touch()
-    job.running[1].kill_worker()
-    all_back(job, before)
-    swallow.unlink()
+    try:
+        job.running[1].kill_worker()
+        all_back(job, before)
+    finally:
+        swallow.unlink()
 
 
-def test_a_broken_connection_while_a_planned_world_is_pending(
-    job: TrainingJob, nodes: list[LocalNode]
-) -> None:
-    nodes[1].kill()
-    generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
-    before = Before(generation, pids(job.running))
+def test_a_broken_connection_while_a_planned_world_is_pending(job: TrainingJob) -> None:
+    nodes = job.bring_to(2)
+    before = Before(job.generation(), pids(nodes))
     job.start_node()
-    job.wait_for(lambda: is_planned(job.world()), PATIENCE_S, "a planned world")
-    obeyed(job, order(job, "give-up", job.running[0].name))
+    job.wait_for(lambda: is_planned(job.world(), before), PATIENCE_S, "a planned world")
+    job.wait_obeyed(order(job, "give-up", nodes[0]))
     all_back(job, before, dead=0)
 
 
-def test_death_in_the_step_after_a_join(job: TrainingJob, nodes: list[LocalNode]) -> None:
-    nodes[1].kill()
-    generation = job.wait_training(nodes=2, after_generation=job.training_nodes()[0])
-    before = Before(generation, pids(job.running))
+def test_death_in_the_step_after_a_join(job: TrainingJob) -> None:
+    nodes = job.bring_to(2)
+    before = Before(job.generation(), pids(nodes))
     job.start_node()
-    job.wait_generation(generation + 1)
-    obeyed(job, order(job, "backward", job.running[0].name))
+    job.wait_generation(before.generation + 1)
+    job.wait_obeyed(order(job, "backward", nodes[0]))
     all_back(job, before)
 
 
 def test_death_in_the_last_step(job: TrainingJob, nodes: list[LocalNode], reference: Path) -> None:
     last = WORKLOAD.steps - 1
-    doomed = order(job, "between", nodes[1].name, last)
+    doomed = order(job, "between", nodes[1], last)
     job.assert_finishes_whole(reference)
     assert not doomed.exists()
     assert_nobody_was_restarted_who_had_not_died(job)
-    # Only the world and its end are left in the store.
-    left = {entry.key for entry in job.store.list(job.keys.root).entries}
-    assert left == {job.keys.world, job.keys.done, job.keys.secret}
+    job.assert_only_the_outcome_is_stored()
 
 
 def assert_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,15 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
+from elastic.membership.records import Node, decode
 from elastic.store.keyvalue import KeyValue
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.forks.server import ForkServer, shared_fork_server
+from elastic.testing.journal import read_events
 from elastic.testing.node import LocalNode, TorchrunOptions
+from elastic.testing.pacing import SLOW
 from elastic.testing.slowness import is_within, measure_slowness
-from elastic.testing.waiting import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S, eventually
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SESSION = SCRIPTS / "session.py"  # written with this project's API
@@ -113,14 +117,72 @@ class TrainingJob(LocalCluster):
         """Whether :meth:`hurry` was called, or it has come to its end without."""
         return (self.folder / "hurry").exists() or bool(self.ledger().ends)
 
+    @contextmanager
+    def slow_steps(self) -> Iterator[None]:
+        """Steps so long that the announcement of a planned world is in time, however busy the
+        machine is."""
+        slow = self.folder / SLOW
+        slow.touch()
+        try:
+            yield
+        finally:
+            slow.unlink()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is in its second half, in which steps are slow."""
+        return self.ledger().last_step >= self.workload.steps // 2
+
     def bring_to(self, count: int) -> list[LocalNode]:
-        """Start nodes until ``count`` run, and wait until exactly those train together."""
-        generation = self.training_nodes()[0]
-        missing = count - len(self.running)
-        self.start_nodes(missing)
-        # Nothing to wait for but a step if the world is whole already.
-        self.wait_training(nodes=count, after_generation=generation if missing > 0 else 0)
+        """Start nodes, or kill the newest, until ``count`` run; wait until exactly those train
+        together."""
+        for node in self.running[count:]:
+            node.kill()
+        self.start_nodes(count - len(self.running))
+        names = {node.name for node in self.running}
+        self.wait_for(
+            lambda: self.training_nodes()[1] == names, PATIENCE_S, f"{sorted(names)} train together"
+        )
         return self.running
+
+    def registered(self) -> set[str]:
+        """The names of the nodes that etcd knows: a dead one's key lives as long as its lease."""
+        entries = self.store.list(self.keys.nodes).entries
+        return {decode(Node, entry.key, entry.value).name for entry in entries}
+
+    def journaled(self, name: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
+        """From all journals, oldest first, since a moment on the monotonic clock."""
+        return read_events(self.folder / "journal", name, since_s=since_s)
+
+    def wait_event(
+        self,
+        name: str,
+        accepts: Callable[[dict[str, Any]], bool] = lambda event: True,
+        *,
+        since_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """The first such event, once it is written down: that may be later than its effects."""
+
+        def found() -> dict[str, Any] | None:
+            return next(filter(accepts, self.journaled(name, since_s=since_s)), None)
+
+        return self.wait_for(found, PATIENCE_S, f"the event {name}")
+
+    def wait_obeyed(self, *orders: Path) -> None:
+        """Until a process has taken each of these files, which tell it what to do."""
+        self.wait_for(
+            lambda: not any(order.exists() for order in orders),
+            PATIENCE_S,
+            f"the end of {', '.join(order.name for order in orders)}",
+        )
+
+    def assert_only_the_outcome_is_stored(self) -> None:
+        """In etcd, once the leases of nodes that were killed have ended. For after the end."""
+        kept = {self.keys.world, self.keys.done, self.keys.secret}
+        eventually(
+            lambda: {entry.key for entry in self.store.list(self.keys.root).entries} == kept,
+            f"nothing but {sorted(kept)} in the store",
+        )
 
     def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = 2 * PATIENCE_S) -> None:
         """Hurry to the end and check everything that a job must keep, whatever happened to it:

@@ -30,7 +30,6 @@ class Orders:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
-        self.has_waited = False
         self.takes_s = 0.0  # what was taken last
 
     def take(self, kind: str) -> bool:
@@ -46,6 +45,14 @@ class Orders:
         self.takes_s = float(takes_s)
         (self.folder / f"done-{kind}").write_text(f"{os.getpid()} {time.time()}")
         return True
+
+    def is_given(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return (self.folder / name).exists()
+
+    def take_away(self, name: str) -> None:
+        """Remove a file that is an order to all ranks."""
+        (self.folder / name).unlink(missing_ok=True)
 
     def hang_in_a_data_worker(self) -> None:
         """Before it reads a sample."""
@@ -64,12 +71,9 @@ class Slow:
         time.sleep(self.takes_s)
 
 
-def wait_for_nobody(orders: Orders, step: int) -> None:
-    """All ranks wait in the same step for a message that nobody sends, each process once."""
-    path = orders.folder / "lost-in-step"
-    if orders.has_waited or not path.exists() or int(path.read_text()) != step:
-        return
-    orders.has_waited = True
+def wait_for_nobody(orders: Orders) -> None:
+    """Wait for a message that nobody sends, as all other ranks do in the same step."""
+    orders.take_away("lost-message")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.distributed.recv(torch.zeros(1), src=(rank + 1) % size)
 
@@ -121,14 +125,19 @@ def main() -> None:
         DataLoader(data, batch_size=job.batch, shuffle=True, num_workers=1), global_batch=job.batch
     )
 
+    is_lost = False
+
     def train() -> None:
+        nonlocal is_lost
         for epoch in run.epochs(job.epochs):
             for step in run.steps(loader):
                 (x, y), *_ = step
                 optimizer.zero_grad()
                 if orders.take("before-forward"):
                     time.sleep(orders.takes_s)
-                wait_for_nobody(orders, step.number)
+                if is_lost:
+                    is_lost = False  # not when the step is repeated
+                    wait_for_nobody(orders)
                 loss = F.mse_loss(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -136,11 +145,13 @@ def main() -> None:
                     time.sleep(orders.takes_s)
                 if orders.take("checkpoint"):
                     time.sleep(orders.takes_s)
+                # What one rank has seen, all know after the mean, and none before.
+                seen = {"loss": loss.item(), "lost": float(orders.is_given("lost-message"))}
                 if orders.take("order"):
                     torch.distributed.barrier()
-                    run.mean(1.0, loss=loss.item())
+                    run.mean(1.0, **seen)
                 else:
-                    run.mean(1.0, loss=loss.item())
+                    is_lost = run.mean(1.0, **seen)["lost"] > 0
                     if not orders.take("skip"):
                         torch.distributed.barrier()
                 job.pause_after_step(epoch)

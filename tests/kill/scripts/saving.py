@@ -74,7 +74,7 @@ def main() -> None:
     when = EverySteps(options.save_every) | OnPreemption()
     if options.seconds:
         when = EverySeconds(options.seconds) | OnPreemption()
-    run = elastic.join(checkpoints=disk, when=when, keep=100)
+    run = elastic.join(checkpoints=disk, when=when, keep=1000)  # all of them
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

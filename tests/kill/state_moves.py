@@ -1,0 +1,18 @@
+"""Who sent state to whom, in a job of replicas."""
+
+from __future__ import annotations
+
+from training_job import TrainingJob
+
+from elastic.testing.waiting import PATIENCE_S
+
+
+def wait_moved(job: TrainingJob, moves: list[tuple[int, list[int]]], since_s: float) -> None:
+    """Until state was sent by these ranks to these others, and to nobody else."""
+
+    def moved() -> bool:
+        received = sorted(e["source"] for e in job.journaled("state-received", since_s=since_s))
+        sent = sorted(e["receivers"] for e in job.journaled("state-sent", since_s=since_s))
+        return list(zip(received, sent, strict=False)) == moves
+
+    job.wait_for(moved, PATIENCE_S, f"state sent by and to {moves}")

@@ -1,0 +1,43 @@
+"""The files of a hang report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from elastic.hangs.report import HangReport, ReportFolder
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+
+
+def test_who_reads_while_it_is_written_again_has_a_complete_report(tmp_path: Path) -> None:
+    folder = ReportFolder(str(tmp_path))
+    path = folder.path("n1", 0)
+    report = HangReport(
+        verdict=Judgment(
+            action=HangAction.KILL,
+            kind=HangKind.STOPPED,
+            confidence=HangConfidence.HIGH,
+            culprits=(0,),
+            culprit=None,
+            reason="rank 0 is stopped",
+        ),
+        generation=3,
+        size=2,
+        time="2026-01-01T00:00:00+00:00",
+        ranks=(),
+        stacks=(),
+        flights={},
+        data_workers={},
+        native_stacks=(),
+        processes={},
+        node={},
+        done="nothing yet",
+    )
+    assert folder.write(path, report) == ""
+    first = path.read_text()
+    with path.open() as reader:
+        assert folder.write(path, replace(report, done="pid 1 was ended")) == ""
+        assert reader.read() == first
+    assert "pid 1 was ended" in path.read_text()
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"hang-n1-rank0.txt", "hang-n1-rank0-generation3.json"}
