@@ -282,8 +282,8 @@ def _fork_children() -> None:
     server, which ends with it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from elastic.cli.launch import local_nodes
-
+    # By name: the command line is built on this package.
+    local_nodes = importlib.import_module("elastic.cli.launch.local_nodes")
     ours, theirs = socket.socketpair()
     own = os.getpid()
     if os.fork() == 0:

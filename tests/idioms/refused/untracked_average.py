@@ -34,8 +34,8 @@ class ModelEmaV2(nn.Module):
 
     @torch.no_grad()
     def update(self, model):
-        for e, m in zip(self.module.state_dict().values(), model.state_dict().values()):
-            e.copy_(self.decay * e + (1.0 - self.decay) * m)
+        for name, e in self.module.state_dict().items():
+            e.copy_(self.decay * e + (1.0 - self.decay) * model.state_dict()[name])
 
 
 run = elastic.join()
