@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rank_facts import rank_facts
 from silent_fuse import mounted
-from test_hang_stacks import Journal
+from test_hang_judge import Journal
 
 from elastic.doctor.examination import shared_folder
 from elastic.events import Event, HangFound
