@@ -42,8 +42,8 @@ class JobSeries(Generic[J]):
     def current(self) -> J:
         """The job, unless it has been trained to its end: then a new one.
 
-        On a slow machine it may be in its second half: it is finished then, before its slow steps
-        keep all tests waiting, and before it ends in the middle of one.
+        On a slow machine it may be well into its second half: it is finished then, before its slow
+        steps keep all tests waiting, and before it ends in the middle of one.
         """
         job = self._job
         if job is not None and job.is_late:

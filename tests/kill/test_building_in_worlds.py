@@ -7,14 +7,13 @@ nodes' memory. The final weights are those of one process that nothing has happe
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 
 pytestmark = pytest.mark.cluster
@@ -51,15 +50,10 @@ def pids(nodes: list[LocalNode]) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
 
 
-def restored(job: TrainingJob) -> list[dict[str, Any]]:
-    """What each rank went on from, oldest first."""
-    return [e for e in read_journal(job.folder / "journal") if e["event"] == "state-restored"]
-
-
-def order(job: TrainingJob, point: str, node: LocalNode) -> None:
+def order(job: TrainingJob, point: str, node: LocalNode) -> Path:
     staged = job.folder / f"order-{point}"
     staged.write_text(node.name)
-    staged.rename(job.folder / f"die-{point}")
+    return staged.rename(job.folder / f"die-{point}")
 
 
 def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
@@ -84,11 +78,10 @@ def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
         ):
             job.wait_progress(2 * EVERY)
             generation, before = job.generation(), pids(job.running)
-            for rank, point in enumerate(points, start=1):
-                order(job, point, job.node_of_rank(rank))
-            job.wait_for(
-                lambda: not list(job.folder.glob("die-*")) or None, 120, f"deaths in {points}"
-            )
+            victims = [job.node_of_rank(rank) for rank, _ in enumerate(points, start=1)]
+            orders = zip(points, victims, strict=True)
+            # The last one first: it waits for the world that follows from the first.
+            job.wait_obeyed(*(order(job, *of) for of in reversed([*orders])))
             job.wait_training(nodes=3, after_generation=generation)
             after = pids(job.running)
             changed = [name for name in before if after.get(name) != before[name]]
@@ -102,11 +95,12 @@ def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
         assert all(after[name] == before[name] for name in after)
 
         job.wait_progress(2 * EVERY)
-        begun, last = len(restored(job)), job.ledger().last_step
+        since_s, last = time.monotonic(), job.ledger().last_step
         job.bring_to(3)
-        went_on = restored(job)[begun:]
-        assert len(went_on) == 3 and {e["step"] for e in went_on} == {went_on[0]["step"]}
-        assert went_on[0]["step"] >= last  # a planned change: every rank has saved, nothing is lost
+        # A planned change: every rank has saved, nothing is lost.
+        went_on = [e["step"] for e in job.journaled("state-restored", since_s=since_s)][:3]
+        assert went_on == [went_on[0]] * 3
+        assert went_on[0] >= last
         after = pids(job.running)
         assert all(after.get(name) == before[name] for name in before.keys() & after.keys())
 

@@ -9,7 +9,6 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -37,9 +36,9 @@ def test_a_joining_node_that_crashes_every_time_disturbs_once(
 
         def crashed() -> float | None:
             """When, as its agent tells it, or torchrun, if that looks first."""
-            journal = read_journal(job.folder / "journal")
-            crashes = (e for e in journal if e["event"] == "worker-died" or e.get("exit_code"))
-            return next((float(e["monotonic"]) for e in crashes), None)
+            again = [e for e in job.journaled("node-arrived") if e["exit_code"]]
+            times_s = [float(e["monotonic"]) for e in (*job.journaled("worker-died"), *again)]
+            return min(times_s, default=None)
 
         # Its worker is back and ready again within seconds, and stays out.
         until_s = job.wait_for(crashed, PATIENCE_S, "the first crash") + 0.7 * QUARANTINE_S
@@ -47,9 +46,8 @@ def test_a_joining_node_that_crashes_every_time_disturbs_once(
             job.wait_progress(1)
         joined = [
             event
-            for event in read_journal(job.folder / "journal")
-            if event["event"] == "world-formed" and event["cause"] == "joined"
-            if event["monotonic"] < until_s
+            for event in job.journaled("world-formed")
+            if event["cause"] == "joined" and event["monotonic"] < until_s
         ]
         assert len(joined) == 1, joined
         node = job.node("crashing")

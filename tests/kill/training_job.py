@@ -130,8 +130,8 @@ class TrainingJob(LocalCluster):
 
     @property
     def is_late(self) -> bool:
-        """Whether it is in its second half, in which steps are slow."""
-        return self.ledger().last_step >= self.workload.steps // 2
+        """Whether it is well into its second half, in which steps are slow."""
+        return self.ledger().last_step >= self.workload.steps * 2 // 3
 
     def bring_to(self, count: int) -> list[LocalNode]:
         """Start nodes, or kill the newest, until ``count`` run; wait until exactly those train
