@@ -56,6 +56,7 @@ class HangFound(Event):
     ranks: tuple[int, ...]  # the culprits
     confidence: str  # in the verdict
     reason: str  # a sentence
+    where: str = ""  # function, file and line of the script that the first culprit is in
     report: str  # the path of the hang report; "": none was written
 
 

@@ -33,7 +33,7 @@ class Phase(IntEnum):
 _LABELS = {
     Phase.STARTING: "its start",
     Phase.FORMING: "the change of the world",
-    Phase.DATA: "waiting for a batch",
+    Phase.DATA: "the wait for a batch",
     Phase.COMPUTE: "the forward and backward pass",
     Phase.COLLECTIVE: "a collective",
     Phase.OPTIMIZER: "the optimizer's update",
@@ -42,6 +42,9 @@ _LABELS = {
     Phase.CHECKPOINT: "a checkpoint",
     Phase.NO_WORLD: "waiting for its next world",
 }
+
+
+IDLE_SHARE = 0.05  # of a core: less is no work
 
 
 class Flag(IntFlag):
@@ -62,9 +65,11 @@ class KernelFacts:
     state: str = "S"  # R running, S asleep, D uninterruptible, T stopped, t traced, Z zombie
     tracer_pid: int = 0
     wait_channel: str = ""  # the kernel function it sleeps in
-    file_system: str = ""  # in state D: what it waits for, "/shared (nfs4)"
+    file_system: str = ""  # that does not answer: "/shared (nfs4)"
+    call_target: str = ""  # what its system call reads or writes: a path, "a pipe"
     cpu_share: float = 0.0  # of one core, used by the whole process since the last look
     data_workers: str = ""  # their states, one letter each
+    data_worker_waits: str = ""  # what they sleep in: "1 in futex_do_wait, 3 in do_poll"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,11 @@ class RankFacts:
         """A debugger holds it, or a person sits at its prompt."""
         by_kernel = self.kernel.tracer_pid != 0 or self.kernel.state == "t"
         return by_kernel or bool(self.flags & Flag.DEBUGGER)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Its main thread waits for something."""
+        return self.kernel.state == "S" and self.kernel.cpu_share <= IDLE_SHARE
 
     @property
     def call(self) -> tuple[int, int, int, str]:

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 3  # proc(5) counts the fields of stat from 1, and state is the third
 # Types of file systems whose server, or daemon, may stop answering.
 _REMOTE = re.compile(r"nfs|cifs|smb|lustre|ceph|gluster|gpfs|beegfs|weka|fuse|9p|virtiofs|afs")
+_FUSE = re.compile(r"fuse(blk)?(\.|$)")  # and not fusectl, which is the kernel's
 # System calls whose first argument is a descriptor: read, write and their kin, close, fstat, lseek,
 # flock, fsync, fdatasync, ftruncate, fallocate, getdents64, openat, newfstatat, statx.
 _CALLS_ON_FILES = {
@@ -38,6 +40,7 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _LOG_LINES = 5
+_MOST_CHILDREN = 64  # that are looked at
 _MOST_FILES = 256  # open ones that are looked at
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5), mountinfo: a space is \040
 
@@ -94,8 +97,15 @@ def wait_channel(pid: int) -> str:
 
 def data_workers(pid: int) -> str:
     """The states of its child processes, one letter each: a DataLoader's workers, mostly."""
-    found = (process_times(child) for child in children(pid)[:64])
+    found = (process_times(child) for child in children(pid)[:_MOST_CHILDREN])
     return "".join(sorted(times.state for times in found if times is not None))
+
+
+def data_worker_waits(pid: int) -> str:
+    """What its child processes sleep in, the rarest first: of many, one is stuck."""
+    channels = Counter(filter(None, map(wait_channel, children(pid)[:_MOST_CHILDREN])))
+    rarest_first = sorted(channels.items(), key=lambda of: (of[1], of[0]))
+    return ", ".join(f"{count} in {channel}" for channel, count in rarest_first)
 
 
 def children(pid: int) -> list[int]:
@@ -117,7 +127,8 @@ def file_system(pid: int) -> str:
     """What a process that is blocked in the kernel waits for, as ``/shared (nfs4)``.
 
     The file system of the file that its system call is about. Where that does not show (a path is
-    opened, a mapped page is read), the remote ones of its open files. "" if neither is known.
+    opened, a mapped page is read), the remote ones of its open files, and if there are none and it
+    waits for FUSE, all of that kind. "" if nothing is known.
 
     Links in /proc and the table of mounts are read, nothing else: to ask the file system itself
     would block this process, too.
@@ -128,16 +139,41 @@ def file_system(pid: int) -> str:
     else:
         of_open = [_mount_of(path, mounts) for path in (*_open_files(pid), _link(pid, "cwd"))]
         found = [mount for mount in of_open if mount and _REMOTE.search(mount.type)]
+        if not found and waits_for_fuse(wait_channel(pid)):
+            found = [mount for mount in mounts if _FUSE.match(mount.type)]
     return " or ".join(dict.fromkeys(str(mount) for mount in found if mount))
 
 
 def file_of_call(pid: int) -> str:
     """The file that the present system call of the main thread reads or writes; "": none."""
+    fd = _descriptor_of_call(pid)
+    return _link(pid, f"fd/{fd}") if fd is not None else ""
+
+
+def _descriptor_of_call(pid: int) -> int | None:
     # "0 0x3 0x7ffd…": number and arguments; "running"; "-1 …" outside of a call.
     number, _, arguments = _read(f"/proc/{pid}/syscall").partition(" ")
     if not number.isdecimal() or int(number) not in _CALLS_ON_FILES:
+        return None
+    return int(arguments.partition(" ")[0], 16)
+
+
+def call_target(pid: int) -> str:
+    """What the present system call of the main thread reads or writes, for sentences: a path, "its
+    standard input", "a pipe", "a socket"; "": nothing, or it is not known."""
+    fd = _descriptor_of_call(pid)
+    if fd is None:
         return ""
-    return _link(pid, f"fd/{int(arguments.partition(' ')[0], 16)}")
+    if fd == 0:
+        return "its standard input"
+    kind = _target(pid, f"fd/{fd}").partition(":")[0]
+    return f"a {kind}" if kind in ("pipe", "socket") else _link(pid, f"fd/{fd}")
+
+
+def waits_for_fuse(channel: str) -> bool:
+    """Whether that wait channel is one of FUSE. A process that waits for its daemon is asleep
+    (fs/fuse/dev.c, request_wait_answer), and not in state D, until it is sent a signal."""
+    return channel.startswith(("request_wait_answer", "fuse_"))
 
 
 def _open_files(pid: int) -> Iterator[str]:
@@ -151,11 +187,16 @@ def _open_files(pid: int) -> Iterator[str]:
 
 def _link(pid: int, name: str) -> str:
     """The path that a link of this process leads to; "" for pipes, sockets and memory."""
+    path = _target(pid, name)
+    return path if path.startswith("/") else ""
+
+
+def _target(pid: int, name: str) -> str:
+    """As the kernel writes it: a path, "pipe:[7]"; "" if there is no such link any more."""
     try:
-        path = os.readlink(f"/proc/{pid}/{name}")
+        return os.readlink(f"/proc/{pid}/{name}")
     except OSError:
         return ""
-    return path if path.startswith("/") else ""
 
 
 def _mounts(pid: int) -> list[Mount]:
@@ -192,8 +233,8 @@ def describe_process(pid: int) -> dict[str, str]:
     return {name: value for name, value in said.items() if value}
 
 
-def describe_node(folders: Sequence[str] = ()) -> dict[str, str]:
-    """Pressure, memory events, network errors, and room in these folders: for the report."""
+def describe_node() -> dict[str, str]:
+    """Pressure, memory events, network errors: for the report."""
     said: dict[str, str] = {
         "load": _read("/proc/loadavg").strip(),
         "uptime": f"{_uptime_s():.2f}",
@@ -209,6 +250,12 @@ def describe_node(folders: Sequence[str] = ()) -> dict[str, str]:
         said[f"pressure ({kind})"] = _in_a_line(f"/proc/pressure/{kind}")
         said[f"pressure ({kind}, cgroup)"] = _in_a_line(f"{cgroup}/{kind}.pressure")
     said["memory events (cgroup)"] = _memory_events()
+    return {name: value for name, value in said.items() if value}
+
+
+def room_on_disks(folders: Sequence[str]) -> dict[str, str]:
+    """For the report. A file system that does not answer blocks the caller."""
+    said = {}
     for folder in folders:
         try:
             usage = shutil.disk_usage(folder)
@@ -216,7 +263,7 @@ def describe_node(folders: Sequence[str] = ()) -> dict[str, str]:
             said[f"disk ({folder})"] = str(error)
         else:
             said[f"disk ({folder})"] = f"{usage.free >> 20} of {usage.total >> 20} MiB free"
-    return {name: value for name, value in said.items() if value}
+    return said
 
 
 def telling_lines(log: Sequence[str], now_s: float) -> list[str]:

@@ -47,6 +47,11 @@ class HangReport:
     node: Mapping[str, str]
     done: str
 
+    def where(self, rank: int) -> tuple[str, str]:
+        """Of its main thread in the script: :func:`elastic.hangs.stacks.script_frame`."""
+        texts = (one.text for one in self.stacks if rank in one.ranks)
+        return stacks.script_frame(next(texts, ""))
+
 
 @dataclass(frozen=True)
 class Share:
@@ -139,9 +144,10 @@ def render(report: HangReport) -> str:
         f"Hang: {verdict.reason}",
         "",
         f"kind         {verdict.kind.value} (confidence: {verdict.confidence.value})",
-        f"at           {report.time}, in generation {report.generation} of {report.size} ranks",
+        f"time         {report.time}, in generation {report.generation}{_of_size(report)}",
         f"action       {verdict.action.value}: {report.done}",
         *_culprits(report),
+        *_checkpoint(report),
         "",
         *_table(report),
         *_flights(report),
@@ -163,9 +169,20 @@ def _culprits(report: HangReport) -> list[str]:
             f"culprit      {r.name} (local rank {r.local_rank}, pid {r.pid}): {r.phase.label}, "
             f"step {r.step}, {r.quiet_s:.1f} s without a sign of progress"
         )
-        if r.checkpoint_step >= 0:
-            said.append(f"checkpoint   of step {r.checkpoint_step}, the last that it knows of")
+        if where := report.where(rank)[0]:
+            said.append(f"at           {where}")
     return said
+
+
+def _of_size(report: HangReport) -> str:
+    """A node that ends a stopped worker by itself has asked nobody for the world."""
+    return f" of {report.size} ranks" if report.size else ""
+
+
+def _checkpoint(report: HangReport) -> list[str]:
+    step = max((r.checkpoint_step for r in report.ranks), default=-1)
+    said = f"of step {step}, the last that these ranks know of" if step >= 0 else "none known yet"
+    return [f"checkpoint   {said}"]
 
 
 def _table(report: HangReport) -> list[str]:
@@ -213,7 +230,7 @@ def _stacks(report: HangReport) -> list[str]:
     for title, taken in (("Stacks", report.stacks), ("Native stacks", report.native_stacks)):
         if not any(one.text for one in taken):
             continue
-        said += [f"{title}, outliers first", ""]
+        said += [f"{title}, culprits and outliers first", ""]
         for one in taken:
             shown = stacks.main_first(one.text) or "none: it is stopped, or blocked in the kernel"
             said += [f"{_named(one.ranks)}:", shown, ""]

@@ -10,9 +10,12 @@ import datetime
 import json
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import HangFound, HangOver
@@ -24,8 +27,12 @@ from elastic.hangs.verdict import HangAction, Judgment, judge_stopped
 from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import HANG_REPORT_WRITTEN_S
+
+T = TypeVar("T")
 
 _MOST = 4  # data workers whose stacks are taken
+_SILENT = f"the file system did not answer within {HANG_REPORT_WRITTEN_S:g} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +121,10 @@ class HangResponse:
             self._journal.emit(HangOver(hung_rank=culprit.rank, reason=reason))
             return
         if self._acts:
-            reason = f"{judged.verdict.reason}; report: {path}"
+            reason = f"{_named(judged, report)}; report: {path}"
             self._before_kill(worker.pid, reason)
-            _write_error_file(worker.error_file, reason, self._clock.wall())
+            at_s, error_file = self._clock.wall(), worker.error_file
+            _in_time(lambda: _write_error_file(error_file, reason, at_s))
             worker.kill()
             done = f"pid {worker.pid} was ended with SIGKILL; the others recover as from a death"
             report = replace(report, done=done)
@@ -131,23 +139,40 @@ class HangResponse:
             size=judged.size,
             time=_utc(self._clock.wall()),
             ranks=judged.ranks,
-            stacks=_grouped((rank, stacks.take(w.pid, w.stacks)) for rank, w in workers.items()),
+            stacks=_grouped(
+                ((rank, stacks.take(w.pid, w.stacks)) for rank, w in workers.items()),
+                judged.verdict.culprits,
+            ),
             flights={r: f for r, w in workers.items() if (f := w.flight_of(judged.generation))},
             data_workers=_data_workers(watch, judged),
-            native_stacks=_grouped((r, stacks.take_native(w.pid)) for r, w in workers.items()),
+            native_stacks=_grouped(
+                ((r, stacks.take_native(w.pid)) for r, w in workers.items()),
+                judged.verdict.culprits,
+            ),
             processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
             node={},
             done="nothing, as hang_detection=report says",
         )
 
     def _write(self, path: Path, judged: Judged, report: HangReport) -> None:
-        node = kernel.describe_node([os.getcwd(), self._folder.folder])
+        room = _in_time(lambda: kernel.room_on_disks([os.getcwd(), self._folder.folder]))
+        node = {**kernel.describe_node(), **(room or {"disk": _SILENT})}
         report = replace(report, node=node)
         self._last = path, report
-        failure = self._folder.write(path, report)
+        failure = self._write_in_time(path, report)
         if failure:
             get_logger().warning("no hang report: %s", failure)
-        self._emit(judged, "" if failure else str(path))
+        culprits = judged.verdict.culprits
+        self._emit(
+            judged,
+            "" if failure else str(path),
+            where=report.where(culprits[0])[0] if culprits else "",
+        )
+
+    def _write_in_time(self, path: Path, report: HangReport) -> str:
+        """Why it could not be written, or ""."""
+        failure = _in_time(lambda: self._folder.write(path, report))
+        return f"{path}: {_SILENT}" if failure is None else failure
 
     def add_stacks(
         self,
@@ -163,7 +188,9 @@ class HangResponse:
         path, report = self._last
         report = replace(
             report,
-            stacks=stacks.within(stacks.merge([*report.stacks, *taken]), MOST_CHARACTERS),
+            stacks=stacks.within(
+                stacks.merge([*report.stacks, *taken], report.verdict.culprits), MOST_CHARACTERS
+            ),
             flights={**flights, **report.flights},
         )
         self._last = path, report
@@ -174,9 +201,9 @@ class HangResponse:
     def _write_again(self) -> None:
         self._has_more = False
         if self._last is not None:
-            self._folder.write(*self._last)
+            self._write_in_time(*self._last)
 
-    def _emit(self, judged: Judged, path: str) -> None:
+    def _emit(self, judged: Judged, path: str, where: str = "") -> None:
         verdict = judged.verdict
         self._journal.emit(
             HangFound(
@@ -186,10 +213,23 @@ class HangResponse:
                 ranks=verdict.culprits,
                 confidence=verdict.confidence.value,
                 reason=verdict.reason,
+                where=where,
                 report=path,
             ),
             level=logging.WARNING,
         )
+
+
+def _in_time(act: Callable[[], T]) -> T | None:
+    """What it returns; None if the file system does not answer: its thread stays behind."""
+    done: queue.SimpleQueue[T] = queue.SimpleQueue()
+    threading.Thread(
+        target=lambda: done.put(act()), name="elastic-hang-report", daemon=True
+    ).start()
+    try:
+        return done.get(timeout=HANG_REPORT_WRITTEN_S)
+    except queue.Empty:
+        return None
 
 
 def _utc(wall_s: float) -> str:
@@ -206,8 +246,16 @@ def _data_workers(watch: HangWatch, judged: Judged) -> dict[int, dict[int, str]]
     return {culprit.rank: {pid: text for pid, text in taken.items() if text}}
 
 
-def _grouped(by_rank: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
-    return stacks.within(stacks.group(by_rank), MOST_CHARACTERS)
+def _grouped(by_rank: Iterable[tuple[int, str]], culprits: Sequence[int]) -> tuple[StackGroup, ...]:
+    return stacks.within(stacks.group(by_rank, culprits), MOST_CHARACTERS)
+
+
+def _named(judged: Judged, report: HangReport) -> str:
+    """The reason, with the function of the script that a sleeping culprit is in. (What runs is now
+    here, now there: the same hang is to have the same reason.)"""
+    culprit = judged.verdict.culprit
+    place = report.where(culprit.rank)[1] if culprit is not None and culprit.is_asleep else ""
+    return f"{judged.verdict.reason}; it is in {place}" if place else judged.verdict.reason
 
 
 def _write_error_file(path: str, reason: str, wall_s: float) -> None:

@@ -17,8 +17,9 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.hangs.facts import StackGroup
@@ -33,6 +34,16 @@ _SIGNALS = tuple(range(signal.SIGRTMAX - 5, signal.SIGRTMAX - 13, -1))
 _MOST_BYTES = 256 << 10
 _CUT = "  ..."  # as faulthandler ends a stack of more frames than it writes
 _MAIN = '"MainThread"'
+# Files that are not the script's: of Python, of installed packages, and of this project.
+_PROJECT = Path(__file__).parents[2]
+_LIBRARIES = (
+    "/lib/python3",
+    "/site-packages/",
+    "/dist-packages/",
+    "<frozen ",
+    f"{_PROJECT}/elastic/",
+    f"{_PROJECT}/checkpoints/",
+)
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -165,11 +176,39 @@ def main_thread(stacks: str) -> tuple[str, ...]:
     return tuple(f"{f['file']}:{f['line']} {f['name']}" for f in frames if f is not None)
 
 
+def script_frame(stacks: str) -> tuple[str, str]:
+    """The innermost frame of the main thread in the script's own code, with its line and without;
+    empty if there is none.
+
+    >>> script_frame('Thread 0x7f (most recent call first):\\n  File "/usr/lib/python3.11/x.py", '
+    ...     'line 3 in wait\\n  File "/job/train.py", line 41 in load')
+    ('load (/job/train.py:41)', 'load (train.py)')
+    """
+    for frame in filter(None, map(_FRAME.search, _threads(stacks)[-1].splitlines())):
+        if not _is_library(frame["file"]):
+            file, line, name = frame.groups()
+            return f"{name} ({file}:{line})", f"{name} ({os.path.basename(file)})"
+    return "", ""
+
+
+def _is_library(file: str) -> bool:
+    return any(part in file for part in _LIBRARIES)
+
+
 def _place(stacks: str) -> tuple[str, ...]:
-    """Equal for processes whose main threads are at the same place, by whatever took them."""
-    if frames := main_thread(stacks):
-        return (*frames, _CUT) if stacks.endswith(_CUT) else frames
-    return tuple(line.strip() for line in _threads(stacks)[-1].splitlines()[1:])
+    """Equal for processes whose main threads do the same, by whatever took them: in files of
+    libraries neither the line counts nor what the innermost one calls within itself."""
+    frames = [_FRAME.search(line) for line in _threads(stacks)[-1].splitlines()]
+    found = [frame.groups() for frame in frames if frame is not None]
+    if not found:
+        return tuple(line.strip() for line in _threads(stacks)[-1].splitlines()[1:])
+    while len(found) > 1 and found[0][0] == found[1][0] and _is_library(found[0][0]):
+        del found[0]
+    place = tuple(
+        f"{file} {name}" if _is_library(file) else f"{file}:{line} {name}"
+        for file, line, name in found
+    )
+    return (*place, _CUT) if stacks.endswith(_CUT) else place
 
 
 def main_first(stacks: str) -> str:
@@ -177,20 +216,30 @@ def main_first(stacks: str) -> str:
     return "\n\n".join(reversed(_threads(stacks)))
 
 
-def group(by_rank: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
-    """Ranks by where their main threads are, the fewest first: outliers stand out."""
-    return merge(StackGroup((rank,), text) for rank, text in by_rank)
+def group(by_rank: Iterable[tuple[int, str]], apart: Container[int] = ()) -> tuple[StackGroup, ...]:
+    """Ranks by what their main threads do, the fewest first: outliers stand out. Those of ``apart``
+    come first, and share no group with others."""
+    return merge((StackGroup((rank,), text) for rank, text in by_rank), apart)
 
 
-def merge(groups: Iterable[StackGroup]) -> tuple[StackGroup, ...]:
+def merge(groups: Iterable[StackGroup], apart: Container[int] = ()) -> tuple[StackGroup, ...]:
     """Groups of several nodes as one list. Of a rank that is in two, the first counts."""
-    alike: dict[tuple[str, ...], list[StackGroup]] = {}
+    first: list[StackGroup] = []
+    rest: list[StackGroup] = []
     seen: set[int] = set()
     for one in groups:
-        ranks = tuple(rank for rank in one.ranks if rank not in seen)
+        ranks = [rank for rank in one.ranks if rank not in seen]
         seen.update(ranks)
-        if ranks:
-            alike.setdefault(_place(one.text), []).append(StackGroup(ranks, one.text))
+        first.append(StackGroup(tuple(r for r in ranks if r in apart), one.text))
+        rest.append(StackGroup(tuple(r for r in ranks if r not in apart), one.text))
+    return (*_merged(first), *_merged(rest))
+
+
+def _merged(groups: Iterable[StackGroup]) -> tuple[StackGroup, ...]:
+    alike: dict[tuple[str, ...], list[StackGroup]] = {}
+    for one in groups:
+        if one.ranks:
+            alike.setdefault(_place(one.text), []).append(one)
     merged = []
     for place, same in alike.items():
         if place[-1:] == (_CUT,) and (whole := _extension(place[:-1], alike)) is not None:

@@ -15,9 +15,33 @@ from dataclasses import dataclass
 from enum import Enum
 
 from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s, suspicion_s
-from elastic.hangs.facts import Flag, Phase, RankFacts
+from elastic.hangs.facts import IDLE_SHARE, Flag, KernelFacts, Phase, RankFacts
 
-_IDLE = 0.05  # of a core: less is no work
+# Kernel functions that a thread sleeps in, by how their names begin, over versions of the kernel.
+_WAITS = (
+    (("hrtimer_nanosleep", "do_nanosleep", "common_nsleep"), "it sleeps (time.sleep)"),
+    (("futex",), "it waits for a lock, or for another thread (a deadlock)"),
+    (("anon_pipe_read", "fifo_pipe_read", "pipe_read"), "nobody writes to the pipe that it reads"),
+    (("anon_pipe_write", "fifo_pipe_write", "pipe_write"), "nobody reads the pipe it writes to"),
+    (("wait_for_partner", "fifo_open"), "nobody has opened the other end of a named pipe"),
+    (("request_wait_answer", "fuse_"), "a FUSE file system does not answer"),
+    (("n_tty_read", "tty_read"), "it waits for input from a terminal"),
+    (("wait_woken",), "it waits for input from a terminal or a socket"),
+    (("do_wait", "kernel_wait4"), "it waits for a child process to end"),
+    (
+        ("locks_lock_inode_wait", "flock_lock", "posix_lock", "fcntl_setlk", "do_lock_file_wait"),
+        "another process holds the lock of a file",
+    ),
+    (
+        ("do_poll", "do_sys_poll", "do_select", "poll_schedule", "ep_poll", "do_epoll"),
+        "it waits for a socket, a pipe, a terminal or another process (poll)",
+    ),
+    (
+        ("unix_", "sk_", "__skb_wait", "tcp_", "inet_"),
+        "the other end of a socket does not answer",
+    ),
+)
+_NO_IDEA = "a deadlock, or it waits for something outside of the job"
 
 
 class HangAction(str, Enum):
@@ -194,19 +218,37 @@ def _call(facts: RankFacts) -> str:
 def _why(facts: RankFacts) -> str:
     """What it does instead, as far as the kernel shows it."""
     kernel = facts.kernel
-    if kernel.state == "D":
-        at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
+    at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
+    if kernel.state == "D" or kernel.file_system:
         what = kernel.file_system or "a file system or device"
         return f"blocked in the kernel{at}: {what} does not answer"
     if facts.phase is Phase.COLLECTIVE:
         return f"in {_call(facts)} of generation {facts.generation}, which is over"
-    if kernel.cpu_share > _IDLE:
-        return "using CPU: an endless loop, or a computation that takes very long"
-    if facts.phase is Phase.DATA:
-        workers = f" (data workers in state {kernel.data_workers})" if kernel.data_workers else ""
-        return f"asleep: its data loader gives no batch{workers}"
-    at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
-    return f"asleep{at}: a deadlock, or it waits for something outside of the job"
+    if kernel.cpu_share > IDLE_SHARE:
+        return _what_computes(kernel)
+    on = f" on {kernel.call_target}" if kernel.call_target else ""
+    if facts.phase is Phase.DATA and kernel.data_workers:
+        return f"asleep{at}{on}: its data loader gives no batch ({_of_data_workers(kernel)})"
+    return f"asleep{at}{on}: {_what_it_waits_for(kernel.wait_channel)}"
+
+
+def _of_data_workers(kernel: KernelFacts) -> str:
+    waits = f", {kernel.data_worker_waits}" if kernel.data_worker_waits else ""
+    hint = ": perhaps a lock that was held when they were forked" if "futex" in waits else ""
+    return f"data workers in state {kernel.data_workers}{waits}{hint}"
+
+
+def _what_computes(kernel: KernelFacts) -> str:
+    if kernel.state == "S" and kernel.wait_channel.startswith("futex"):
+        return (
+            "waiting for another of its threads, which uses CPU: it holds the interpreter lock or "
+            "another one, or computes for very long"
+        )
+    return "using CPU: an endless loop, or a computation that takes very long"
+
+
+def _what_it_waits_for(channel: str) -> str:
+    return next((said for names, said in _WAITS if channel.startswith(names)), _NO_IDEA)
 
 
 def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:

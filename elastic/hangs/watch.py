@@ -303,18 +303,7 @@ class HangWatch:
         reading = worker.reading
         if worker.page is not None and reading is None:
             reading = worker.page.read()
-        return self._facts(
-            worker,
-            reading,
-            KernelFacts(
-                state=worker.state,
-                tracer_pid=worker.tracer_pid,
-                wait_channel=kernel.wait_channel(worker.pid),
-                file_system=kernel.file_system(worker.pid) if worker.state == "D" else "",
-                cpu_share=round(worker.cpu_share, 2),
-                data_workers=kernel.data_workers(worker.pid),
-            ),
-        )
+        return self._facts(worker, reading, _kernel_facts(worker))
 
     def _facts(
         self, worker: WatchedWorker, reading: Reading | None, of_kernel: KernelFacts
@@ -349,3 +338,18 @@ class HangWatch:
             checkpoint_step=-1 if reading is None else reading.checkpoint_step,
             kernel=of_kernel,
         )
+
+
+def _kernel_facts(worker: WatchedWorker) -> KernelFacts:
+    pid, channel = worker.pid, kernel.wait_channel(worker.pid)
+    is_blocked = worker.state == "D" or kernel.waits_for_fuse(channel)
+    return KernelFacts(
+        state=worker.state,
+        tracer_pid=worker.tracer_pid,
+        wait_channel=channel,
+        file_system=kernel.file_system(pid) if is_blocked else "",
+        call_target=kernel.call_target(pid),
+        cpu_share=round(worker.cpu_share, 2),
+        data_workers=kernel.data_workers(pid),
+        data_worker_waits=kernel.data_worker_waits(pid),
+    )

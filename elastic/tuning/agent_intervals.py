@@ -205,6 +205,9 @@ STACKS_DUMPED_S = 1.0
 STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
 STACKS_PY_SPY_S = 5.0
+# To write a report, or to ask for the room on a disk. What makes a worker hang may be the file
+# system that they are on: it is not waited for any longer.
+HANG_REPORT_WRITTEN_S = 5.0
 # The report has lines of the kernel's log that are no older: others say nothing of this hang.
 KERNEL_LOG_S = 600.0
 # To read what the kernel's log has said since the workers started: the node's thread waits for it.

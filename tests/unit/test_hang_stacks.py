@@ -134,6 +134,36 @@ def test_native_stacks_of_ranks_at_different_places_are_not_one_group() -> None:
     assert stacks.main_first(taken[0]).startswith('Thread 7 (active): "MainThread"')
 
 
+def test_ranks_that_do_the_same_are_one_group_wherever_in_a_library_they_are() -> None:
+    library = "/usr/lib/python3.11/threading.py"
+    polls = dump(f'  File "{library}", line 327 in wait\n  File "{library}", line 629 in join')
+    joins = dump(f'  File "{library}", line 1096 in join')
+    assert [one.ranks for one in stacks.group([(0, polls), (1, joins), (2, polls)])] == [(0, 1, 2)]
+    other = dump(f'  File "{library}", line 1096 in notify')
+    assert [one.ranks for one in stacks.group([(0, polls), (1, other), (2, polls)])] == [
+        (1,),
+        (0, 2),
+    ]
+    line_9, line_10 = (dump(f'  File "/job/train.py", line {n} in loss') for n in (9, 10))
+    assert len(stacks.group([(0, line_9), (1, line_10)])) == 2, "lines of the script count"
+
+
+def test_culprits_are_first_and_in_a_group_of_their_own() -> None:
+    """Also where they are the most, or at the same place as the others."""
+    taken = [(rank, WAITS) for rank in range(4)]
+    assert [one.ranks for one in stacks.group(taken, apart=(0, 1, 3))] == [(0, 1, 3), (2,)]
+    sent = [StackGroup((0, 1), WAITS), StackGroup((2, 3), WAITS)]
+    assert [one.ranks for one in stacks.merge(sent, apart=(3,))] == [(3,), (0, 1, 2)]
+
+
+def test_the_place_in_the_script_is_its_innermost_frame() -> None:
+    own = Path(stacks.__file__).parents[1] / "worker" / "worlds.py"
+    inner = f'  File "{own}", line 3 in wait\n  File "/usr/lib/python3.11/x.py", line 4 in call'
+    text = dump(f'{inner}\n  File "/job/train.py", line 41 in load\n  File "m.py", line 5 in main')
+    assert stacks.script_frame(text) == ("load (/job/train.py:41)", "load (train.py)")
+    assert stacks.script_frame(dump(inner)) == stacks.script_frame("") == ("", "")
+
+
 # ── from node to node ──────────────────────────────────────────────────────────────────────
 
 
@@ -233,10 +263,13 @@ def test_what_64_nodes_send_is_in_the_report_and_its_json(tmp_path: Path) -> Non
     watch.run_tasks()
     assert len(writes) == 2, "the report itself, and once more with all stacks"
     text = render(writes[-1])
-    outlier = text.index(f"\nrank {CULPRIT}:\n")
-    assert outlier < text.index(
-        f"\nranks 0-{CULPRIT - 1}, {CULPRIT + 1}-{len(RANKS) - 1} (511 ranks):"
-    )
+    (named,) = record.culprits
+    places = [
+        text.index(f"\nrank {named}:\n"),
+        text.index(f"\nrank {CULPRIT}:\n"),
+        text.index(f"\nranks 1-{CULPRIT - 1}, {CULPRIT + 1}-{len(RANKS) - 1} (510 ranks):"),
+    ]
+    assert places == sorted(places)
     (said,) = tmp_path.glob("*.json")
     groups = json.loads(said.read_text())["stacks"]
-    assert [len(group["ranks"]) for group in groups] == [1, len(RANKS) - 1]
+    assert [len(group["ranks"]) for group in groups] == [1, 1, len(RANKS) - 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rank_facts import rank_facts
+from silent_fuse import mounted
 
 from elastic.hangs import kernel
 from elastic.hangs.budgets import BudgetPolicy
@@ -84,6 +86,130 @@ def test_the_remote_file_systems_of_a_process_whose_call_names_no_file(
         eventually(partial(kernel.wait_channel, process.pid), "its sleep")
         assert kernel.file_of_call(process.pid) == ""
         assert kernel.file_system(process.pid) == expected, name
+
+
+@pytest.mark.parametrize("call", ["os.stat(sys.argv[1])", "os.open(sys.argv[1], os.O_RDONLY)"])
+def test_a_fuse_daemon_that_does_not_answer_is_named_although_the_process_is_only_asleep(
+    run: Run, tmp_path: Path, call: str
+) -> None:
+    with mounted(tmp_path / "bucket") as path:
+        process = run(f"import os, sys; {call}", path)
+
+        def is_waiting() -> bool:
+            return kernel.waits_for_fuse(kernel.wait_channel(process.pid))
+
+        eventually(is_waiting, "the call")
+        times = kernel.process_times(process.pid)
+        assert times is not None and times.state == "S"
+        assert f"{path} (fuse.silent)" in kernel.file_system(process.pid)
+
+
+def verdict_on(process: subprocess.Popen[str], phase: Phase = Phase.COMPUTE) -> str:
+    """The reason, with the facts of a real process that sleeps."""
+    facts = KernelFacts(
+        wait_channel=eventually(partial(kernel.wait_channel, process.pid), "its sleep"),
+        call_target=kernel.call_target(process.pid),
+    )
+    asleep = rank_facts(1, phase=phase, outer=Phase.SCRIPT, quiet_s=50.0, kernel=facts)
+    waiting = replace(asleep, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
+    return judge([waiting, asleep], 2, BudgetPolicy()).reason
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (READING, " on {path}: nobody writes to the pipe that it reads"),
+        (
+            "import os, sys; os.mkfifo(sys.argv[1]); f = os.open(sys.argv[1], os.O_RDWR)\n"
+            "while True: os.write(f, bytes(1 << 20))",
+            " on {path}: nobody reads the pipe it writes to",
+        ),
+        (
+            "import os, sys; os.mkfifo(sys.argv[1]); open(sys.argv[1])",
+            ": nobody has opened the other end of a named pipe",
+        ),
+        (
+            "import os; _, t = os.openpty(); os.dup2(t, 0); os.read(0, 1)",
+            " on its standard input: it waits for input from a terminal",
+        ),
+        (
+            "import fcntl, os, sys\n"
+            "a, b = open(sys.argv[1], 'w'), open(sys.argv[1])\n"
+            "fcntl.flock(a, fcntl.LOCK_EX); fcntl.flock(b, fcntl.LOCK_EX)",
+            ": another process holds the lock of a file",
+        ),
+        (
+            "import socket; a, b = socket.socketpair(); a.recv(1)",
+            ": the other end of a socket does not answer",
+        ),
+        (
+            "import os, time\npid = os.fork()\ntime.sleep(60) if not pid else os.waitpid(pid, 0)",
+            ": it waits for a child process to end",
+        ),
+        (
+            "import threading; threading.Lock().acquire(); l = threading.Lock(); l.acquire(); "
+            "l.acquire()",
+            ": it waits for a lock, or for another thread (a deadlock)",
+        ),
+        ("import time; time.sleep(60)", ": it sleeps (time.sleep)"),
+    ],
+    ids=["read", "write", "open", "input", "flock", "socket", "child", "lock", "sleep"],
+)
+def test_the_verdict_says_what_a_sleeping_rank_waits_for(
+    run: Run, tmp_path: Path, program: str, said: str
+) -> None:
+    path = tmp_path / "fifo"
+    process = run(program, path)
+    expected = said.format(path=path)
+    try:
+        eventually(lambda: expected in verdict_on(process), expected)
+    except AssertionError:
+        raise AssertionError(verdict_on(process)) from None
+
+
+def test_another_thread_that_computes_is_told_apart_from_an_endless_loop() -> None:
+    busy = KernelFacts(state="S", wait_channel="futex_do_wait", cpu_share=1.0)
+    held_up = rank_facts(1, outer=Phase.SCRIPT, quiet_s=50.0, kernel=busy)
+    waiting = replace(held_up, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
+    assert (
+        "waiting for another of its threads" in judge([waiting, held_up], 2, BudgetPolicy()).reason
+    )
+    loops = replace(held_up, kernel=replace(busy, state="R", wait_channel=""))
+    assert "using CPU: an endless loop" in judge([waiting, loops], 2, BudgetPolicy()).reason
+
+
+FORKED = """
+import os, threading, time
+lock = threading.Lock()
+lock.acquire()
+for number in range(3):
+    if os.fork() == 0:
+        lock.acquire() if number == 1 else time.sleep(600)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_data_worker_that_waits_for_a_lock_is_told_from_those_that_are_idle(
+    run: Run, tmp_path: Path
+) -> None:
+    process = run(FORKED, tmp_path)
+
+    def waits() -> str:
+        said = kernel.data_worker_waits(process.pid)
+        return said if said.startswith("1 in futex") else ""
+
+    try:
+        found = eventually(waits, "one that waits for a lock")
+        assert found.endswith(", 2 in hrtimer_nanosleep")
+        facts = KernelFacts(data_workers="SSS", data_worker_waits=found)
+        asleep = rank_facts(1, phase=Phase.DATA, quiet_s=50.0, kernel=facts)
+        waiting = replace(asleep, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
+        reason = judge([waiting, asleep], 2, BudgetPolicy()).reason
+        assert f"(data workers in state SSS, {found}: perhaps a lock that was held" in reason
+    finally:
+        for child in kernel.children(process.pid):
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_process_that_has_ended_says_nothing() -> None:

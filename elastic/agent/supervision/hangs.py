@@ -226,7 +226,8 @@ class Hangs:
 
         def take() -> None:
             workers = {self._watch.facts(worker).rank: worker for worker in self._watch.workers}
-            found = stacks.group((r, stacks.take(w.pid, w.stacks)) for r, w in workers.items())
+            taken_of = ((r, stacks.take(w.pid, w.stacks)) for r, w in workers.items())
+            found = stacks.group(taken_of, record.culprits)
             flights = {r: w.flight_of(record.generation) for r, w in workers.items()}
             taken = StacksTaken(
                 record.generation,

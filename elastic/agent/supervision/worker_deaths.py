@@ -20,6 +20,11 @@ from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 
 HUNG_EXIT_CODE = 1
+# gloo/transport/tcp/pair.cc: what comes is larger than what was asked for.
+_HINTS = {
+    int(signal.SIGABRT): " (an assertion in C++, whose text is on its stderr; on gloo also a "
+    "collective that other ranks call with another size, or not at all)"
+}
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,9 @@ def describe_death(worker: Worker, death: WorkerDeath) -> str:
     """Who ended, and how."""
     who = f"local rank {worker.local_rank} (pid {worker.pid})"
     if death.signal is not None:
-        return f"{who} was ended by {signal.Signals(death.signal).name}"
+        return (
+            f"{who} was ended by {signal.Signals(death.signal).name}{_HINTS.get(death.signal, '')}"
+        )
     if death.exit_code is not None:
         return f"{who} ended with exit code {death.exit_code}"
     return f"{who} is gone"

@@ -1,0 +1,114 @@
+"""What makes workers hang may be the file system that reports, logs and checkpoints are on: neither
+the agent nor the doctor waits for it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_facts import rank_facts
+from silent_fuse import mounted
+from test_hang_judge import Journal
+
+from elastic.doctor.examination import shared_folder
+from elastic.events import Event, HangFound
+from elastic.hangs import response as response_module
+from elastic.hangs.budgets import BudgetPolicy
+from elastic.hangs.report import ReportFolder
+from elastic.hangs.response import HangResponse, Judged
+from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.testing.waiting import PATIENCE_S, eventually
+
+
+class Events(Journal):
+    """A journal that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        self.seen.append(event)
+
+
+@pytest.fixture
+def dead_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "shared") as path:
+        yield path
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_worker_is_ended_although_no_report_can_be_written(
+    dead_disk: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_module, "HANG_REPORT_WRITTEN_S", 0.2)
+    journal = Events()
+    response = HangResponse(
+        node="n1",
+        acts=True,
+        stop_grace_s=1.0,
+        folder=ReportFolder(str(dead_disk / "reports")),
+        journal=journal,
+        before_kill=lambda pid, reason: None,
+        abort=lambda generation, reason: None,
+    )
+    watch = HangWatch(
+        policy=BudgetPolicy(),
+        node="n1",
+        tick_s=0.01,
+        on_facts=lambda generation, ranks: None,
+        on_stopped=lambda worker, facts, stopped_s: None,
+        on_error=lambda error: None,
+    )
+    watch.supervise((Supervised(worker.pid, 0, str(dead_disk / "error.json")),))
+
+    def watched() -> WatchedWorker | None:
+        watch.run_tasks()
+        return watch.worker(worker.pid)
+
+    eventually(watched, "the worker")
+    culprit = rank_facts(0, pid=worker.pid, quiet_s=9.0)
+    verdict = Judgment(
+        action=HangAction.KILL,
+        kind=HangKind.ABSENT,
+        culprits=(0,),
+        culprit=culprit,
+        confidence=HangConfidence.HIGH,
+        reason="rank 0 on n1 hangs",
+    )
+    response.carry_out(watch, Judged(verdict=verdict, generation=7, size=2, ranks=(culprit,)))
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+    (event,) = journal.seen
+    assert isinstance(event, HangFound) and event.report == "", "nobody is sent to a missing file"
+
+
+def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:
+    """With another node, which sees the folder."""
+    return {0: value, 1: True}
+
+
+def test_the_doctor_does_not_touch_a_folder_that_has_not_answered(tmp_path: Path) -> None:
+    assert shared_folder(None, "s", 0, exchange, 1.0) is None
+    assert shared_folder(str(tmp_path), "s", 0, exchange, 1.0) == str(
+        tmp_path / ".elastic-doctor-s"
+    )
+
+
+def test_the_doctor_leaves_nothing_in_a_folder_that_only_one_node_sees(tmp_path: Path) -> None:
+    def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
+        return {0: value, 1: False}
+
+    assert shared_folder(str(tmp_path), "s", 0, alone, 1.0) is None
+    assert list(tmp_path.iterdir()) == []
