@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ LONGEST = (
     "test_partitions.py",
 )
 
+# A file all of whose tests start clusters.
+ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
+
 # Modules whose objects the garbage collector leaves alone, and how many new ones are worth a look.
 MODULES_WORTH_FREEZING = 100
 _frozen_modules: set[str] = set()
@@ -48,12 +52,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For ``-m "cluster ..."``, files without such a test are not read: importing all of them, and
-    what they import, takes each of several processes 8 s of CPU time."""
-    wants_clusters = str(config.option.markexpr).startswith("cluster")
-    if wants_clusters and collection_path.name.startswith("test_") and collection_path.is_file():
+    """Files without a test that ``-m "cluster ..."``, or ``-m "not cluster ..."``, asks for are not
+    read: importing all of them, and what they import, takes each of several processes seconds of
+    CPU time."""
+    if not (collection_path.name.startswith("test_") and collection_path.is_file()):
+        return None
+    wanted = str(config.option.markexpr)
+    if wanted.startswith("cluster"):
         return True if "mark.cluster" not in collection_path.read_text() else None
+    if "not cluster" in wanted:
+        return True if ALL_OF_CLUSTERS.search(collection_path.read_text()) else None
     return None
+
+
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """For ``-m "not soak ..."``, no test of the soak is made: they have thousands of parameters."""
+    if "not soak" not in str(collector.config.option.markexpr) or not name.startswith("test_"):
+        return None
+    is_soak = any(mark.name == "soak" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_soak else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -49,6 +49,25 @@ class IdiomRuns:
         folder = self.folder / idiom.name / f"death-{next(self._number)}"
         return self.world.run(idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced)
 
+    def with_random_death(
+        self, idiom: Idiom, seed: int, alone: RunOutcome, *, is_replaced: bool
+    ) -> RunOutcome:
+        """By three workers, one of which dies at any line within retry, the same one for a seed.
+
+        No undisturbed run is needed to know how many lines there are: few scripts run more of them
+        alone, where one process reads all samples, and then the first run here is undisturbed.
+        """
+        draw = random.Random(f"{idiom.name}/{seed}")
+        rank = draw.randrange(SIZE)
+        alone.assert_success(workers=1)
+        death = Death(rank=rank, event=draw.randint(1, alone.survivors[0].lines))
+        outcome = self.with_death(idiom, death, is_replaced=is_replaced)
+        if outcome.died_at or not outcome.survivors:
+            return outcome
+        outcome.assert_success(workers=SIZE)
+        death = Death(rank=rank, event=draw.randint(1, outcome.workers[rank].lines))
+        return self.with_death(idiom, death, is_replaced=is_replaced)
+
     def draw_death(self, idiom: Idiom, seed: int, counted: str = LINES) -> Death:
         """Anywhere from the first line within retry to the last, the same for the same seed."""
         draw = random.Random(f"{idiom.name}/{seed}/{counted}")

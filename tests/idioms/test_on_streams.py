@@ -17,7 +17,7 @@ from catalogue import Idiom, idioms
 from idiom_runs import SIZE, IdiomRuns, assert_same
 from test_worst_places import BY_ITSELF, HEAD, LOOPS, STEP, TRAINED, script_of
 
-from elastic.testing.small_world.world import LINES, SmallWorld
+from elastic.testing.small_world.world import SmallWorld
 
 # Sparse gradients need a special build of NCCL (ProcessGroupNCCL.cpp, allreduce_sparse).
 NOT_ON_NCCL = {"dlrm", "sparse_embedding"}
@@ -70,11 +70,11 @@ def test_a_death_anywhere_changes_nothing(
 
 def check(runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom, seed: int) -> None:
     is_replaced = seed % 2 == 1
-    death = runs.draw_death(idiom, seed, LINES)  # the lines of a script are the same on both
-    outcome = streams.with_death(idiom, death, is_replaced=is_replaced)
+    alone = runs.alone(idiom)  # the lines of a script are the same on both
+    outcome = streams.with_random_death(idiom, seed, alone, is_replaced=is_replaced)
     outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
-    assert outcome.died_at, f"{death} was not reached"
-    assert_same(idiom, outcome, runs.alone(idiom))
+    assert outcome.died_at, "nobody has died"
+    assert_same(idiom, outcome, alone)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

