@@ -205,7 +205,11 @@ def test_the_culprit_is_ended_and_reported(
     agent.judged(quiet(agent))
     assert worker.process.wait(60) == -signal.SIGKILL
     event = eventually(lambda: agent.events(HangFound), "the event")[0]
-    assert agent.killed == [(worker.pid, f"rank 0 on node0 hangs; report: {event.report}")]
+    ((pid, reason),) = agent.killed
+    assert pid == worker.pid
+    assert reason.startswith("rank 0 on node0 hangs; ")
+    assert reason.endswith(f"report: {event.report}")
+    assert event.where.startswith("<module> (<string>:")
     text = Path(event.report).read_text()
     assert "the forward and backward pass" in text
     assert "<string>" in text, "its stack"
