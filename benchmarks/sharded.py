@@ -33,8 +33,9 @@ steady
 transfer
     Three replicas of two ranks with a state of ``--transfer-mib`` in all; one replica is killed and
     returns. Bytes that both of its ranks received, over the time of the slower one (events
-    ``state-received``), which includes the hash of every byte. ``raw stream``: as many bytes over
-    two TCP connections at once, between two pairs of processes. ``sources``: living
+    ``state-received``), which includes the hash of every byte and the copy into the model and the
+    optimizer. ``raw stream``: as many bytes over two TCP connections at once, between two pairs of
+    processes, when the job has ended: its steps would take their cores. ``sources``: living
     replicas that took part, of two.
 """
 
@@ -50,7 +51,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,31 +284,54 @@ def measure_steady(etcd: EmbeddedEtcd, rounds: int, steps: int, width: int, foun
 
 
 def measure_transfers(etcd: EmbeddedEtcd, rounds: int, mib: int, found: Samples) -> None:
-    """Of a state to a replica that returns, and of as many raw bytes."""
+    """Of a state to a replica that returns, and of as many raw bytes once nothing trains."""
     width = int((mib * MIB / BYTES_A_PARAMETER / 2) ** 0.5)
+    transfers: list[Transfer] = []
     with a_job(etcd, "hsdp", 3, 2, width=width) as job:
         try:
-            for _ in range(rounds):
-                measure_transfer(job, found)
+            transfers.extend(measure_transfer(job) for _ in range(rounds))
         except ClusterTimeout as error:
             found.fail("transfer", "HSDP 3×2", "MiB/s")
             say(f"gave this job up: {error}")
+    for transfer in transfers:
+        raw = raw_rate(transfer.pairs, transfer.size_bytes // transfer.pairs)
+        found.add("transfer", "HSDP 3×2", "MiB/s", transfer.rate)
+        found.add("transfer", "raw stream", "MiB/s", raw)
+        found.add("transfer", "HSDP 3×2 / raw", "ratio", transfer.rate / raw)
+        found.add("transfer: sources", "of 2 living", "replicas", transfer.sources)
 
 
-def measure_transfer(job: Job, found: Samples) -> None:
+@dataclass(frozen=True)
+class Transfer:
+    """Of a state to all ranks of a replica."""
+
+    pairs: int  # of a sender and a receiver
+    size_bytes: int  # of all of them
+    duration_s: float  # of the slowest
+    sources: int  # replicas that sent
+
+    @property
+    def rate(self) -> float:
+        """MiB per second."""
+        return self.size_bytes / MIB / self.duration_s
+
+
+def measure_transfer(job: Job) -> Transfer:
     generation = job.wait_whole()
     before = len(events(job, "state-received"))
     RANDOM.choice(job.cluster.running).kill_worker(0)
     job.wait_whole(after=generation)
-    received = events(job, "state-received")[before:]
-    sources = {event["source"] // 2 for event in received}
-    moved = sum(event["bytes"] for event in received) / MIB
-    rate = moved / max(event["duration_s"] for event in received)
-    raw = raw_rate(len(received), int(moved * MIB) // len(received))
-    found.add("transfer", "HSDP 3×2", "MiB/s", rate)
-    found.add("transfer", "raw stream", "MiB/s", raw)
-    found.add("transfer", "HSDP 3×2 / raw", "ratio", rate / raw)
-    found.add("transfer: sources", "of 2 living", "replicas", len(sources))
+    return transfer_of(events(job, "state-received")[before:])
+
+
+def transfer_of(received: Sequence[Mapping[str, Any]]) -> Transfer:
+    """Of the events of the ranks of one replica."""
+    return Transfer(
+        pairs=len(received),
+        size_bytes=sum(event["bytes"] for event in received),
+        duration_s=max(event["duration_s"] for event in received),
+        sources=len({event["source"] // 2 for event in received}),
+    )
 
 
 def events(job: Job, name: str) -> list[dict[str, Any]]:

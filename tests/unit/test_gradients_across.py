@@ -50,7 +50,8 @@ def test_flags_on_their_way_when_gradients_fail_are_not_forgotten() -> None:
     reduction.enter_across(cast(Any, group))
     reduction.begin(1.0)
     weight = torch.ones(3, requires_grad=True)
-    weight.register_hook(lambda gradient: reduction.reduce(gradient.clone()))
+    each: Any = weight.register_hook
+    each(lambda gradient: reduction.reduce(gradient.clone()))
     with pytest.raises(RuntimeError, match="closed by peer"):
         weight.sum().backward()  # type: ignore[no-untyped-call]
     reduction.leave()

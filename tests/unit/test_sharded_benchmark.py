@@ -79,3 +79,14 @@ def test_a_recovery_is_that_into_the_first_world_after_a_death(
     text = "".join(json.dumps({"seq": n, **line}) + "\n" for n, line in enumerate(lines))
     (folder / "node0.jsonl").write_text(text)
     assert sharded.recovery_of(job, 3, 1) == pytest.approx(0.2)
+
+
+def test_a_transfer_ends_with_its_slowest_rank_and_counts_the_bytes_of_all(sharded: Any) -> None:
+    mib = 1 << 20
+    received = [
+        {"source": 0, "bytes": 100 * mib, "duration_s": 0.5},
+        {"source": 3, "bytes": 60 * mib, "duration_s": 0.8},
+    ]
+    found = sharded.transfer_of(received)
+    assert found.rate == 200.0
+    assert (found.pairs, found.sources) == (2, 2)

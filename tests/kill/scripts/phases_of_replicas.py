@@ -1,0 +1,161 @@
+"""Runs an example with replicas as paced_run.py does; its ranks die where they are told.
+
+A file ``die-POINT`` in the folder is an order for the first rank that comes by, ``die-POINT-RANK``
+one for that rank of the world. The rank that deletes the file kills itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import paced_run
+import torch.distributed as dist
+from job_arguments import job_parser
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import elastic
+from checkpoints import LocalStorage
+from checkpoints.format.names import MANIFEST
+from checkpoints.testing.faults import FaultyStorage
+from elastic.mesh import ModelReplica
+from elastic.process_group import ProcessGroup
+from elastic.training.gradients.across import AcrossReduction
+from elastic.training.recovery import transfer
+
+
+class Orders:
+    """Where this rank has been told to die."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def obey(self, point: str) -> None:
+        """Die, if that is the order."""
+        for name in (f"die-{point}", f"die-{point}-{os.environ.get('RANK')}"):
+            if self._take(self._folder / name):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _take(self, order: Path) -> bool:
+        try:
+            order.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def die_in_a_step(orders: Orders) -> None:
+    """In the order of a step: all-gather, forward, backward, reduce-scattered, all-reduced,
+    clipping, optimizer, optimizer-done, committed, mean. Some of them come more than once."""
+    gather, clip, join = dist.all_gather_single, nn.utils.clip_grad_norm_, elastic.join
+    wrap, mean, reduce = elastic.Run.wrap, elastic.Run.mean, AcrossReduction.reduce
+
+    def gathering(*args: Any, **options: Any) -> Any:
+        work = gather(*args, **options)
+        orders.obey("all-gather")  # while it is under way
+        return work
+
+    def wrapping(run: Any, module: nn.Module, **ddp: Any) -> Any:
+        wrapped = wrap(run, module, **ddp)
+        middle = next(part for part in module.modules() if isinstance(part, nn.LayerNorm))
+        middle.register_forward_pre_hook(lambda *_: orders.obey("forward"))
+        middle.register_full_backward_hook(lambda *_: orders.obey("backward"))
+        return wrapped
+
+    def reducing(self: AcrossReduction, gradients: Any) -> None:
+        orders.obey("reduce-scattered")
+        reduce(self, gradients)
+        orders.obey("all-reduced")  # of one group of parameters, and others are not
+
+    def clipping(*args: Any, **options: Any) -> Any:
+        orders.obey("clipping")
+        return clip(*args, **options)
+
+    def averaging(*args: Any, **values: Any) -> Any:
+        orders.obey("mean")
+        return mean(*args, **values)
+
+    def joining(**given: Any) -> elastic.Run:
+        run = join(**given)
+        run.after_step(lambda step: orders.obey("committed"))
+        return run
+
+    dist.all_gather_single = gathering
+    nn.utils.clip_grad_norm_ = clipping
+    elastic.join = joining
+    elastic.Run.wrap = wrapping  # type: ignore[method-assign, assignment]
+    elastic.Run.mean = averaging  # type: ignore[method-assign]
+    AcrossReduction.reduce = reducing  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(lambda *_: orders.obey("optimizer"))
+    register_optimizer_step_post_hook(lambda *_: orders.obey("optimizer-done"))
+
+
+def die_in_a_recovery(orders: Orders) -> None:
+    """Of a rank that starts: meeting, met. Of all: building, built, agreeing; then those of the
+    transfer."""
+    form, build, total = ModelReplica.form, ProcessGroup.build, ModelReplica.sum
+    finish_chunk, check = transfer.ChunkedBroadcast.finish_chunk, transfer.check_hashes
+
+    def forming(*args: Any) -> None:
+        orders.obey("meeting")
+        form(*args)
+        orders.obey("met")
+
+    def building(*args: Any, **options: Any) -> None:
+        orders.obey("building")
+        build(*args, **options)
+        orders.obey("built")
+
+    def agreeing(self: ModelReplica, values: Any) -> list[float]:
+        orders.obey("agreeing")
+        return total(self, values)
+
+    def moving(self: Any, sent: Any) -> None:  # once a chunk is on its way
+        if self._flat:
+            orders.obey("sending" if self._is_source else "receiving")
+        finish_chunk(self, sent)
+
+    def checking(mine: str, source: int, concerned: bool, group: Any) -> None:
+        if concerned:
+            orders.obey("sent" if group.rank == source else "received")
+        check(mine, source, concerned, group)
+
+    ModelReplica.form = forming  # type: ignore[method-assign, assignment]
+    ModelReplica.sum = agreeing  # type: ignore[method-assign]
+    ProcessGroup.build = building  # type: ignore[method-assign]
+    transfer.ChunkedBroadcast.finish_chunk = moving  # type: ignore[method-assign]
+    transfer.check_hashes = checking
+
+
+def die_in_a_save(orders: Orders) -> None:
+    """Of a checkpoint: writing, of a rank's share; committing, which follows all shares."""
+    policy = elastic.Checkpoints
+
+    def before(label: str) -> None:
+        if label.startswith("write ") and "safetensors" in label:
+            orders.obey("writing")
+        if label.startswith("rename ") and label.endswith(MANIFEST):
+            orders.obey("committing")
+
+    def faulty(folder: Path, **options: Any) -> Any:
+        return policy(folder=FaultyStorage(LocalStorage(folder), before=before), **options)
+
+    elastic.Checkpoints = faulty  # type: ignore[assignment, misc]
+
+
+def main() -> None:
+    orders = Orders(job_parser().parse_known_args()[0].folder)
+    die_in_a_step(orders)
+    die_in_a_recovery(orders)
+    die_in_a_save(orders)
+    paced_run.main()
+
+
+if __name__ == "__main__":
+    main()
