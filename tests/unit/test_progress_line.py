@@ -76,14 +76,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 def test_a_line_every_few_seconds_from_rank_0_alone(lines: list[str]) -> None:
     for rank in (Rank(1), Rank(0, is_on=False)):
         rank.enter(2, 0)
-        rank.train(200, 0.125)
+        rank.train(201, 0.125)
     assert not lines
     main = Rank(0)
     main.enter(2, 0)
-    main.train(200, 0.125)
+    main.train(201, 0.125)
     assert len(lines) == 200 * 0.125 / PROGRESS_LINE_S
     assert lines[0] == (
-        "step 40/1000, loss 0.5 (rank 0), 8 steps/s, 2 min 00 s left, 2 workers in generation 1"
+        "step 41/1000, loss 0.5 (rank 0), 8 steps/s, 2 min 00 s left, 2 workers in generation 1"
     )
     assert main.out.getvalue() == ""
 
@@ -95,8 +95,10 @@ def test_numbers_are_right_after_a_recovery(lines: list[str]) -> None:
     main.line.end_world("fault")
     main.clock.advance(300.0)  # nothing of it is a step's time
     main.enter(2, 90)
+    main.train(1, 30.0)  # the first step of a world is no measure of those that come
+    assert lines[-1] == "step 91/1000, loss 0.5 (rank 0), 2 workers in generation 1"
     main.train(40, 0.25)
-    assert lines[-1].startswith("step 130/1000, loss 0.5 (rank 0), 4 steps/s, 3 min 38 s left")
+    assert lines[-1].startswith("step 131/1000, loss 0.5 (rank 0), 4 steps/s, 3 min 37 s left")
     assert lines[-1].endswith(", 2 workers in generation 1")
     assert not any("s/step" in line for line in lines)
 
@@ -105,13 +107,13 @@ def test_in_a_terminal_one_line_changes_and_goes_away(lines: list[str]) -> None:
     terminal = Terminal()
     main = Rank(0, out=terminal)
     main.enter(1, 0)
-    main.train(100, 0.125)
+    main.train(101, 0.125)
     shown = terminal.getvalue()
     assert not lines
     assert "\n" not in shown
     states = re.findall(r"\r(step \d+)/1000[^\r]*\x1b\[K\r", shown)
     assert len(states) == 25
-    assert states[-1] == "step 100"
+    assert states[-1] == "step 101"
     main.line.end_world("close")
     assert terminal.getvalue().endswith("\r\x1b[K")
 

@@ -1,8 +1,8 @@
 """How far training is, for people: a line every few seconds, from rank 0.
 
 In a terminal it is one line that changes, in a file lines of the log. The rate is that of the last
-few seconds in the present world, so that neither a recovery nor a larger world falsifies what is
-left.
+few seconds in the present world, without its first step, so that neither a recovery nor a larger
+world falsifies what is left.
 """
 
 from __future__ import annotations
@@ -118,11 +118,13 @@ class ProgressLine:
         self._step = 0
         self._said_s = 0.0
         self._said_step = 0
+        self._is_first = False  # no step of this world is done yet
         self._is_status_shown = False
 
     def begin_world(self, world: World, step: int) -> None:
         """Training continues in a world, after ``step`` steps."""
         self._world = world if world.rank == 0 and self._is_on else None
+        self._is_first = True
         self._begin_window(self._clock.monotonic(), step)
 
     def committed(self, step: int) -> None:
@@ -130,8 +132,11 @@ class ProgressLine:
         if self._world is None:
             return
         now_s = self._clock.monotonic()
-        if now_s - self._said_s >= self._every_s:
+        is_due = now_s - self._said_s >= self._every_s
+        if is_due:
             self._say(self._world, now_s, step)
+        if is_due or self._is_first:
+            self._is_first = False
             self._begin_window(now_s, step)
 
     def end_world(self, ended: str) -> None:
@@ -153,7 +158,7 @@ class ProgressLine:
         self._said_s, self._said_step = now_s, step
 
     def _say(self, world: World, now_s: float, step: int) -> None:
-        steps = step - self._said_step
+        steps = 0 if self._is_first else step - self._said_step
         text = progress_text(
             TrainingProgress(
                 step=step,
