@@ -13,7 +13,6 @@ import pytest
 from test_node_service import TestNode
 
 from elastic.cli.main import main
-from elastic.clock import ManualClock
 from elastic.leadership.job_progress import RecordedHeartbeat, decode_progress
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.liveness.heartbeats import HeardHeartbeat, NodeHeartbeat
@@ -22,6 +21,7 @@ from elastic.membership.step_rate import StepRate
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.keyvalue import Lease
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.agent_intervals import PROGRESS_STANDING_S
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError
 from elastic.events import Event, HangFound, HangOver
 from elastic.hangs import kernel
@@ -30,6 +29,7 @@ from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 
 TICK_S = 0.02

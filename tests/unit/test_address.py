@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError
 from elastic.node.address import own_address
 from elastic.store.etcd.endpoints import Endpoint
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.announced_address import told_address
 

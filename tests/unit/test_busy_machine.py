@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.clock import ManualClock
 from elastic.telemetry.ledger import Ledger
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

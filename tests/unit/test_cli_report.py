@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elastic.cli.main import main
-from elastic.clock import ManualClock
 from elastic.events import RankTimes, RunClosed, WorldJoined
 from elastic.telemetry.journal import Journal
+from elastic.testing.doubles.manual_clock import ManualClock
 
 HOSTILE = "<b>|node\x1b[2J\n"
 

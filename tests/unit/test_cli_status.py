@@ -25,7 +25,6 @@ from elastic.cli.observe.sentence import sentence
 from elastic.cli.observe.status import lines, progress
 from elastic.cli.observe.status_document import document
 from elastic.cli.observe.wait import WaitCondition, wait
-from elastic.clock import ManualClock
 from elastic.errors import StoreUnreachable
 from elastic.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
 from elastic.leadership.job_progress import (
@@ -47,6 +46,7 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.telemetry.journal import Journal
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
 

@@ -18,10 +18,10 @@ from elastic.cli.dashboard.feed.snapshot import JobSnapshot, Outage, RunCharts
 from elastic.cli.dashboard.page import PageTemplate, age_text, lasting, sections_of, text
 from elastic.cli.dashboard.publisher import Rendering, page_changes, render
 from elastic.cli.observe.job_view import JobView, read_job
-from elastic.clock import ManualClock
 from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat
 from elastic.membership.records import BreakageRecord, FailureRecord, Keys, Leader, NodeState
 from elastic.telemetry.journal_reader import JournalRecord, read_folder
+from elastic.testing.doubles.manual_clock import ManualClock
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0

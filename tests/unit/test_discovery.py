@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.clock import ManualClock
 from elastic.errors import JoinTimeout
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.world.discovery import agree_on_nonce
 
 DEADLINE_S = 60.0

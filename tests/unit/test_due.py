@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
-from elastic.clock import ManualClock
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.training.checkpointing.due import Due
 from elastic.training.gradients.control_flags import StepFlags
 

@@ -14,9 +14,9 @@ from fake_api_server import DROP, NAMESPACE, FakeApiServer
 from elastic.cli import finish
 from elastic.cli.main import main
 from elastic.cli.scale import ApiServer, scale_statefulset
-from elastic.clock import ManualClock
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.membership.records import Done, Keys, Outcome, encode
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_intervals import CLUSTER_PATIENCE_S
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic import torch_private
-from elastic.clock import SYSTEM_CLOCK, ManualClock
+from elastic.clock import SYSTEM_CLOCK
 from elastic.hangs.flight import MOST_ENTRIES, FlightEntry, compare, describe, parse
 from elastic.link.protocol import FlightTrace, decode, encode
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 from elastic.worker.flight_recorder import FlightRecorder
 

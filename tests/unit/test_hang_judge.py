@@ -9,7 +9,6 @@ import pytest
 from membership_nodes import node, world
 from rank_facts import rank_facts
 
-from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.hangs.facts import KernelFacts, Phase, RankFacts
 from elastic.hangs.verdict import HangAction
@@ -28,6 +27,7 @@ from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from elastic.clock import ManualClock
 from elastic.hangs import kernel, stacks
 from elastic.hangs.facts import Flag, Phase
 from elastic.hangs.page import NAME, SIZE, Page, PageReader, Reading
 from elastic.hangs.phases import PhaseRecorder
 from elastic.hangs.stacks import StackSource
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 from elastic.tuning.worker_intervals import STEP_SUMS_S
 
@@ -227,7 +227,7 @@ def _nothing(number: int) -> None:
 
 HOLDING = """
 import ctypes, sys, threading, time
-from elastic.clock import ManualClock
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.hangs import kernel, stacks
 source = stacks.offer()
 print(source.fd, source.signum, flush=True)

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError
 from elastic.health.endpoints import HealthStatus, liveness, readiness
 from elastic.health.server import MAX_CONNECTIONS, MAX_REQUEST, HealthServer
 from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.node.watchdog import Watchdog
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_intervals import HEALTH_CONNECTION_S
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")

@@ -7,7 +7,6 @@ import logging
 from membership_nodes import node, world
 
 from elastic.agent.isolation import IsolationDetector
-from elastic.clock import ManualClock
 from elastic.errors import StoreUnreachable
 from elastic.events import Event
 from elastic.membership.records import Keys, NodeState
@@ -15,6 +14,7 @@ from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 

@@ -15,7 +15,6 @@ from test_failure_verdict import CORPUS, name_of
 from test_worker_deaths import Context
 
 from elastic.agent.supervision.workers import Workers
-from elastic.clock import ManualClock
 from elastic.events import Event, WorkerDied
 from elastic.failures.kernel_log import KernelLog, KernelSaid
 from elastic.failures.rules import RULES, Action
@@ -24,6 +23,7 @@ from elastic.hangs import kernel
 from elastic.link.protocol import Hello, Ready
 from elastic.link.server import Worker, WorkerDeath
 from elastic.node.context import NodeContext
+from elastic.testing.doubles.manual_clock import ManualClock
 
 # Recorded: https://github.com/NVIDIA/NVSentinel/issues/155, tranX/issues/41, crucible/issues/1844
 XID_79 = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"

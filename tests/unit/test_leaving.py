@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from elastic.agent.ending.leaving import LauncherPhase, Leaving
-from elastic.clock import ManualClock
+from elastic.testing.doubles.manual_clock import ManualClock
 
 GRACE_S = 20.0
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
-from elastic.clock import ManualClock
 from elastic.liveness.channel import LIMITS, MAX_WORLD, LivenessCallbacks, LivenessServer
 from elastic.liveness.heartbeats import Heartbeats, NodeHeartbeat
 from elastic.liveness.probe import Verdict, probe
@@ -22,6 +21,7 @@ from elastic.secure_channel.errors import AuthenticationError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake, Credentials
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_intervals import HEARTBEAT_S, RECENT_LOSS_S
 
 DEADLINE_S = 30.0

@@ -14,7 +14,6 @@ import pytest
 from membership_nodes import node, world
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic.clock import ManualClock
 from elastic.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -50,6 +49,7 @@ from elastic.metrics.readings import NodeReadings
 from elastic.metrics.table import COMMON_LABELS, METRICS, MetricKind
 from elastic.metrics.tally import MOST_SERIES, OTHER, Tally
 from elastic.node.status import NodeStatus, WorldEntry
+from elastic.testing.doubles.manual_clock import ManualClock
 
 SEVEN = replace(world("n1", "n2", "n3", mode="in-process"), cause=Cause.LOST)
 IN_SEVEN = node("n1", NodeState.READY, in_process=True, running=SEVEN)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from run_kit import STEPS_PER_EPOCH, Job, job, process, undo_step
 
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError, TrainingError
 from elastic.events import Event, Metrics
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
 from elastic.training.observers.device_reads import DeviceReads
 from elastic.training.observers.history import Row

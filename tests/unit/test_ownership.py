@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import LocalStorage
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.training.checkpointing.ownership import OWNER_FILE, Ownership
 from elastic.tuning.worker_intervals import OWNER_WATCH_S
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.clock import ManualClock
 from elastic.testing import slowness
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.pacing import LATE_FACTOR, LATE_STEP_S, pause_after_step
 
 

@@ -15,7 +15,6 @@ from run_kit import job, process, steps_of_job
 
 import checkpoints
 from elastic.agent.permission import Permission
-from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.link.protocol import Heartbeat, Permit, WorldMessage
 from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
@@ -24,6 +23,7 @@ from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.training.step import Step
 from elastic.tuning.agent_options import AgentOptions

@@ -11,11 +11,11 @@ from run_kit import job, process
 from test_metrics_log import world
 
 from elastic.cli.profile import ask, ranks_of
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError, JobFailed, TrainingError
 from elastic.events import Event, ProfileWritten
 from elastic.membership.keys import Keys
 from elastic.membership.records import Done, Outcome, Profile, encode
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.training.observers.profiling import ProfileRequest, StepProfiler
 

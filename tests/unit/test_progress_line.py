@@ -12,9 +12,9 @@ import pytest
 from run_kit import STEPS_PER_EPOCH, job, parts_of, process
 from test_metrics_log import world
 
-from elastic.clock import ManualClock
 from elastic.errors import ConfigError
 from elastic.hangs.phases import phases
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.training.loop.loops import steps_left
 from elastic.training.observers.progress_line import (
     ProgressLine,

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from elastic.clock import ManualClock
 from elastic.events import Event
 from elastic.messages.environment import CALL_JOIN, identity_in
 from elastic.messages.world import NO_WORLD
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.replacement import Replacement
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"

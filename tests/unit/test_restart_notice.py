@@ -8,8 +8,8 @@ import logging
 import pytest
 import torch.distributed.elastic.multiprocessing.api
 
-from elastic.clock import ManualClock
 from elastic.rendezvous.scripts.restart_notice import RestartNotice, leave_out_closing_signals
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import pytest
 
-from elastic.clock import ManualClock
 from elastic.events import Event, RankTimes
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.telemetry.journal import Journal
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.slowness import is_within
 from elastic.training.observers.step_observers import StepObservers
 from elastic.training.step_account import StepAccount

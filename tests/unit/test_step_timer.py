@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.clock import ManualClock
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.training.recovery.step_timer import StepTimer
 from elastic.tuning.worker_intervals import LINK_HEARTBEAT_S
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
-from elastic.clock import ManualClock
 from elastic.errors import RecordError
 from elastic.events import Event, StragglerFound, StragglerRecovered
 from elastic.leadership.judges.straggler_judge import StragglerJudge
@@ -27,6 +26,7 @@ from elastic.node.step_times import StepTimesReport
 from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
 from elastic.stragglers.facts import RankStepTimes, StepDurations
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.agent_options import AgentOptions
 

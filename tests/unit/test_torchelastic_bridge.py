@@ -16,7 +16,6 @@ from torch.distributed.elastic.events.api import Event as TorchEvent
 from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.metrics import api as metrics
 
-from elastic.clock import ManualClock
 from elastic.events import (
     Event,
     FailureJudged,
@@ -30,6 +29,7 @@ from elastic.metrics import torchelastic
 from elastic.metrics.counting import NodeMetrics
 from elastic.metrics.torchelastic import MOST_PENDING, TorchElasticBridge, TorchElasticOrigin
 from elastic.telemetry.log import LOGGER_NAME
+from elastic.testing.doubles.manual_clock import ManualClock
 
 DESTINATION = "test-of-elastic"
 ENTERED = WorldEntered(generation=7, first_rank=2, size=3, waited_s=0.0)

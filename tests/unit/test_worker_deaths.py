@@ -11,7 +11,6 @@ import pytest
 from membership_nodes import node
 
 from elastic.agent.supervision.workers import Workers
-from elastic.clock import ManualClock
 from elastic.events import CheckpointSaved, Event, Waiting
 from elastic.failures.kernel_log import KernelLog
 from elastic.link.protocol import IN_STEP, Bye, CountEvents, Heartbeat, Hello, Message, Ready
@@ -20,6 +19,7 @@ from elastic.membership.records import Keys, NodeState
 from elastic.metrics.counting import NodeMetrics
 from elastic.node.context import NodeContext
 from elastic.node.status import NodeStatus
+from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_options import AgentOptions
 from elastic.worker.worlds import Worlds
 
