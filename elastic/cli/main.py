@@ -39,7 +39,7 @@ COMMANDS = {
     "wait": Command("elastic.cli.observe.wait", "until a job is done, or reaches a step"),
     "events": Command("elastic.cli.observe.events", "the events of a run, from its journals"),
     "dashboard": Command("elastic.cli.dashboard", "a live page that shows how a job is"),
-    "report": Command("elastic.cli.observe.report", "where a run's time went, from its journals"),
+    "report": Command("elastic.cli.report", "where a run's time went, from its journals"),
     "profile": Command("elastic.cli.profile", "traces of the next steps of a job that trains"),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"

@@ -245,6 +245,9 @@ OTLP_CLOSE_S = 2.0
 
 # Between two looks at the output of agents that `elastic run` and `elastic demo` have started.
 CLI_POLL_S = 0.1
+# How long fewer local agents may run than the job needs, after others have failed: they wait for
+# nodes that nobody will start.
+CLI_TOO_FEW_S = 5.0
 # Each step of the demo takes this long, so that people can see it.
 DEMO_STEP_S = 0.06
 # For a node of the demo to start and take part.

@@ -31,6 +31,12 @@ os.write(1, met.encode())  # in one piece: workers share the output
 dist.destroy_process_group()
 """
 
+FAIL_ALONE = """
+import os, time
+if os.environ["ELASTIC_NODE_NAME"] == "local-0":
+    raise SystemExit(3)
+time.sleep(3600)
+"""
 STAY = """
 import os, time
 print("worker", os.getpid(), flush=True)
@@ -73,6 +79,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "stay.py").write_text(STAY)
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "fail_alone.py").write_text(FAIL_ALONE)
     return tmp_path
 
 
@@ -170,6 +177,14 @@ def test_a_failing_script_ends_with_1(folder: Path) -> None:
         folder, "--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd", "fail.py"
     )
     assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_who_would_wait_for_ever_for_a_failed_node_is_ended(folder: Path) -> None:
+    words = ["--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd"]
+    done = run(folder, *words, "fail_alone.py")
+    assert done.returncode == 1, done.stderr
+    assert "fewer than 2 nodes are left and none will join: ending 1" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -113,10 +113,14 @@ OF_A_SURVIVOR_ON_ITS_NODE = of_a_survivor_on_its_node("building", "built", "send
 OF_THE_LAST_ONE = of_two_replicas(0, 3, "all-gather", "reduce-scattered", "optimizer")
 # At both positions: no position has lost less than the other.
 OF_TWO_AT_ONCE = of_two_replicas(2, 5, "all-gather", "reduce-scattered", "all-reduced", "optimizer")
-OVER_NODES_IN_SHORT = [
+# One for each way in which a recovery differs; the soak has every point.
+ON_A_NODE_IN_SHORT = [
     *in_a_step("all-gather", "reduce-scattered", "optimizer", "committing"),
-    *of_a_replacement("meeting", "received"),
-    *of_a_survivor("sending"),
+    *of_a_replacement("received"),
+]
+OVER_NODES_IN_SHORT = [
+    *in_a_step("all-gather", "committing"),
+    *of_a_replacement("received"),
     *of_two_replicas(0, 3, "reduce-scattered"),
 ]
 
@@ -254,14 +258,14 @@ def check(job: TrainingJob, layout: Layout, before: Before, fault: Fault) -> Non
     goes_on(job, layout, before, harmed=fault.harmed)
 
 
-@of(Layout(1, 4), [*IN_A_STEP, *of_a_replacement("met", "receiving", "received")])
+@of(Layout(1, 4), ON_A_NODE_IN_SHORT)
 def test_replicas_of_one_node(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)
 
 
-@of(Layout(3, 2), [*of_a_survivor("sending"), *OF_TWO_AT_ONCE])
+@of(Layout(3, 2), [*of_a_survivor("sending"), *of_two_replicas(2, 5, "reduce-scattered")])
 def test_a_replica_on_each_node(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
@@ -276,7 +280,10 @@ def test_replicas_over_two_nodes(
 
 
 @pytest.mark.soak
-@of(Layout(1, 4), [*OF_A_REPLACEMENT, *OF_A_SURVIVOR_ON_ITS_NODE, *OF_THE_LAST_ONE])
+@of(
+    Layout(1, 4),
+    [*IN_A_STEP, *OF_A_REPLACEMENT, *OF_A_SURVIVOR_ON_ITS_NODE, *OF_THE_LAST_ONE],
+)
 def test_replicas_of_one_node_everywhere(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
@@ -284,7 +291,7 @@ def test_replicas_of_one_node_everywhere(
 
 
 @pytest.mark.soak
-@of(Layout(3, 2), [*OF_A_REPLACEMENT, *OF_A_SURVIVOR])
+@of(Layout(3, 2), [*OF_A_REPLACEMENT, *OF_A_SURVIVOR, *OF_TWO_AT_ONCE])
 def test_a_replica_on_each_node_everywhere(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:

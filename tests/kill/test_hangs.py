@@ -168,8 +168,13 @@ def test_a_deadlocked_data_worker(job: TrainingJob) -> None:
     assert "its data loader gives no batch (data workers in state" in verdict["reason"]
     wait_reported(job, verdict, "in __getitem__")  # the data worker's stack
     # Its agent's account, or, where torchrun looks at its workers first, its own.
-    reason = f"{verdict['reason']}; report: {verdict['report']}"
-    job.wait_for(lambda: reason in accounts(job, pid), PATIENCE_S, "the reason of the death")
+    job.wait_for(lambda: tells(accounts(job, pid), verdict), PATIENCE_S, "the reason of the death")
+
+
+def tells(told: list[str], verdict: dict[str, Any]) -> bool:
+    """Whether one says what the verdict does, and where the report is; perhaps more in between."""
+    report = f"; report: {verdict['report']}"
+    return any(one.startswith(verdict["reason"]) and one.endswith(report) for one in told)
 
 
 def accounts(job: TrainingJob, pid: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic.cli.observe.report import rendered, write_report
+from elastic.cli.report import rendered, write_report
 from elastic.errors import ElasticError
 from elastic.report.charts import can_draw
 from elastic.report.model import report_of

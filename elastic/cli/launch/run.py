@@ -19,7 +19,8 @@ from types import FrameType
 from elastic.cli import exit_codes
 from elastic.cli.launch import flags
 from elastic.cli.launch.local_nodes import LocalNodes
-from elastic.tuning.agent_intervals import CLI_POLL_S
+from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.tuning.agent_intervals import CLI_POLL_S, CLI_TOO_FEW_S
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,18 +142,27 @@ def run_local(args: argparse.Namespace) -> int:
             name = f"local-{index}"
             environment = {**os.environ, "ELASTIC_NODE_NAME": name}
             nodes.start(name, agent_command(args), environment)
-        follow(nodes, stop)
+        ended = follow(nodes, stop, least_nodes(args))
         nodes.drain()
-        codes = [code for node in nodes.nodes if (code := node.exit_code) is not None]
+        failed = [node for node in nodes.nodes if node.name not in ended]
+        codes = [code for node in failed if (code := node.exit_code) is not None]
     if stop.signum == signal.SIGINT:
         return exit_codes.INTERRUPTED
     return exit_codes.of_job(codes, success_of_one_is_enough=flags.is_ours(args.rdzv_backend))
 
 
-def follow(nodes: LocalNodes, stop: StopRequest) -> None:
-    """Pass on output and signals until no agent runs."""
+def least_nodes(args: argparse.Namespace) -> int:
+    """How many nodes must run here for the job to go on; 0: others may join from elsewhere."""
+    least, most = flags.node_range(args.nnodes)
+    return least if args.embedded_etcd and args.nodes_local >= most else 0
+
+
+def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[str]:
+    """Pass on output and signals until no agent runs. Agents that wait for failed ones, fewer than
+    ``least`` of them, are ended; returns their names."""
     passed_on = False
     reported: set[str] = set()
+    too_few, ended = TooFew(least), frozenset[str]()
     while running := nodes.running:
         nodes.pump(CLI_POLL_S)
         if stop.urgent:
@@ -167,6 +177,30 @@ def follow(nodes: LocalNodes, stop: StopRequest) -> None:
             if node.exit_code and node.name not in reported:
                 reported.add(node.name)
                 say(f"{node.name} ended with {describe(node.exit_code)}")
+        if not ended and stop.signum is None and too_few.is_final(nodes):
+            ended = frozenset(node.name for node in running)
+            say(f"fewer than {least} nodes are left and none will join: ending {len(ended)}")
+            nodes.signal(signal.SIGTERM)
+    return ended
+
+
+class TooFew:
+    """Whether a job has lost nodes without which it waits for ever."""
+
+    def __init__(self, least: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._least = least
+        self._clock = clock
+        self._since_s: float | None = None
+
+    def is_final(self, nodes: LocalNodes) -> bool:
+        """Since some time some have failed, none is done, and fewer run than are needed."""
+        codes = [node.exit_code for node in nodes.nodes]
+        if codes.count(None) >= self._least or 0 in codes:
+            self._since_s = None
+            return False
+        now_s = self._clock.monotonic()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        return now_s - self._since_s >= CLI_TOO_FEW_S
 
 
 def describe(code: int) -> str:
