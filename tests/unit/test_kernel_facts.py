@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -53,7 +54,11 @@ def run() -> Iterator[Run]:
 
     yield start
     for process in started:
+        children = kernel.children(process.pid)  # they hold its pipe open
         process.kill()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         process.communicate()
 
 
@@ -199,17 +204,13 @@ def test_the_data_worker_that_waits_for_a_lock_is_told_from_those_that_are_idle(
         said = kernel.data_worker_waits(process.pid)
         return said if said.startswith("1 in futex") else ""
 
-    try:
-        found = eventually(waits, "one that waits for a lock")
-        assert found.endswith(", 2 in hrtimer_nanosleep")
-        facts = KernelFacts(data_workers="SSS", data_worker_waits=found)
-        asleep = rank_facts(1, phase=Phase.DATA, quiet_s=50.0, kernel=facts)
-        waiting = replace(asleep, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
-        reason = judge([waiting, asleep], 2, BudgetPolicy()).reason
-        assert f"(data workers in state SSS, {found}: perhaps a lock that was held" in reason
-    finally:
-        for child in kernel.children(process.pid):
-            os.kill(child, signal.SIGKILL)
+    found = eventually(waits, "one that waits for a lock")
+    assert found.endswith(", 2 in hrtimer_nanosleep")
+    facts = KernelFacts(data_workers="SSS", data_worker_waits=found)
+    asleep = rank_facts(1, phase=Phase.DATA, quiet_s=50.0, kernel=facts)
+    waiting = replace(asleep, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
+    reason = judge([waiting, asleep], 2, BudgetPolicy()).reason
+    assert f"(data workers in state SSS, {found}: perhaps a lock that was held" in reason
 
 
 def test_a_process_that_has_ended_says_nothing() -> None:
