@@ -151,6 +151,18 @@ def train():
                     e.lerp_(p, 0.1)
             die(epoch * 8 + i, at)
 """,
+    "collective of the script's own, not waited for yet": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            world = run.world
+            if (epoch * 8 + i, world.size, world.generation, world.rank) == (at, 3, 1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen = dist.is_initialized() and dist.all_reduce(torch.ones(1 << 20), async_op=True)
+            STEP
+            if seen:
+                seen.wait()
+""",
     "two optimizers, one after the other": """
 head_optimizer = torch.optim.Adam(model.module[2:].parameters(), lr=0.01)
 body_optimizer = torch.optim.Adam(model.module[0].parameters(), lr=0.01)
