@@ -498,8 +498,8 @@ def test_the_end_of_a_node_that_has_left_in_order_raises_no_suspicion(
     leader = next(node for node in nodes if node.service.loop.succession.term is not None)
     left, killed = (node for node in nodes if node is not leader)
     left.service.leave("SIGTERM")
-    left.service.close()
     assert leader.follow().node_ids == tuple(n.id for n in nodes if n is not left)
+    left.service.close()
     killed.die()  # what its death causes comes after the end of the other one
 
     def suspects() -> list[str]:

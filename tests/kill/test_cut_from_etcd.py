@@ -5,6 +5,7 @@ Each node reaches etcd through a proxy of its own, which can be cut.
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -121,11 +122,23 @@ def test_joining_nodes_wait_while_the_members_train(job: CutOffJob) -> None:
     generation = job.generation()
     leader = job.leader()
     lost = next(node for node in job.running if node is not leader)
+    since_s = time.monotonic()
     job.cut(lost)
     job.wait_leases_ended([lost])
     job.wait_progress(2)
-    assert job.training_nodes()[0] == generation
-    assert lost.wait(PATIENCE_S) not in (0, 75)
+    newest = job.training_nodes()[0]
+    assert newest == generation or job.journaled("node-suspected", since_s=since_s)
+    # It has to stop some day. On a busy machine the others may find it too slow before that, and
+    # then it is no member that has to stop, but one that waits for etcd.
+    job.wait_for(
+        lambda: not lost.running or job.training_nodes()[0] > generation,
+        PATIENCE_S,
+        f"the end of {lost.name}, or a world without it",
+    )
+    if lost.running:
+        lost.kill()
+    else:
+        assert lost.wait(PATIENCE_S) not in (0, 75)
     job.wait_training(nodes=3, after_generation=generation)
 
 
