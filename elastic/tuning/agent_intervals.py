@@ -203,7 +203,7 @@ HANG_FIRST_STEPS_S = 300.0
 # are those of a busy machine.
 HANG_SUSPICION_S = 0.4
 # For a worker to begin to write its stacks after the signal that asks for them, and to end.
-STACKS_DUMPED_S = 1.0
+STACKS_DUMPED_S = 3.0
 # Between two looks whether it has.
 STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
