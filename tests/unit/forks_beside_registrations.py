@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic.training.data.loader import ElasticLoader
 
 FORKS = 150
-HANGS_S = 2.0
+HANGS_S = 10.0  # of a process that needs a millisecond of a core
 BETWEEN_LOOKS = 1000  # registrations, of less than a microsecond each
 
 
@@ -54,6 +55,13 @@ class Registrations:
                 register(harmless, None, None)
 
 
+def use_shared_memory_and_exit() -> NoReturn:
+    """What a data worker does first, in collate and in a dataset."""
+    torch.UntypedStorage._new_shared(64)  # type: ignore[no-untyped-call]
+    torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+    os._exit(0)
+
+
 def comes_to_its_end(pid: int) -> bool:
     until_s = time.monotonic() + HANGS_S
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
@@ -74,10 +82,8 @@ def main() -> None:
     for _ in range(FORKS):
         with registrations.running():
             pid = os.fork()
-        if pid == 0:
-            torch.UntypedStorage._new_shared(64)  # type: ignore[no-untyped-call]  # as in collate
-            torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]  # as in a dataset
-            os._exit(0)
+            if pid == 0:  # it never leaves the block: the thread's events may have been locked
+                use_shared_memory_and_exit()
         hangs += not comes_to_its_end(pid)
     print(hangs, flush=True)
     os._exit(0)
