@@ -31,11 +31,22 @@ from elastic.membership.decision import (
     decide,
 )
 from elastic.membership.member_status import classify_members
-from elastic.membership.records import Done, Node, Outcome, WorldRecord, WorldState, encode
+from elastic.membership.records import (
+    Done,
+    Node,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    WorldState,
+    encode,
+)
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
 from elastic.tuning.agent_intervals import RECHECK_S
+
+# The end of such a node's connection says nothing new.
+_LEAVES_IN_ORDER = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,8 @@ class Leadership:
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed, or this node's to a former leader."""
-        if self.roster.knows(node_id) is not None:  # it has not left in order
+        known = self.roster.knows(node_id)
+        if known is not None and known.node.state not in _LEAVES_IN_ORDER:
             self._at.journal.emit(
                 NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
                 level=logging.DEBUG,

@@ -99,10 +99,11 @@ Start = Callable[..., InProcess]
 def start(server: MemoryServer) -> Iterator[Start]:
     nodes: list[InProcess] = []
 
-    def make(**more: Any) -> InProcess:
+    def make(*, arrives: bool = True, **more: Any) -> InProcess:
         more.setdefault("max_nodes", 4)
         nodes.append(InProcess(server, **more))
-        nodes[-1].arrive()
+        if arrives:
+            nodes[-1].arrive()
         return nodes[-1]
 
     yield make
@@ -134,7 +135,12 @@ def node_in(server: MemoryServer, node: InProcess) -> Node:
 
 def trio(server: MemoryServer, start: Start, **more: Any) -> list[InProcess]:
     """Three nodes that step in generation 1, in rank order."""
-    nodes = [start(**more) for _ in range(3)]
+    # All have to arrive within one last call, however busy the machine.
+    options = more.pop("options", OPTIONS)
+    options = replace(options, last_call_s=max(options.last_call_s, 1.0))
+    nodes = [start(arrives=False, options=options, **more) for _ in range(3)]
+    for node in nodes:
+        node.arrive()
     world = generation(server, 1)
     for node in nodes:
         node.enter()

@@ -502,11 +502,13 @@ def test_the_end_of_a_node_that_has_left_in_order_raises_no_suspicion(
     left.service.close()
     killed.die()  # what its death causes comes after the end of the other one
 
-    def suspects() -> list[str]:
-        return [e.suspect for e in leader.journal.events if isinstance(e, NodeSuspected)]
+    # (On a busy machine a node may be suspected of being silent, before.)
+    def ended() -> list[str]:
+        events = [e for e in leader.journal.events if isinstance(e, NodeSuspected)]
+        return [e.suspect for e in events if e.reason == "its connection closed"]
 
-    eventually(lambda: killed.journal.name in suspects(), "the one that was killed is suspected")
-    assert not {left.id, left.journal.name} & set(suspects())
+    eventually(lambda: killed.journal.name in ended(), "the one that was killed is suspected")
+    assert not {left.id, left.journal.name} & set(ended())
 
 
 def test_all_leave_in_order_and_the_job_goes_on_later(

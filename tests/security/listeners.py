@@ -100,11 +100,26 @@ def listening(
     change = limits or (lambda given: given)
     if not kind.endswith("+tls"):
         with _MAKERS[kind](folder, change) as listener:
-            yield listener
+            yield persistent(listener)
         return
     tls = tls_of(Authority(folder, "nodes"))
     with _TLS_MAKERS[kind.removesuffix("+tls")](folder, change, tls) as listener:
-        yield listener
+        yield persistent(listener)
+
+
+def persistent(listener: Listener) -> Listener:
+    """With a client that connects again, as a node's do, when it was too slow for a deadline."""
+
+    def serve() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                return listener.serve()
+            except ConnectionError:
+                if time.monotonic() > deadline:
+                    raise
+
+    return replace(listener, serve=serve)
 
 
 def tls_of(authority: Authority, name: str = "node", **issue: Any) -> Tls:
@@ -115,7 +130,17 @@ def tls_of(authority: Authority, name: str = "node", **issue: Any) -> Tls:
 
 def tight(given: Limits) -> Limits:
     """Short deadlines: for tests that wait for their end."""
-    return replace(given, handshake_s=0.3, message_s=0.3)
+    return replace(given, handshake_s=1.5, message_s=1.5)
+
+
+def patient(given: Limits) -> Limits:
+    """For tests of what a peer is told: it may be slow."""
+    return replace(given, handshake_s=DEADLINE_S, message_s=DEADLINE_S)
+
+
+def patient_with_strangers(given: Limits) -> Limits:
+    """For tests that prove the secret, and then wait for the end of a message."""
+    return replace(given, handshake_s=DEADLINE_S, message_s=0.5)
 
 
 Change = Callable[[Limits], Limits]

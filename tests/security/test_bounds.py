@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from listeners import ALL, AUTHENTICATED, Cost, assert_flat, listening, tight
+from listeners import (
+    ALL,
+    AUTHENTICATED,
+    Cost,
+    assert_flat,
+    listening,
+    patient_with_strangers,
+    tight,
+)
 from raw_peer import is_hung_up_on, prove
 
 from elastic.secure_channel.frames import frame
@@ -68,7 +76,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_let_go(kind: str, tmp_path: 
 @pytest.mark.parametrize("kind", [k for k in AUTHENTICATED if not k.startswith("memory")])
 def test_a_message_that_does_not_end_ends_its_connection(kind: str, tmp_path: Path) -> None:
     """Also of a peer that knows the secret. (Peers' memory: a deadline for each exchange.)"""
-    with listening(kind, tmp_path, tight) as listener:
+    with listening(kind, tmp_path, patient_with_strangers) as listener:
         listener.serve()
         before = Cost.now()
         assert listener.port.key is not None

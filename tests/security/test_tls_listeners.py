@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 from hostile import client_hello
-from listeners import KEY, WITH_TLS, Cost, Listener, assert_flat, listening, tight
+from listeners import KEY, WITH_TLS, Cost, Listener, assert_flat, listening, patient, tight
 from raw_peer import is_hung_up_on, prove
 
 from elastic.secure_channel.frames import frame
@@ -33,12 +33,24 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def listener(
     request: pytest.FixtureRequest, tmp_path: Path, lines: list[str]
 ) -> Iterator[Listener]:
+    with listening(request.param, tmp_path, patient) as made:
+        yield from at_no_cost(made)
+
+
+@pytest.fixture(params=WITH_TLS)
+def tight_listener(
+    request: pytest.FixtureRequest, tmp_path: Path, lines: list[str]
+) -> Iterator[Listener]:
     with listening(request.param, tmp_path, tight) as made:
-        made.serve()
-        before = Cost.now()
-        yield made
-        made.serve()
-        assert_flat(before)
+        yield from at_no_cost(made)
+
+
+def at_no_cost(made: Listener) -> Iterator[Listener]:
+    made.serve()
+    before = Cost.now()
+    yield made
+    made.serve()
+    assert_flat(before)
 
 
 @contextlib.contextmanager
@@ -113,8 +125,9 @@ def test_who_has_no_good_certificate_gets_nothing_even_with_the_secret(
     make: Callable[[Path], ssl.SSLContext],
     said: str,
 ) -> None:
+    tls = make(tmp_path)
     with stranger(listener) as plain, pytest.raises(OSError):
-        sock = make(tmp_path).wrap_socket(plain)
+        sock = tls.wrap_socket(plain)
         with sock:
             prove(sock, KEY, listener.port.identity)
             raise AssertionError("it was let in")
@@ -145,17 +158,19 @@ def test_a_plain_peer_is_answered_with_an_alert_and_nothing_else(
 
 @pytest.mark.parametrize("begins", [b"", b"\x16\x03\x01", "half a hello", "a hello"])
 def test_a_handshake_that_does_not_go_on_is_cut_by_its_deadline(
-    listener: Listener, begins: bytes | str
+    tight_listener: Listener, begins: bytes | str
 ) -> None:
     hello = client_hello()
     sent = {"half a hello": hello[: len(hello) // 2], "a hello": hello}.get(str(begins), b"")
-    with stranger(listener) as sock:
+    with stranger(tight_listener) as sock:
         sock.sendall(begins if isinstance(begins, bytes) else sent)
         assert is_hung_up_on(sock)
 
 
-def test_a_handshake_a_byte_now_and_then_is_cut_by_the_same_deadline(listener: Listener) -> None:
-    with stranger(listener) as sock:
+def test_a_handshake_a_byte_now_and_then_is_cut_by_the_same_deadline(
+    tight_listener: Listener,
+) -> None:
+    with stranger(tight_listener) as sock:
         sock.settimeout(0.02)
         with contextlib.suppress(ConnectionError):
             for byte in client_hello():
@@ -168,18 +183,18 @@ def test_a_handshake_a_byte_now_and_then_is_cut_by_the_same_deadline(listener: L
 
 
 def test_an_open_connection_and_good_clients_are_served_beside_a_flood_of_hellos(
-    listener: Listener,
+    tight_listener: Listener,
 ) -> None:
     """Each makes the listener sign something: what TLS costs more than a plain stranger does."""
     hello = client_hello()
     with contextlib.ExitStack() as held:
         for number in range(150):
-            sock = held.enter_context(listener.port.stranger())
+            sock = held.enter_context(tight_listener.port.stranger())
             with contextlib.suppress(ConnectionError):
                 sock.sendall(hello)
             if number % 50 == 0:
-                listener.serve()
-        listener.serve()
+                tight_listener.serve()
+        tight_listener.serve()
 
 
 class Impostor:
