@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -541,9 +540,7 @@ class ReplicaHistories(InProcessHistories):
     policy = replace(POLICY, max_nodes=6)
 
 
-InProcessHistories.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 TestInProcessHistories = InProcessHistories.TestCase
-ReplicaHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestReplicaHistories = ReplicaHistories.TestCase
 
 
