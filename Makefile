@@ -67,6 +67,7 @@ matrix: $(STAMP)
 
 soak: $(STAMP) streams
 	$(BIN)/pytest -m soak --timeout 7200
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=soak --timeout 7200
 
 # The in-process kill suite on a backend with NCCL's semantics: results land after a collective's
 # end, and aborted ones look complete.

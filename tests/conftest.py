@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Time says nothing about an example on a machine that other tests use, too.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+# Time says nothing about an example on a machine that other tests use, too. Every run draws other
+# examples; `make soak` draws many: pytest --hypothesis-profile=soak.
+settings.register_profile(
+    "tests",
+    deadline=None,
+    max_examples=50,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("soak", settings.get_profile("tests"), max_examples=2000)
+settings.load_profile("tests")
 
 pytest_plugins = ["etcd_fixtures"]
 

@@ -1,8 +1,8 @@
 """Goodput: which part of a run's time made progress, and where the rest went.
 
-A pure function of the journal: :func:`goodput_of`. A node's time is that of its workers, averaged;
-while it has none, its agent's. A run's time is that of the nodes which are present, averaged, so
-it adds up to the wall time from the first line to the last. The parts are in
+A pure function of the journal: :func:`goodput_of_run`. A node's time is that of its workers,
+averaged; while it has none, its agent's. A run's time is that of the nodes which are present,
+averaged, so it adds up to the wall time from the first line to the last. The parts are in
 :mod:`elastic.telemetry.activities`, how lines become time in :mod:`elastic.telemetry.lanes`.
 """
 
@@ -26,7 +26,7 @@ from elastic.telemetry.activities import (
 )
 from elastic.telemetry.journal_reader import JournalRecord
 from elastic.telemetry.lanes import agent_lane, lane_start, worker_lane
-from elastic.telemetry.merging import JournalWriter, MergedJournal, RunJournal, run_of
+from elastic.telemetry.merging import JournalWriter, RunJournal
 from elastic.telemetry.step_history import StepHistory, step_history
 
 
@@ -78,11 +78,6 @@ class Goodput:
     def duration_s(self) -> float:
         """Wall time, from the first line to the last."""
         return self.end_s - self.start_s
-
-
-def goodput_of(journal: MergedJournal, run_id: str | None = None) -> Goodput:
-    """Attribute all wall time of a run: of ``run_id``, else of the one that began last."""
-    return goodput_of_run(run_of(journal, run_id))
 
 
 def goodput_of_run(run: RunJournal) -> Goodput:

@@ -27,19 +27,14 @@ def has_replacement(idiom: Idiom) -> bool:
     return zlib.crc32(idiom.name.encode()) % 2 == 1
 
 
-def trains_as_three_in_spite_of_a_death(idiom: Idiom) -> bool:
-    """Three workers that train like one with a death and a replacement do so without: those of the
-    idiom are undisturbed in the soak only."""
-    return has_replacement(idiom) and idiom.is_compared_alone
+def proved_with_a_death(idiom: Idiom) -> list[pytest.MarkDecorator]:
+    """Three workers that train like one in spite of a death do so without: those of the idiom are
+    undisturbed in the soak only."""
+    return [pytest.mark.soak] if idiom.is_compared_alone else []
 
 
 @pytest.mark.parametrize(
-    "idiom",
-    [
-        pytest.param(i, marks=[pytest.mark.soak] if trains_as_three_in_spite_of_a_death(i) else [])
-        for i in idioms()
-    ],
-    ids=name_of,
+    "idiom", [pytest.param(i, marks=proved_with_a_death(i)) for i in idioms()], ids=name_of
 )
 def test_three_workers_train_like_one(runs: IdiomRuns, idiom: Idiom) -> None:
     outcome = runs.undisturbed(idiom)

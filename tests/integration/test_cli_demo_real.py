@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from elastic.cli.demo.plan import ADDED, STEPS, VICTIM
 from elastic.cli.launch import processes
 from elastic.testing.forks.program import start_python
+from elastic.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -82,8 +82,5 @@ def test_an_interrupt_ends_everything_cleanly(tmp_path: Path) -> None:
     _, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 130, err
     assert "Traceback" not in err
-    until = time.monotonic() + DEADLINE_S
-    while any(processes.tree(pid) for pid in tree):
-        assert time.monotonic() < until, "left behind"
-        time.sleep(0.05)
+    eventually(lambda: not any(processes.tree(pid) for pid in tree), "the end of its processes")
     assert not list(tmp_path.glob("elastic-demo-*"))

@@ -27,9 +27,9 @@ from elastic.cli.observe.sentence import sentence
 from elastic.metrics.table import METRICS
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import goodput_of
+from elastic.telemetry.goodput import goodput_of_run
 from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge
+from elastic.telemetry.merging import merge, run_of
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
@@ -324,7 +324,7 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
     assert_each_step_is_logged_once(tmp_path / "runs" / job.run_id)
 
     journal = merge(*read_folder(tmp_path / "journal"))
-    found = goodput_of(journal)
+    found = goodput_of_run(run_of(journal))
     assert found.run_id == job.run_id
     if mode == "in-process":
         assert {name.partition("-rank")[2] for name in traces(tmp_path)} == {

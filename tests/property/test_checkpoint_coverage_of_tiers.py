@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
@@ -44,7 +44,6 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((11,), float(step)), "bias": torch.full((3,), step)}
 
 
-@settings(max_examples=150)
 @given(history=histories())
 def test_the_newest_that_is_covered_is_found_and_loaded(
     history: tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
@@ -66,10 +66,6 @@ def _tensors_at(root: Path, file: str, at: int) -> set[str]:
     }
 
 
-@settings(
-    max_examples=200,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 @given(damage=damages())
 def test_any_damage_is_refused_named_and_fallen_back_from(
     root: Path, pristine: Pristine, damage: tuple[int, str, float, int]

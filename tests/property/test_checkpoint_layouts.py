@@ -6,7 +6,7 @@ import itertools
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints.format.coverage import coverage_problem
@@ -168,7 +168,6 @@ def chunks_of(spec: TensorSpec, size: int, limit: int) -> list[Chunk]:
     return found
 
 
-@settings(max_examples=150)
 @given(data=st.data(), shape=shapes, limit=st.integers(1, 40))
 def test_what_any_sharding_wrote_fills_any_other(
     data: st.DataObject, shape: Shape, limit: int

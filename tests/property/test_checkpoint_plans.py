@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
@@ -95,7 +95,6 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-@settings(max_examples=150)
 @given(state=_state(scalars | tensors()), world_size=st.integers(1, 4))
 def test_any_state_comes_back_bit_for_bit_at_any_world_size(state: Any, world_size: int) -> None:
     storage = MemoryStorage()

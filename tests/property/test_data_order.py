@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -152,7 +152,6 @@ class Job:
         )
 
 
-@settings(max_examples=100)
 @given(histories())
 def test_every_history_reads_each_sample_once_per_epoch(history: History) -> None:
     ledger = Job(history).run()
@@ -160,7 +159,6 @@ def test_every_history_reads_each_sample_once_per_epoch(history: History) -> Non
         assert sorted(ledger.samples(epoch)) == list(range(history.n))
 
 
-@settings(max_examples=60)
 @given(histories())
 def test_the_global_batches_do_not_depend_on_the_history(history: History) -> None:
     ledger = Job(history).run()
@@ -201,7 +199,6 @@ def test_shares_differ_by_one_and_micro_batches_fit(
     assert all(span[1] - span[0] <= (micro_batch or last - first) for span in spans)
 
 
-@settings(max_examples=40)
 @given(
     n=st.integers(1, 60),
     batch_size=st.integers(1, 9),
@@ -253,7 +250,6 @@ def samplers(draw: st.DrawFn) -> tuple[int, Any]:
     )
 
 
-@settings(max_examples=100)
 @given(
     given=samplers(),
     batch_size=st.integers(1, 9),

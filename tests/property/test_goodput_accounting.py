@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import Goodput, goodput_of
+from elastic.telemetry.goodput import Goodput, goodput_of_run
 from elastic.telemetry.journal_reader import JournalRecord
-from elastic.telemetry.merging import merge
+from elastic.telemetry.merging import merge, run_of
 
 STEP_S = 0.5
 LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
@@ -77,7 +77,9 @@ worlds = st.builds(
 )
 
 
-def run_of(story: list[World], nodes: int, skews: list[float]) -> tuple[Goodput, dict[str, float]]:
+def goodput_and_truth(
+    story: list[World], nodes: int, skews: list[float]
+) -> tuple[Goodput, dict[str, float]]:
     """The goodput of a run in which all nodes step together, and what it spent on what."""
     truth: dict[str, float] = dict.fromkeys((a.value for a in Activity), 0.0)
     records: list[JournalRecord] = []
@@ -95,7 +97,7 @@ def run_of(story: list[World], nodes: int, skews: list[float]) -> tuple[Goodput,
             cause="lost",
             reason="made up",
         )
-    return goodput_of(merge([*records, *leader.records])), truth
+    return goodput_of_run(run_of(merge([*records, *leader.records]))), truth
 
 
 def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
@@ -181,7 +183,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
 def test_each_part_is_what_the_run_spent_on_it(
     story: list[World], nodes: int, skews: list[float]
 ) -> None:
-    found, truth = run_of(story, nodes, skews)
+    found, truth = goodput_and_truth(story, nodes, skews)
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-6)
     assert found.duration_s == pytest.approx(sum(truth.values()), abs=0.02)
     for activity in Activity:
@@ -255,7 +257,7 @@ lines = st.builds(
 
 @given(st.lists(lines, max_size=60))
 def test_parts_add_up_in_any_order_of_any_lines(records: list[JournalRecord]) -> None:
-    found = goodput_of(merge(records))
+    found = goodput_of_run(run_of(merge(records)))
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=0.01, abs=1e-6)
     assert all(took_s >= 0 for took_s in found.breakdown.seconds.values())
     assert 0.0 <= found.breakdown.goodput <= 1.0

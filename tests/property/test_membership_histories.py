@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -433,9 +432,6 @@ class LargeReplicaHistories(Histories):
     policy = replace(POLICY, max_nodes=7)
 
 
-Histories.TestCase.settings = settings(max_examples=500, stateful_step_count=40)
 TestHistories = Histories.TestCase
-ReplicaHistories.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestReplicaHistories = ReplicaHistories.TestCase
-LargeReplicaHistories.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestLargeReplicaHistories = LargeReplicaHistories.TestCase

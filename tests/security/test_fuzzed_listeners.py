@@ -12,9 +12,9 @@ from listeners import ALL, WITH_TLS, Cost, assert_flat, listening
 from elastic.secure_channel.limits import REPORT_EVERY_S
 from elastic.telemetry.log import get_logger
 
-FRAMES = 2_000  # hostile ones, on each listener
-FRAMES_WITH_TLS = 500  # each takes milliseconds of both ends
-WARM_UP = 200  # before memory is measured
+FRAMES = 500  # hostile ones, on each listener
+FRAMES_WITH_TLS = 150  # each takes milliseconds of both ends
+WARM_UP = 100  # before memory is measured
 SOAK_FRAMES = 100_000
 
 
@@ -46,7 +46,7 @@ def fuzz(kind: str, folder: Path, frames: int, *, seed: int) -> None:
         before, sent = Cost.now(), attacker.sent
         while attacker.sent - sent < frames:
             attacker.attack(listener.port)
-            if attacker.sent % 500 == 0:
+            if attacker.sent % 100 == 0:
                 listener.serve()
         listener.serve()
         assert_flat(before)

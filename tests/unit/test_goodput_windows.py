@@ -9,15 +9,15 @@ import pytest
 from made_up_run import MadeUpProcess
 
 from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import Goodput, goodput_of
+from elastic.telemetry.goodput import Goodput, goodput_of_run
 from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge
+from elastic.telemetry.merging import merge, run_of
 
 
 def goodput_in(folder: Path, *processes: MadeUpProcess) -> Goodput:
     for process in processes:
         (folder / process.path).write_text("\n".join(process.lines) + "\n")
-    return goodput_of(merge(*read_folder(folder)))
+    return goodput_of_run(run_of(merge(*read_folder(folder))))
 
 
 def trained(restored_at: int) -> MadeUpProcess:

@@ -31,7 +31,6 @@ class Rendering:
     status: bytes = b"{}"  # the JSON document
     sections: Mapping[str, str] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)  # in which rendering each one has
-    status_changed: int = 0
     events: tuple[JobEvent, ...] = ()
 
 
@@ -146,7 +145,6 @@ def render(snapshot: JobSnapshot, before: Rendering, template: PageTemplate) -> 
         status=status,
         sections=sections,
         changed=changed,
-        status_changed=number,
         events=snapshot.events,
     )
 
