@@ -309,6 +309,12 @@ def fsdp_holds_gradients(part: Any) -> bool:
     return False
 
 
+def fsdp_is_root(part: Any) -> bool:
+    """Whether torch has found, in the first forward pass, that no other module of ``fully_shard``
+    is around this one. Before that ``reset_iter_state`` raises AttributeError (torch 2.13)."""
+    return getattr(part._get_fsdp_state(), "_is_root", None) is True
+
+
 def fsdp_settings(part: Any) -> list[str]:
     """The methods by which the script has changed how a module of ``fully_shard`` reduces."""
     changed = []

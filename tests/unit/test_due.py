@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 
 from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
+from elastic.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.training.checkpointing.due import Due
-from elastic.training.gradients.control_flags import StepFlags
+from elastic.training.checkpointing.manager import CheckpointManager
+from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.gradients.control_flags import COUNT, StepFlags
+from elastic.training.state.job_state import JobState
+from elastic.world.world import world_from_environment
 
 
 def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
@@ -77,3 +89,37 @@ def test_the_automatic_interval_knows_costs_and_failures() -> None:
 
     assert interval_s(0.1, 0) < interval_s(1.0, 0) < interval_s(10.0, 0)
     assert interval_s(1.0, 30) < interval_s(1.0, 3) < interval_s(1.0, 0)
+
+
+def test_ranks_of_a_replica_leave_together_what_no_gradients_have_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a boundary is no collective of theirs."""
+    votes: list[int] = []
+    monkeypatch.setattr("elastic.training.checkpointing.manager.ask", lambda flags: flags)
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        votes.append(1)
+        yield
+
+    manager = CheckpointManager(Checkpoints(tmp_path, when=EverySeconds(1000)), Silent())
+    job = JobState(seed=0)
+    manager.begin_world(replace(world_from_environment({}), size=2), job)
+    try:
+        manager.at_boundary(job, together)  # before the first step
+        assert not votes
+        manager.step_ended()
+        assert manager.at_boundary(job, together) == StepFlags() and len(votes) == 1
+        manager.flags.write(torch.zeros(COUNT))
+        manager.step_ended()
+        assert manager.at_boundary(job, together) == StepFlags() and len(votes) == 1
+    finally:
+        manager.close(0.0)
+
+
+class Silent:
+    """A journal."""
+
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        pass

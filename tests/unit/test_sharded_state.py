@@ -177,3 +177,26 @@ def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps
             early.step()
     finally:
         guard.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_world_may_end_before_its_first_step(mesh: DeviceMesh, steps: int) -> None:
+    """A rank dies meanwhile, or too few nodes are left: the others keep their processes."""
+    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    for part in (model[1], model):
+        fully_shard(part, mesh=mesh["shard"])
+    module = ShardedModule(model, group)
+    group.form()
+    try:
+        module.enter_world()
+        for _ in range(steps):
+            model(torch.ones(3, 4)).sum().backward()
+        module.leave_world()
+        assert not module.in_world
+        module.enter_world()
+        model(torch.ones(3, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        module.leave_world()
+    finally:
+        group.destroy(is_for_next=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
 from checkpoints import Lineage, Root
@@ -156,10 +157,13 @@ class CheckpointManager:
         """The control flags of a step were exchanged with its gradients."""
         self._has_stepped = True
 
-    def at_boundary(self, job: JobState) -> StepFlags | None:
+    def at_boundary(
+        self, job: JobState, together: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> StepFlags | None:
         """Between two steps: report saves that ended, and begin one if it is due on all ranks.
 
         Returns the control flags of all ranks; None if no step was taken since the last boundary.
+        ``together``: makes the context of a collective of the world.
         """
         if not self.is_open:
             return None
@@ -167,7 +171,8 @@ class CheckpointManager:
         if self._has_stepped:
             received = self._flags.received()
             if received is None and self._saver.needs_agreement:
-                received = ask(self._sent)
+                with together():
+                    received = ask(self._sent)
         self._has_stepped = False
         self._saver.at_boundary(job, received)
         return received

@@ -42,6 +42,13 @@ class FSDPParts:
         (``set_requires_gradient_sync``)."""
         return any(torch_private.fsdp_holds_gradients(part) for part in self.parts)
 
+    def reset(self) -> None:
+        """Forget what an interrupted step has left. A module that no forward pass has reached holds
+        nothing: its world may end before its first step."""
+        for part in self.parts:
+            if torch_private.fsdp_is_root(part):
+                part.reset_iter_state()
+
     def check(self, call: str, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
         """Raise ConfigError for settings that change the mean, and for a tied weight in two parts.
 

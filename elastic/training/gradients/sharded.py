@@ -7,7 +7,6 @@ replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -88,13 +87,7 @@ class ShardedModule:
         self.reduction.leave()
         if self.in_world:
             self.in_world = False
-            for part in self._roots():
-                part.reset_iter_state()
-
-    def _roots(self) -> Iterator[FSDPModule]:
-        """Those that no other one is around: torch finds them at the first forward pass."""
-        inner = {id(part) for outer in self._fsdp for part in outer.modules() if part is not outer}
-        return (part for part in self._fsdp if id(part) not in inner)
+            self._parts.reset()
 
     def begin_step(self, weight: float) -> None:
         """A step begins, in which this rank holds the part ``weight`` of the global batch."""

@@ -32,15 +32,22 @@ class StepBoundary:
 
     def cross(self) -> None:
         """The next step is about to begin: save if a save is due. Does not return if the process
-        is to end here."""
+        is to end here.
+
+        The ranks of a replica need no vote here unless they exchange control flags by a collective
+        of the world, which an abort can end on some of them only. The flags that came with the
+        gradients were settled at the end of the backward pass, so all decide alike; nothing else
+        here waits for a peer, and what one rank alone has learned since is put to the vote in
+        ``before_step``.
+        """
         if self._worlds is not None:
             self._worlds.wait_until_permitted()
         if not self._checkpoints.is_open:
             return
         self._halt.at_boundary()
         self._state.current.last_left = None
-        with self._lifecycle.replica.whole():
-            received = self._checkpoints.at_boundary(self._state.job)
+        replica = self._lifecycle.replica
+        received = self._checkpoints.at_boundary(self._state.job, replica.whole)
         self._strategies.active.at_boundary(received)
         is_told = self._worlds is not None and self._worlds.is_told_to_leave
         is_leaving = self._halt.is_preempted or is_told
