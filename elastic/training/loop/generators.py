@@ -25,12 +25,11 @@ class EarlierGenerators:
     def note(self) -> None:
         """The first attempt begins.
 
-        A generator that runs now has called ``run.retry`` and is older by nature. Takes about 10 ms
-        at 290,000 objects [measured].
+        A generator that runs now has called ``run.retry`` and is older by nature. Takes about 50 ms
+        of CPU time at 366,000 objects [measured on a busy machine].
         """
-        for one in gc.get_objects():
-            if type(one) is GeneratorType and not one.gi_running:
-                self._known.add(one)
+        found = [one for one in gc.get_objects() if type(one) is GeneratorType]
+        self._known.update(one for one in found if not one.gi_running)
 
     def refuse(self) -> None:
         """Raise TrainingError if one of them has asked the calling generator for an item."""
