@@ -55,7 +55,8 @@ class Attempts:
                 f"run.{call}() comes too late: the first loop, or run.begin(), has restored the "
                 "job's state already",
                 hint=f"call run.{call}() before `for … in run.epochs(…)`, the loader, run.retry "
-                "and run.begin()",
+                "and run.begin(); several models, as in cross-validation, all before the first "
+                "loop, or as a job each",
             )
         self._has_registered |= self._scope.in_retry
 
@@ -81,6 +82,8 @@ class Attempts:
         self._scope.passes = 0
         if not is_again:
             self._outside = self._job.registered()
+            if self._registry.has_data:
+                self._scope.generators.note()
         elif self._has_registered:
             self._register_again()
         if not self._lifecycle.is_restored:
@@ -168,8 +171,18 @@ class Attempt:
         finally:
             self._scope.in_retry = False
         if not strategy.is_fault(error):
+            if isinstance(error, StopIteration) and self._scope.resumed_at:
+                raise _at_the_end(self._scope.resumed_at) from error
             return False
         self._scope.in_retry = True
         strategy.recover(error)
         self._scope.in_retry = False
         return True
+
+
+def _at_the_end(resumed_at: int) -> TrainingError:
+    return TrainingError(
+        f"next() was called at the end of an epoch that was resumed at step {resumed_at}: "
+        "`for i in range(len(loader))` counts from 0 and asks for more batches than are left",
+        hint="for i in range(loader.index, len(loader)):\n    batch = next(iterator)",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,44 @@ def test_registering_after_the_first_loop() -> None:
         script.train(1)
         with pytest.raises(TrainingError, match=r"run\.wrap\(\) comes too late"):
             run.wrap(nn.Linear(1, 1))
+
+
+def test_an_iterator_that_is_older_than_the_function_that_reads_it() -> None:
+    with process() as run:
+        script = job(run)
+        batches = iter(script.loader)
+        with pytest.raises(TrainingError, match=r"was made before run\.retry called"):
+            run.retry(lambda: script.update(*next(batches)))
+
+
+def test_a_generator_around_run_retry_may_be_older() -> None:
+    with process() as run:
+        script = job(run)
+
+        def trained() -> Iterator[int]:
+            for attempt in run.attempts():
+                with attempt:
+                    for x, y in script.loader:
+                        script.update(x, y)
+                        yield len(x)
+
+        assert sum(trained()) == SAMPLES
+
+
+def test_counting_from_0_to_the_length_of_a_resumed_epoch(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        job(run).train(stop_after=2)
+    with process(tmp_path) as run:
+        script = job(run)
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                batches = iter(script.loader)
+                for _ in range(len(script.loader)):
+                    script.update(*next(batches))
+
+        with pytest.raises(TrainingError, match="of an epoch that was resumed at step 2"):
+            run.retry(train)
 
 
 def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.plan import Position
 from elastic.training.loop.consumers import Consumer, consumer_of
 from elastic.training.loop.follower import follow
+from elastic.training.loop.generators import made_too_early
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
 from elastic.training.state.job_state import JobState
@@ -59,14 +60,20 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     A step begins when it is handed out and commits when the next is asked for, or when the loop
     is left after an optimizer has stepped. So a peek costs nothing.
     """
+    if loop.scope.in_retry:
+        loop.scope.generators.refuse()
     loop.bootstrap.enter_loop()
     loop.begin_pass(loader)
+    if loader.position.step < len(loader):
+        loop.scope.resumed_at = loader.position.step
     world = loop.lifecycle.world
     batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
     phases.enter(Phase.DATA)
     try:
         for first in batches:
             yield loop.begin(loader, first, batches)
+            if loop.lifecycle.world is not world:
+                raise made_too_early()  # by an attempt that is over
             loop.commit()
             phases.enter(Phase.DATA)
         phases.enter(Phase.SCRIPT)

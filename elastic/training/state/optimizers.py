@@ -348,7 +348,8 @@ def _check(
     if step is None:
         raise TrainingError(
             f"{kind}.step() outside of a step of the loop",
-            hint="step inside `for … in loader`, where loader = run.loader(…)",
+            hint="step inside `for … in loader`, where loader = run.loader(…); without a loader, "
+            "between run.begin() and run.commit()",
         )
     if not step.is_last_micro_batch:
         raise TrainingError(

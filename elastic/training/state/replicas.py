@@ -55,8 +55,10 @@ def compare(weights: Weights, settings: Settings, world: World, step: int) -> No
                 f"{', '.join(names)}: they are updated with gradients, or by amounts, that are not "
                 "the same on all ranks",
                 hint="model = run.wrap(model) before the optimizer is made, and call that model in "
-                "the loop; what is drawn at random for weights or gradients needs a generator "
-                "with the same seed on all ranks: torch.Generator().manual_seed(step)",
+                "the loop, as well as every other module with parameters of its own "
+                "(criterion = run.wrap(criterion)); what is drawn at random for weights or "
+                "gradients needs a generator with the same seed on all ranks: "
+                "torch.Generator().manual_seed(step)",
             )
 
 

@@ -1,9 +1,10 @@
 """What steps along with an optimizer, and is not tracked: schedulers, gradient scalers, averages.
 
 Nothing fails without them. A joining node begins the schedule anew, a step that is done again
-steps it twice, and every rank trains at another learning rate; whoever is rank 0 then saves an
-average of its own. So schedulers and scalers are looked for, once, when their optimizer steps for
-the first time, and averages before the first update after they were made, which torch tells.
+steps it twice, and every rank trains at another learning rate; a rank 0 that joined later saves an
+average that it began anew. So schedulers and scalers are looked for, once, when their optimizer
+steps for the first time, and averages before the first update after they were made, which torch
+tells.
 """
 
 from __future__ import annotations

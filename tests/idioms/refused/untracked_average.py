@@ -1,6 +1,6 @@
 """An average of the weights that is not tracked
 
-A joining node would begin its average anew, and whoever is rank 0 would save its own. Seen are
+A joining node would begin its average anew, and save that if it became rank 0. Detected are
 `AveragedModel`, and modules with a copy of the model whose class says that they average
 (`ModelEmaV2`, `EMA`, `ExponentialMovingAverage`).
 

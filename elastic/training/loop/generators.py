@@ -1,0 +1,57 @@
+"""Generators that the script has made before ``run.retry`` called its function.
+
+``self.batches = cycle(loader)`` in ``__init__`` outlives the function: after a change of the world,
+``next(self.batches)`` would give batches of the world that is over, or stop.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import weakref
+from types import FrameType, GeneratorType
+from typing import Any
+
+from elastic.errors import TrainingError
+
+
+class EarlierGenerators:
+    """One per process: knows which generators are older than the first attempt."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[GeneratorType[Any, Any, Any]] = weakref.WeakSet()
+
+    def note(self) -> None:
+        """The first attempt begins.
+
+        A generator that runs now has called ``run.retry`` and is older by nature. Takes about 50 ms
+        of CPU time at 366,000 objects [measured on a busy machine].
+        """
+        found = [one for one in gc.get_objects() if type(one) is GeneratorType]
+        self._known.update(one for one in found if not one.gi_running)
+
+    def refuse(self) -> None:
+        """Raise TrainingError if one of them has asked the calling generator for an item."""
+        asking = _generators(sys._getframe(1))
+        if any(one.gi_frame in asking for one in self._known):
+            raise made_too_early()
+
+
+def made_too_early() -> TrainingError:
+    """For an iterator over a loader that is older than the call of the function that reads it."""
+    return TrainingError(
+        "an iterator over the loader was made before run.retry called the function that reads it: "
+        "after a change of the world it would give batches of the world that is over",
+        hint="make it in that function, as a local variable: batches = cycle(loader), "
+        "batches = iter(loader)",
+    )
+
+
+def _generators(frame: FrameType | None) -> list[FrameType]:
+    """The frame and its callers, for as long as they are generators."""
+    frames = []
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
