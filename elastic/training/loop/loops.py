@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import DATA, SCRIPT
 from elastic.hangs.phases import phases
 from elastic.training.data.following import Pass
 from elastic.training.data.loader import ElasticLoader
@@ -63,16 +63,16 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     loop.begin_pass(loader)
     world = loop.lifecycle.world
     batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
-    phases.enter(Phase.DATA)
+    phases.enter(DATA)
     try:
         for first in batches:
             yield loop.begin(loader, first, batches)
             loop.commit()
-            phases.enter(Phase.DATA)
-        phases.enter(Phase.SCRIPT)
+            phases.enter(DATA)
+        phases.enter(SCRIPT)
         loop.script_goes_on()
     except GeneratorExit:
-        phases.enter(Phase.SCRIPT)
+        phases.enter(SCRIPT)
         loop.leave(world, loader)
         raise
 
