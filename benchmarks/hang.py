@@ -50,7 +50,7 @@ import recovery_torchft as torchft
 from measurement import Report, Row
 
 from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import CHECKPOINT, COMPUTE, DATA, OPTIMIZER, Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.watch import HangWatch
@@ -172,18 +172,19 @@ def cost_of_step(steps: int = 20_000) -> list[float]:
     """Seconds per step, of several runs."""
     recorder = PhaseRecorder()
     recorder.start()
+    script = Phase.SCRIPT
 
     def step(number: int) -> None:
         recorder.begin_step(number)
-        recorder.enter(Phase.COMPUTE)
+        recorder.enter(COMPUTE)
         for collective in range(3):
             recorder.end_wait(recorder.begin_wait(number + collective, 1))
-        recorder.enter(Phase.OPTIMIZER)
-        recorder.enter(Phase.SCRIPT)
+        recorder.enter(OPTIMIZER)
+        recorder.enter(script)
         recorder.committed(number)
         for _ in range(2):
-            recorder.enter(recorder.enter(Phase.DATA))
-        recorder.enter(Phase.CHECKPOINT)
+            recorder.enter(recorder.enter(DATA))
+        recorder.enter(CHECKPOINT)
 
     return [_timed(step, steps // 10) for _ in range(10)]
 

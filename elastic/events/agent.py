@@ -56,7 +56,7 @@ class HangFound(Event):
     ranks: tuple[int, ...]  # the culprits
     confidence: str  # in the verdict
     reason: str  # a sentence
-    where: str = ""  # function, file and line of the script that the first culprit is in
+    where: str = ""  # function, file and line of the script that the first culprit is in, if known
     report: str  # the path of the hang report; "": none was written
 
 

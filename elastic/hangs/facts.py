@@ -30,6 +30,10 @@ class Phase(IntEnum):
         return _LABELS[self]
 
 
+# For what runs in every step: before Python 3.12 the lookup of a member costs as much as a call.
+DATA, COMPUTE, COLLECTIVE = Phase.DATA, Phase.COMPUTE, Phase.COLLECTIVE
+OPTIMIZER, SCRIPT, CHECKPOINT = Phase.OPTIMIZER, Phase.SCRIPT, Phase.CHECKPOINT
+
 _LABELS = {
     Phase.STARTING: "its start",
     Phase.FORMING: "the change of the world",

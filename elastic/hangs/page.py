@@ -114,6 +114,30 @@ class Page:
         words[11] = collective_ns
         words[12] = count
 
+    def write_wait(
+        self, phase: int, since_ns: int, outer: int, operation: int, collective: int
+    ) -> None:
+        """The same where a wait for other ranks begins, and all else is as it was."""
+        words = self._words
+        self._count = count = self._count + 1
+        words[0] = count
+        words[1] = phase
+        words[2] = since_ns
+        words[5] = outer
+        words[7] = operation
+        words[8] = collective
+        words[12] = count
+
+    def write_end_of_wait(self, phase: int, since_ns: int, collective_ns: int) -> None:
+        """The same where that wait is over."""
+        words = self._words
+        self._count = count = self._count + 1
+        words[0] = count
+        words[1] = phase
+        words[2] = since_ns
+        words[11] = collective_ns
+        words[12] = count
+
     def write_flags(self, flags: int) -> None:
         """No sign of life: an endless loop collects garbage, too."""
         _FLAGS.pack_into(self._memory, _FLAGS_AT, flags)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import DATA, Phase
 from elastic.stragglers.facts import StepPart
 from elastic.stragglers.windows import StepWindows
 
@@ -22,70 +22,110 @@ OWN_LOADER = -3  # in the DATA that ends next the script reads a data set beside
 _KEPT_PER_STEP = 0.98
 _SMOOTHING = 0.1
 
-# What a phase counts as in the times of steps. By number: this is looked up in every phase.
-_PARTS = tuple(
-    {
-        Phase.DATA: StepPart.DATA,
-        Phase.COMPUTE: StepPart.COMPUTE,
-        Phase.OPTIMIZER: StepPart.COMPUTE,
-        Phase.COLLECTIVE: StepPart.COLLECTIVE,
-        Phase.CHECKPOINT: StepPart.CHECKPOINT,
-    }.get(phase, StepPart.SCRIPT)
-    for phase in Phase
-)
+# What a phase counts as in the times of steps.
+_PARTS = {
+    Phase.DATA: StepPart.DATA,
+    Phase.COMPUTE: StepPart.COMPUTE,
+    Phase.OPTIMIZER: StepPart.COMPUTE,
+    Phase.COLLECTIVE: StepPart.COLLECTIVE,
+    Phase.CHECKPOINT: StepPart.CHECKPOINT,
+}
+_NO_PARTS_S = [0.0] * len(StepPart)
+
+
+class _PhaseSum:
+    """What one phase took, in seconds."""
+
+    __slots__ = ("committed_s", "longest_s", "part", "peak_s", "present_s", "typical_s")
+
+    def __init__(self, phase: Phase) -> None:
+        self.part = int(_PARTS.get(phase, StepPart.SCRIPT))
+        self.committed_s = 0.0  # all in all, when the last step was committed
+        self.present_s = 0.0  # since then
+        self.forget_durations()
+
+    def forget_durations(self) -> None:
+        self.longest_s = 0.0  # when the last step was committed
+        self.peak_s = 0.0  # the same until now
+        self.typical_s = 0.0
 
 
 class PhaseSums:
     """What the phases took: all in all, lately, and in the present step."""
 
     def __init__(self) -> None:
-        self.total_s = [0.0] * len(Phase)
-        self.committed_s = self.total_s.copy()  # of it: when the last step was committed
-        self.committed_ns = 0
-        self._parts_s = [0.0] * len(StepPart)  # of the present step
-        self._samples = 0  # of this rank in it
+        self._of = tuple(map(_PhaseSum, Phase))
+        self.committed_ns = 0  # when the last step was
+        self._samples = 0  # of this rank in the present step
         self._is_own_loader = False
-        self.forget_durations()
+        self._own_loader_s = 0.0  # of the present step's DATA
+
+    @property
+    def total_s(self) -> list[float]:
+        """By phase, all in all."""
+        return [one.committed_s + one.present_s for one in self._of]
+
+    @property
+    def committed_s(self) -> list[float]:
+        """The same when the last step was committed."""
+        return [one.committed_s for one in self._of]
+
+    @property
+    def longest_s(self) -> list[float]:
+        """By phase, the longest that it took lately, when the last step was committed."""
+        return [one.longest_s for one in self._of]
+
+    @property
+    def typical_s(self) -> list[float]:
+        """By phase, how long it takes, smoothed."""
+        return [one.typical_s for one in self._of]
 
     def forget_durations(self) -> None:
         """What phases took so far says nothing of what comes."""
-        self.longest_s = [0.0] * len(Phase)  # when the last step was committed
-        self.typical_s = [0.0] * len(Phase)
-        self._longest_s = [0.0] * len(Phase)
+        for one in self._of:
+            one.forget_durations()
 
     def add(self, noted: Sequence[int], windows: StepWindows | None) -> bool:
         """Add up what was noted, in its order; says whether a step was committed.
 
         ``windows``: where the times of steps go.
         """
-        is_committed = False
+        of, is_own_loader, is_committed = self._of, self._is_own_loader, False
         pairs = iter(noted)
+        # One loop without calls: a call for each phase costs as much as all the rest of it.
         for what, number in zip(pairs, pairs, strict=True):
             if what >= 0:
-                self._left(what, number * 1e-9)
+                one, took_s = of[what], number * 1e-9
+                one.present_s += took_s
+                one.typical_s += _SMOOTHING * (took_s - one.typical_s)
+                if took_s > one.peak_s:
+                    one.peak_s = took_s
+                if is_own_loader and what == DATA:
+                    is_own_loader = False
+                    self._own_loader_s += took_s
             elif what == COMMITTED:
                 is_committed = True
                 self._commit(number, windows)
             elif what == SAMPLES:
                 self._samples = number
             else:
-                self._is_own_loader = True
+                is_own_loader = True
+        self._is_own_loader = is_own_loader
         return is_committed
 
-    def _left(self, phase: int, took_s: float) -> None:
-        self.total_s[phase] += took_s
-        if took_s > self._longest_s[phase]:
-            self._longest_s[phase] = took_s
-        self.typical_s[phase] += _SMOOTHING * (took_s - self.typical_s[phase])
-        part = _PARTS[phase]
-        if self._is_own_loader and phase == Phase.DATA:
-            part, self._is_own_loader = StepPart.SCRIPT, False
-        self._parts_s[part] += took_s
-
     def _commit(self, at_ns: int, windows: StepWindows | None) -> None:
-        self.committed_ns, self.committed_s = at_ns, self.total_s.copy()
+        parts_s = _NO_PARTS_S.copy()
+        for one in self._of:
+            if one.present_s or one.peak_s:  # few phases are in use
+                parts_s[one.part] += one.present_s
+                one.committed_s += one.present_s
+                one.present_s = 0.0
+                one.longest_s = one.peak_s
+                one.peak_s *= _KEPT_PER_STEP
+        self.committed_ns = at_ns
+        if self._own_loader_s:
+            parts_s[StepPart.DATA] -= self._own_loader_s
+            parts_s[StepPart.SCRIPT] += self._own_loader_s
+            self._own_loader_s = 0.0
         if windows is not None:
-            windows.add(self._parts_s, self._samples, at_ns)
-        self._parts_s = [0.0] * len(StepPart)
-        self.longest_s = self._longest_s
-        self._longest_s = [_KEPT_PER_STEP * took_s for took_s in self.longest_s]
+            windows.add(parts_s, self._samples, at_ns)

@@ -16,14 +16,13 @@ from time import monotonic_ns
 from typing import Any
 
 from elastic.hangs.budgets import FIRST_STEPS
-from elastic.hangs.facts import Flag, Phase
+from elastic.hangs.facts import COLLECTIVE, DATA, SCRIPT, Flag, Phase
 from elastic.hangs.page import Page
 from elastic.hangs.phase_sums import COMMITTED, OWN_LOADER, SAMPLES, PhaseSums
 from elastic.stragglers.windows import StepWindows, step_windows
 from elastic.tuning.worker_intervals import STEP_SUMS_S
 
-_SCRIPT = Phase.SCRIPT  # looked up in every step, where an enumeration costs more than a name
-_SMOOTHING = 0.1
+_SMOOTHING = 10  # of collectives' durations: the newest counts a tenth
 _OLDEST_GENERATION = 2  # a full collection: the younger ones take microseconds
 _MOST_NOTED = 1024  # numbers
 
@@ -77,10 +76,10 @@ class PhaseRecorder:
         self._steps_in_world = 0
         self._checkpoint_step = -1
         self.planned_steps = 0  # of the whole job; 0: not known
-        self._collective_s = 0.0
+        self._collective_ns = 0
         self._is_moved = True  # what the page says besides the phase has changed
         self._since_ns = monotonic_ns()
-        self._flags = Flag.NONE
+        self._flags = 0
         self._sums = PhaseSums()
         self._sees_compilation = False
 
@@ -117,7 +116,7 @@ class PhaseRecorder:
     def seconds(self) -> list[float]:
         """By phase, what :meth:`account` has added up until now. For its thread."""
         self._sum_up()
-        total_s = self._sums.total_s.copy()
+        total_s = self._sums.total_s
         total_s[self._phase] += (monotonic_ns() - self._since_ns) * 1e-9
         return total_s
 
@@ -160,8 +159,8 @@ class PhaseRecorder:
         Where this library hands out the training data, a loader that is read at another place is
         the script's own: an evaluation's. Nobody is slow because of it.
         """
-        before = self.enter(Phase.DATA)
-        is_of_training = before is Phase.DATA or not self._samples
+        before = self.enter(DATA)
+        is_of_training = before is DATA or not self._samples
         if not is_of_training and get_ident() == self._thread:
             self._noted += (OWN_LOADER, 0)
         return before
@@ -177,7 +176,7 @@ class PhaseRecorder:
         if samples != self._samples:
             self._samples = samples
             self._noted += (SAMPLES, samples)
-        self.enter(_SCRIPT)
+        self.enter(SCRIPT)
         if self._steps_in_world <= FIRST_STEPS:
             self._watch_compilation()
 
@@ -186,7 +185,7 @@ class PhaseRecorder:
         self._step = step
         self._steps_in_world = steps = self._steps_in_world + 1
         self._is_moved = True
-        self.enter(_SCRIPT)
+        self.enter(SCRIPT)
         if get_ident() != self._thread:
             return
         now_ns, noted = self._since_ns, self._noted
@@ -222,7 +221,7 @@ class PhaseRecorder:
         self._sums.forget_durations()
         self._generation = generation
         self._steps_in_world = 0
-        self._collective_s = 0.0
+        self._collective_ns = 0
         self._is_moved = True
         self.enter(Phase.FORMING)
 
@@ -252,26 +251,42 @@ class PhaseRecorder:
     def begin_wait(self, collective: int, operation: int) -> Phase:
         """The main thread waits for other ranks; returns what to give to :meth:`end_wait`."""
         before = self._phase
-        if self._page is None or get_ident() != self._thread:
+        page = self._page
+        if page is None or get_ident() != self._thread:
             return before
-        self._collective, self._operation, self._is_moved = collective, operation, True
-        if before is not Phase.COLLECTIVE:
+        now_ns = monotonic_ns()
+        self._noted += (before, now_ns - self._since_ns)
+        self._phase, self._since_ns = COLLECTIVE, now_ns
+        self._collective, self._operation = collective, operation
+        if before is not COLLECTIVE:
             self._outer = before
-        return self.enter(Phase.COLLECTIVE)
+        if self._is_moved:
+            self._move(page, COLLECTIVE, now_ns)
+        else:
+            page.write_wait(COLLECTIVE, now_ns, self._outer, operation, collective)
+        return before
 
     def end_wait(self, before: Phase) -> None:
         """The wait is over, well or not."""
-        if self._page is None or get_ident() != self._thread:
+        page = self._page
+        if page is None or get_ident() != self._thread:
             return
-        took_s = (monotonic_ns() - self._since_ns) * 1e-9
-        self._collective_s += _SMOOTHING * (took_s - self._collective_s)
-        self._is_moved = True
-        self.enter(before)
+        now_ns, noted = monotonic_ns(), self._noted
+        took_ns = now_ns - self._since_ns
+        noted += (self._phase, took_ns)
+        self._phase, self._since_ns = before, now_ns
+        self._collective_ns += (took_ns - self._collective_ns) // _SMOOTHING
+        if self._is_moved:
+            self._move(page, before, now_ns)
+        else:
+            page.write_end_of_wait(before, now_ns, self._collective_ns)
+        if len(noted) > _MOST_NOTED:
+            self._sum_up()
 
     # -- flags --------------------------------------------------------------------------------
 
-    def set_flag(self, flag: Flag, is_set: bool) -> None:
-        """From any thread. No sign of life."""
+    def set_flag(self, flag: int, is_set: bool) -> None:
+        """From any thread. No sign of life. ``flag``: a :class:`Flag`, or its number."""
         flags = self._flags | flag if is_set else self._flags & ~flag
         if flags == self._flags:
             return
@@ -316,7 +331,7 @@ class PhaseRecorder:
             self._collective,
             self._steps_in_world,
             self._checkpoint_step,
-            int(self._collective_s * 1e9),
+            self._collective_ns,
         )
 
 
@@ -324,7 +339,7 @@ phases = PhaseRecorder()
 """Of this process."""
 
 
-def _watch_debugger(set_flag: Callable[[Flag, bool], None]) -> None:
+def _watch_debugger(set_flag: Callable[[int, bool], None]) -> None:
     """Know when a person is at a prompt: ``breakpoint()``, ``pdb.set_trace()``, IPython's ipdb and
     ``torch.distributed.breakpoint()`` all come to ``Pdb.interaction``."""
     import pdb

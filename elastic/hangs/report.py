@@ -140,8 +140,9 @@ def check_folder(folder: str | None) -> None:
 
 
 def as_json(report: HangReport) -> str:
-    """For programs."""
-    return json.dumps(dataclasses.asdict(report), indent=1, default=str)
+    """For programs. ``where``: by culprit, as far as its stack is known."""
+    where = {rank: found for rank in report.verdict.culprits if (found := report.where(rank)[0])}
+    return json.dumps({**dataclasses.asdict(report), "where": where}, indent=1, default=str)
 
 
 def render(report: HangReport) -> str:

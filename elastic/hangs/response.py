@@ -124,7 +124,10 @@ class HangResponse:
             reason = f"{_named(judged, report)}; report: {path}"
             self._before_kill(worker.pid, reason)
             at_s, error_file = self._clock.wall(), worker.error_file
-            _in_time(lambda: _write_error_file(error_file, reason, at_s))
+            _in_time(
+                lambda: _write_error_file(error_file, reason, at_s),
+                lambda why: get_logger().warning("%s: %s", error_file, why),
+            )
             worker.kill()
             done = f"pid {worker.pid} was ended with SIGKILL; the others recover as from a death"
             report = replace(report, done=done)
@@ -155,8 +158,11 @@ class HangResponse:
         )
 
     def _write(self, path: Path, judged: Judged, report: HangReport) -> None:
-        room = _in_time(lambda: kernel.room_on_disks([os.getcwd(), self._folder.folder]))
-        node = {**kernel.describe_node(), **(room or {"disk": _SILENT})}
+        room = _in_time(
+            lambda: kernel.room_on_disks([os.getcwd(), self._folder.folder]),
+            lambda why: {"disk": why},
+        )
+        node = {**kernel.describe_node(), **room}
         report = replace(report, node=node)
         self._last = path, report
         failure = self._write_in_time(path, report)
@@ -171,8 +177,7 @@ class HangResponse:
 
     def _write_in_time(self, path: Path, report: HangReport) -> str:
         """Why it could not be written, or ""."""
-        failure = _in_time(lambda: self._folder.write(path, report))
-        return f"{path}: {_SILENT}" if failure is None else failure
+        return _in_time(lambda: self._folder.write(path, report), lambda why: f"{path}: {why}")
 
     def add_stacks(
         self,
@@ -220,16 +225,26 @@ class HangResponse:
         )
 
 
-def _in_time(act: Callable[[], T]) -> T | None:
-    """What it returns; None if the file system does not answer: its thread stays behind."""
-    done: queue.SimpleQueue[T] = queue.SimpleQueue()
-    threading.Thread(
-        target=lambda: done.put(act()), name="elastic-hang-report", daemon=True
-    ).start()
+def _in_time(act: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+    """What ``act`` returns; what ``otherwise`` makes of the reason where it returns nothing: the
+    file system does not answer, and its thread stays behind, or it has failed unexpectedly."""
+    done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put(act())
+        except Exception as error:  # noqa: BLE001 (reported)
+            done.put(error)
+
+    threading.Thread(target=run, name="elastic-hang-report", daemon=True).start()
     try:
-        return done.get(timeout=HANG_REPORT_WRITTEN_S)
+        result = done.get(timeout=HANG_REPORT_WRITTEN_S)
     except queue.Empty:
-        return None
+        return otherwise(_SILENT)
+    if isinstance(result, Exception):
+        get_logger().error("a part of a hang report failed", exc_info=result)
+        return otherwise(f"failed unexpectedly: {type(result).__name__}: {result}")
+    return result
 
 
 def _utc(wall_s: float) -> str:

@@ -6,17 +6,19 @@ import torch.distributed as dist
 
 from elastic import torch_private
 from elastic.compiling import not_compiled
-from elastic.hangs.facts import Flag, Phase
+from elastic.hangs.facts import COLLECTIVE, Flag, Phase
 from elastic.hangs.phases import phases
+
+_SUBGROUPS = int(Flag.SUBGROUPS)  # sets of flags are slow to add up, and this is done in every wait
 
 
 @not_compiled
 def begin_wait(work: dist.Work | None) -> Phase:
     """The main thread waits for ``work``; returns what :func:`end_wait` is to be given."""
     if work is None or not phases.is_on:
-        return Phase.COLLECTIVE
+        return COLLECTIVE
     if torch_private.has_subgroups():
-        phases.set_flag(Flag.SUBGROUPS, True)
+        phases.set_flag(_SUBGROUPS, True)
     return phases.begin_wait(torch_private.collectives_begun(), torch_private.operation_of(work))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.errors import TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import DATA
 from elastic.hangs.phases import phases
 
 
@@ -171,7 +171,7 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         while self._begun < self._count:
             if self._begun:
-                before = phases.enter(Phase.DATA)
+                before = phases.enter(DATA)
                 self._info, self._data = next(self._rest)
                 phases.enter(before)
             yield self._take()

@@ -117,3 +117,10 @@ def test_nothing_is_left_of_a_network() -> None:
         namespace = network.machines[0].namespace
     listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert namespace not in listed
+
+
+def test_networks_of_one_process_have_nothing_in_common() -> None:
+    first, second = EmulatedNetwork(1), EmulatedNetwork(1)
+    assert first.host != second.host
+    assert first.machines[0].namespace != second.machines[0].namespace
+    assert first.machines[0].address != second.machines[0].address

@@ -19,10 +19,11 @@ from elastic.doctor.examination import shared_folder
 from elastic.events import Event, HangFound
 from elastic.hangs import response as response_module
 from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.report import ReportFolder
+from elastic.hangs.report import HangReport, ReportFolder
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.telemetry.log import get_logger
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 
@@ -54,12 +55,41 @@ def test_a_worker_is_ended_although_no_report_can_be_written(
     dead_disk: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_module, "HANG_REPORT_WRITTEN_S", 0.2)
+    event = end_hung(worker, ReportFolder(str(dead_disk / "reports")), dead_disk / "error.json")
+    assert event.report == "", "nobody is sent to a missing file"
+
+
+def test_a_report_that_fails_unexpectedly_says_what_failed(
+    tmp_path: Path,
+    worker: subprocess.Popen[bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(response_module, "HANG_REPORT_WRITTEN_S", PATIENCE_S)
+
+    class Broken(ReportFolder):
+        def write(self, path: Path, report: HangReport) -> str:
+            raise ZeroDivisionError("no ranks")
+
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        event = end_hung(worker, Broken(str(tmp_path)), tmp_path / "error.json")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert event.report == ""
+    assert "failed unexpectedly: ZeroDivisionError: no ranks" in caplog.text
+    assert "did not answer" not in caplog.text
+
+
+def end_hung(worker: subprocess.Popen[bytes], folder: ReportFolder, error_file: Path) -> HangFound:
+    """Have an agent find out that the worker hangs, and end it."""
     journal = Events()
     response = HangResponse(
         node="n1",
         acts=True,
         stop_grace_s=1.0,
-        folder=ReportFolder(str(dead_disk / "reports")),
+        folder=folder,
         journal=journal,
         before_kill=lambda pid, reason: None,
         abort=lambda generation, reason: None,
@@ -72,7 +102,7 @@ def test_a_worker_is_ended_although_no_report_can_be_written(
         on_stopped=lambda worker, facts, stopped_s: None,
         on_error=lambda error: None,
     )
-    watch.supervise((Supervised(worker.pid, 0, str(dead_disk / "error.json")),))
+    watch.supervise((Supervised(worker.pid, 0, str(error_file)),))
 
     def watched() -> WatchedWorker | None:
         watch.run_tasks()
@@ -91,7 +121,8 @@ def test_a_worker_is_ended_although_no_report_can_be_written(
     response.carry_out(watch, Judged(verdict=verdict, generation=7, size=2, ranks=(culprit,)))
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
     (event,) = journal.seen
-    assert isinstance(event, HangFound) and event.report == "", "nobody is sent to a missing file"
+    assert isinstance(event, HangFound)
+    return event
 
 
 def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:

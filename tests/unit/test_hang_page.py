@@ -58,6 +58,16 @@ def test_what_is_written_is_read(recorder: PhaseRecorder) -> None:
     assert (reading.phase, reading.outer) == (Phase.COLLECTIVE, Phase.COMPUTE)
     assert (reading.collective, reading.operation) == (114, 1)
     recorder.end_wait(before)
+    waited = reader.read()
+    assert waited is not None
+    assert (waited.phase, waited.collective) == (Phase.COMPUTE, 114)
+    assert waited.collective_s > 0
+    recorder.begin_wait(115, 15)
+    again = reader.read()
+    assert again is not None
+    assert (again.phase, again.outer) == (Phase.COLLECTIVE, Phase.COMPUTE)
+    assert (again.collective, again.operation, again.step) == (115, 15, 57)
+    recorder.end_wait(before)
     recorder.committed(58)
     recorder.saved(50)
     recorder.enter(Phase.DATA)

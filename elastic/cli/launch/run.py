@@ -185,7 +185,7 @@ def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[st
 
 
 class TooFew:
-    """Whether a job has lost nodes without which it waits for ever."""
+    """Whether a job has lost nodes without which it waits forever."""
 
     def __init__(self, least: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._least = least

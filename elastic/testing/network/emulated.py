@@ -13,6 +13,7 @@ this process's own namespace on it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ _TUN = Path("/dev/net/tun")
 _MTU = "1500"
 # The kernel drops what the switch has not read; a burst must fit.
 _QUEUE_PACKETS = "10000"
+_numbers = itertools.count()  # of the networks of this process
 
 
 def why_unavailable() -> str:
@@ -70,8 +72,10 @@ class EmulatedNetwork:
     """
 
     def __init__(self, machines: int) -> None:
-        tag = os.getpid()
-        prefix = f"10.{tag >> 8 & 255}.{tag & 255}"
+        pid, number = os.getpid(), next(_numbers)
+        tag = f"{pid}-{number}"
+        # A second one at the same time has a network of its own, far from that of the next process.
+        prefix = f"10.{(pid >> 8) + 64 * number & 255}.{pid & 255}"
         self.host = f"{prefix}.254"
         self.machines = tuple(
             EmulatedMachine(f"els{tag}-{n}", f"{prefix}.{n + 1}") for n in range(machines)

@@ -15,7 +15,7 @@ from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcom
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import CHECKPOINT
 from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.due import Due
@@ -202,7 +202,7 @@ class Saver:
         """
         if self.due is None or self.engine is None:
             return
-        phases.enter(Phase.CHECKPOINT)
+        phases.enter(CHECKPOINT)
         self.engine.poll()
         in_flight = int(self.engine.is_busy)
         is_stuck = received is not None and received.stuck

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import GroupAborted, TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
 from elastic.mesh import ModelReplica
 from elastic.process_group import OwnGroup
@@ -184,7 +184,7 @@ class AcrossReduction(Reduction):
         if self._end is not None:
             self._end.copy_(torch.tensor(flags))
         self._pass = None
-        phases.enter(Phase.SCRIPT)
+        phases.enter(SCRIPT)
 
 
 class WeightedReduceScatter:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
 from elastic.process_group import pending_works, queued
 from elastic.torch_private import call_after_backward, current_backward
@@ -152,7 +152,7 @@ class Reduction:
         except Exception as error:
             self.failure = error.with_traceback(None)  # its frames hold the group
             raise
-        phases.enter(Phase.SCRIPT)  # the backward pass is over, but for what takes no time
+        phases.enter(SCRIPT)  # the backward pass is over, but for what takes no time
 
     def speak_again(self) -> None:
         """Send this rank's flags with the next bucket, too: peers begin another step."""

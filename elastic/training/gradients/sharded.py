@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from checkpoints.tensors.dtensors import is_dtensor, local_of
 from elastic.compiling import not_compiled
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import COMPUTE, Phase
 from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
 from elastic.training.gradients.across import AcrossReduction, WeightedReduceScatter
@@ -71,7 +71,7 @@ class ShardedModule:
         if not (module.training and torch.is_grad_enabled()):
             phases.enter(Phase.EVALUATION)
             return
-        phases.enter(Phase.COMPUTE)
+        phases.enter(COMPUTE)
         if self.in_world and self.reduction.failure is not None:
             raise self.reduction.failure  # swallowed by the script
         self.reduction.has_forward = True

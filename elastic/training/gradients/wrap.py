@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from elastic import torch_private
 from elastic.compiling import not_compiled, not_compiled_itself
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import COMPUTE, Phase
 from elastic.hangs.phases import phases
 from elastic.process_group import (
     ReleasableGroup,
@@ -172,7 +172,7 @@ class ElasticDDP(DDP):
     def _note_phase(self, *, is_plain: bool) -> None:
         """A forward pass is a sign of life, and says whether the script trains or evaluates."""
         if not is_plain:
-            phases.enter(Phase.COMPUTE)
+            phases.enter(COMPUTE)
         elif not (self.training and torch.is_grad_enabled()):
             phases.enter(Phase.EVALUATION)
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import DATA, SCRIPT
 from elastic.hangs.phases import phases
 from elastic.training.data.following import Pass
 from elastic.training.data.loader import ElasticLoader
@@ -68,18 +68,18 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
         loop.scope.resumed_at = loader.position.step
     world = loop.lifecycle.world
     batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
-    phases.enter(Phase.DATA)
+    phases.enter(DATA)
     try:
         for first in batches:
             yield loop.begin(loader, first, batches)
             if loop.lifecycle.world is not world:
                 raise made_too_early()  # by an attempt that is over
             loop.commit()
-            phases.enter(Phase.DATA)
-        phases.enter(Phase.SCRIPT)
+            phases.enter(DATA)
+        phases.enter(SCRIPT)
         loop.script_goes_on()
     except GeneratorExit:
-        phases.enter(Phase.SCRIPT)
+        phases.enter(SCRIPT)
         loop.leave(world, loader)
         raise
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import Phase
+from elastic.hangs.facts import OPTIMIZER, SCRIPT
 from elastic.hangs.phases import phases
 from elastic.process_group import pending_works
 from elastic.training.gradients.sharding import refusal, refuse_module, sharded_parameter
@@ -145,7 +145,7 @@ class OptimizerGuard:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        phases.enter(Phase.OPTIMIZER)
+        phases.enter(OPTIMIZER)
         known, step = self._of(optimizer), self._present_step()
         self._forget_abandoned(optimizer)
         name, closure = known.name, _closure(args, kwargs)
@@ -207,7 +207,7 @@ class OptimizerGuard:
                 self.rollback.copy_weights(SEVERAL)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        phases.enter(Phase.SCRIPT)
+        phases.enter(SCRIPT)
         update = self._updates.pop() if self._updates else None
         if update is None or update.name is None or update.is_masked:
             return
